@@ -1,0 +1,1 @@
+"""Transformer policies in Flax NNX and their Hugging Face name maps."""

@@ -1,0 +1,1 @@
+"""What a rollout is worth: verifiers, services and their weighted sum."""

@@ -1,0 +1,1 @@
+"""Who generates: the embedded JAX engine and clients of servers."""

@@ -1,0 +1,1 @@
+"""Per-token log-prob and entropy from hidden states and head, without logits in memory."""

@@ -1,0 +1,43 @@
+"""The tests' process: eight simulated CPU devices, a kept compilation cache, checked shape annotations, a fresh gin."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# JAX reads these once, when it is imported; xdist's workers load this file first too.
+_DEVICES = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm" / "jax"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Every annotation of the package is executed; an int where a float is asked for is fine, as in Python's own typing.
+install_import_hook("jaxrl_llm", "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))")
+
+
+@pytest.fixture(autouse=True)
+def fresh_gin() -> Iterator[None]:
+    """gin's configuration is empty and unlocked before and after each test, whatever ran before in this worker."""
+    import gin
+
+    gin.clear_config(clear_constants=True)
+    yield
+    gin.clear_config(clear_constants=True)
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """The folder of real data sets; a test that needs it is skipped where JAXRL_LLM_DATA names none."""
+    folder = os.environ.get("JAXRL_LLM_DATA")
+    if not folder:
+        pytest.skip("JAXRL_LLM_DATA is unset: it names the folder of real data sets")
+    path = Path(folder)
+    if not path.is_dir():
+        pytest.fail(f"JAXRL_LLM_DATA={folder} is no folder: unset it, or name the folder of real data sets")
+    return path
