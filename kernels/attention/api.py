@@ -1,0 +1,135 @@
+"""Attention over packed rows: one function, several backends, the mask given by positions and segments."""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+# Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
+BACKENDS = ("reference",)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a backend may look at to accept or refuse a call: all static.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu", where the call will run.
+      dtype: name of the dtype of queries, keys and values.
+      batch: rows.
+      queries: length of the queries' axis, tokens.
+      keys: length of the keys' axis, tokens.
+      heads: query heads.
+      kv_heads: key and value heads.
+      width: width of a head.
+      window: a key this many positions behind the query, or more, is not seen; None sees all.
+      scale: multiplies the scores.
+      max_segments: most segments of a row, where the caller knows it.
+    """
+
+    platform: str
+    dtype: str
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    kv_heads: int
+    width: int
+    window: int | None
+    scale: float
+    max_segments: int | None
+
+
+def attention(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "B S K C"],
+    v: Float[Array, "B S K C"],
+    *,
+    q_positions: Int[Array, "B T"],
+    k_positions: Int[Array, "B S"],
+    q_segments: Int[Array, "B T"],
+    k_segments: Int[Array, "B S"],
+    window: int | None = None,
+    scale: float | None = None,
+    max_segments: int | None = None,
+    backend: str | None = None,
+) -> Float[Array, "B T H C"]:
+    """Softmax attention where a query sees the keys of its own segment at positions up to its own.
+
+    Args:
+      q: queries; H is a multiple of K, and query head h reads key head h // (H // K).
+      k: keys.
+      v: values.
+      q_positions: position of each query within its segment, tokens.
+      k_positions: position of each key within its segment, tokens.
+      q_segments: segment of each query; 0 is padding.
+      k_segments: segment of each key; 0 is padding.
+      window: sees keys with q_position - k_position < window; None sees all.
+      scale: multiplies the scores; None is C ** -0.5.
+      max_segments: a bound on the segments of a row, static; the packed GPU backend needs one.
+      backend: one of BACKENDS, or None for the first that supports the call.
+
+    Returns:
+      [B, T, H, C] in the dtype of `q`; exact zeros where a query sees nothing.
+
+    Raises:
+      ValueError: shapes or dtypes that do not fit, a size that is not positive, an unknown backend, or a named
+        backend that does not support the call.
+    """
+    _check_shapes(q, k, v, window, max_segments)
+    call = Call(
+        platform=jax.default_backend(),
+        dtype=q.dtype.name,
+        batch=q.shape[0],
+        queries=q.shape[1],
+        keys=k.shape[1],
+        heads=q.shape[2],
+        kv_heads=k.shape[2],
+        width=q.shape[3],
+        window=window,
+        scale=q.shape[3] ** -0.5 if scale is None else scale,
+        max_segments=max_segments,
+    )
+    return choose(call, backend).attend(q, k, v, (q_positions, k_positions), (q_segments, k_segments), call)
+
+
+def choose(call: Call, backend: str | None = None) -> Any:
+    """The module of the named backend, or of the first that supports the call; ValueError says why there is none."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"unknown attention backend {backend!r}: use one of {BACKENDS}, or None to choose by device")
+    reasons = []
+    for name in BACKENDS if backend is None else (backend,):
+        module = importlib.import_module(f"jaxrl_llm.kernels.attention.{name}")
+        reason = module.refusal(call)
+        if reason is None:
+            return module
+        reasons.append(f"{name}: {reason}")
+    raise ValueError(f"no attention backend takes this call ({'; '.join(reasons)}); got {call}")
+
+
+def supports(backend: str, call: Call) -> bool:
+    """True where the named backend takes the call."""
+    return importlib.import_module(f"jaxrl_llm.kernels.attention.{backend}").refusal(call) is None
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, max_segments: int | None) -> None:
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"q [B, T, H, C] and k, v [B, S, K, C] must share B and C (got {q.shape}, {k.shape}, {v.shape})"
+        )
+    if q.size == 0 or k.size == 0:
+        raise ValueError(f"attention needs at least one row, token and head (got q {q.shape}, k {k.shape})")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{q.shape[2]} query heads cannot share {k.shape[2]} kv heads evenly: make heads a multiple of kv_heads"
+        )
+    if not q.dtype == k.dtype == v.dtype or jnp.dtype(q.dtype).name not in DTYPES:
+        raise ValueError(f"q, k and v must share one dtype of {DTYPES} (got {q.dtype}, {k.dtype}, {v.dtype})")
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, or None to see all (got {window})")
+    if max_segments is not None and max_segments < 1:
+        raise ValueError(f"max_segments must be at least 1, or None (got {max_segments})")

@@ -1,0 +1,72 @@
+"""What all backends of token_stats agree on: the static description of a call, the logits, and the noise.
+
+    z_v = (cap(h . w_v) + bias_v) / temperature,   cap(x) = x, or soft_cap tanh(x / soft_cap)
+
+A bias of -inf takes an entry out of the softmax.
+"""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry_2x32
+from jaxtyping import Array, Float, Int, UInt32
+
+OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a backend may look at to accept or refuse a call: all static.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu", where the call will run.
+      dtype: name of the dtype of the hidden states, in which the products are taken.
+      tokens: rows of the hidden states.
+      width: columns of the hidden states.
+      vocabulary: rows of the head.
+      outputs: the statistics asked for, members of OUTPUTS.
+      temperature: divides the logits.
+      soft_cap: bound of the logits, or None.
+      biased: a bias is given.
+      chunk: vocabulary entries of a tile, or None for the backend's own choice.
+      shards: devices that the call is split over.
+    """
+
+    platform: str
+    dtype: str
+    tokens: int
+    width: int
+    vocabulary: int
+    outputs: tuple[str, ...]
+    temperature: float
+    soft_cap: float | None
+    biased: bool
+    chunk: int | None
+    shards: int
+
+
+def logits(
+    hidden: Float[Array, "T D"], head: Float[Array, "V D"], bias: Float[Array, " V"] | None, call: Call
+) -> Float[Array, "T V"]:
+    """The float32 logits z of the module's equation."""
+    z = jax.lax.dot_general(
+        hidden, head.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    if call.soft_cap is not None:
+        z = call.soft_cap * jnp.tanh(z / call.soft_cap)
+    if bias is not None:
+        z = z + bias.astype(jnp.float32)
+    return z if call.temperature == 1.0 else z / call.temperature
+
+
+def noise(words: UInt32[Array, "2"], tokens: Int[Array, " T"], entries: Int[Array, " V"]) -> Float[Array, "T V"]:
+    """Uniform numbers in (0, 1), a function of the words, the token's index and the vocabulary entry alone.
+
+    Tiles, shards and the backward pass therefore see the same numbers (Threefry, Salmon et al. 2011).
+    """
+    shape = (tokens.shape[0], entries.shape[0])
+    counters = jnp.stack([jnp.broadcast_to(tokens[:, None], shape), jnp.broadcast_to(entries, shape)])
+    bits = threefry_2x32((words[0], words[1]), counters.astype(jnp.uint32).reshape(-1))
+    return ((bits.reshape(2, *shape)[0] >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
