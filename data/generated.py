@@ -1,0 +1,97 @@
+"""What generated task families share: the held-out split, the choice of problems and noisy demonstrations."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, cycle, islice, zip_longest
+from typing import Literal
+
+import numpy as np
+
+Split = Literal["train", "heldout"]
+
+# Spaces up to this size are listed whole; larger ones are drawn from.
+LISTED = 2**18
+
+
+def check(*, name: str, split: str, heldout_share: float, noise: float, size: int | None) -> None:
+    """Checks the options that every family has.
+
+    Raises:
+      ValueError: an option outside its range.
+    """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"{name}.split must be 'train' or 'heldout' (got {split!r})")
+    if not 0 < heldout_share < 1:
+        raise ValueError(f"{name}.heldout_share must be in (0, 1) (got {heldout_share})")
+    if not 0 <= noise <= 1:
+        raise ValueError(f"{name}.noise must be in [0, 1] (got {noise})")
+    if size is not None and size < 1:
+        raise ValueError(f"{name}.size must be at least 1, or None for every problem once (got {size})")
+
+
+def held_out(key: str, share: float) -> bool:
+    """Whether the problem named `key` is held out: a fixed property of the problem, whatever the seed or the size."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def choose(
+    spaces: Sequence[int],
+    key: Callable[[int, int], str],
+    *,
+    split: Split,
+    heldout_share: float,
+    size: int | None,
+    seed: int,
+) -> list[tuple[int, int]]:
+    """`size` problems (stratum, index) of a split, the strata in turn; problems recur only when all were listed.
+
+    Args:
+      spaces: how many problems each stratum (an operator, a length) has.
+      key: (stratum, index) -> what decides the split.
+      split: which side.
+      heldout_share: share of problems that are held out.
+      size: rows; None lists every problem once.
+      seed: names the order.
+
+    Raises:
+      ValueError: a split without problems, or too many problems to list.
+    """
+    if size is None and max(spaces) > LISTED:
+        raise ValueError(f"a task of {sum(spaces)} problems is too large to list (limit {LISTED}): set `size`")
+
+    def stratum(number: int) -> Iterator[tuple[int, int]]:
+        for index in _indices(spaces[number], np.random.default_rng([seed, number])):
+            if held_out(key(number, index), heldout_share) == (split == "heldout"):
+                yield number, index
+
+    in_turn = (p for p in chain.from_iterable(zip_longest(*map(stratum, range(len(spaces))))) if p is not None)
+    problems = list(islice(in_turn, size))
+    if not problems:
+        raise ValueError(
+            f"the split {split!r} of a task of {sum(spaces)} problems is empty: widen the task or change heldout_share"
+        )
+    return list(islice(cycle(problems), size)) if size is not None else problems
+
+
+def _indices(space: int, random: np.random.Generator) -> Iterator[int]:
+    """Every index below `space` once, in random order."""
+    if space <= LISTED:
+        yield from map(int, random.permutation(space))
+        return
+    seen: set[int] = set()
+    while len(seen) < space:
+        index = int(random.integers(space))
+        if index not in seen:
+            seen.add(index)
+            yield index
+
+
+def corrupt(answer: str, alphabet: str, share: float, random: np.random.Generator) -> str:
+    """Replaces each character of `alphabet` in `answer`, with probability `share`, by another one of it."""
+    wrong = random.random(len(answer)) < share
+    step = random.integers(1, max(2, len(alphabet)), len(answer))
+    return "".join(
+        alphabet[(alphabet.index(c) + step[i]) % len(alphabet)] if wrong[i] and c in alphabet else c
+        for i, c in enumerate(answer)
+    )

@@ -1,0 +1,286 @@
+"""From a source's rows to token prefixes, in an order that resumes to the row and is one on any number of hosts."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, Literal, TypeVar
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout
+from jaxrl_llm.protocols import Source
+
+Row = TypeVar("Row")
+
+COUNTS = (
+    "rows",
+    "kept",
+    "truncated",
+    "dropped/too_long",
+    "dropped/empty",
+    "dropped/long_response",
+    "dropped/no_response",
+)
+
+
+class PromptStream(Generic[Row]):
+    """Rows in one global order; each host reads its share of every global batch.
+
+    Row g of the global order goes to host g % host_count when batches start at multiples of host_count, so a global
+    batch holds the same rows on any number of hosts. Every epoch has its own order.
+
+    Args:
+      source: a Source, or rows that were encoded already (prompts or demonstrations).
+      seed: names the order; two seeds share no epoch.
+      shuffle: False keeps the order of the rows.
+      host_index: which host this is, 0 <= host_index < host_count.
+      host_count: hosts that read together.
+      epochs: passes over the rows; None never ends.
+
+    Raises:
+      ValueError: no rows, or a host index outside the host count.
+    """
+
+    def __init__(
+        self,
+        source: Source | Sequence[Row],
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        host_index: int = 0,
+        host_count: int = 1,
+        epochs: int | None = None,
+    ) -> None:
+        if not 0 <= host_index < host_count:
+            raise ValueError(
+                f"PromptStream.host_index must be in [0, {host_count}) for {host_count} hosts (got {host_index})"
+            )
+        if epochs is not None and epochs < 1:
+            raise ValueError(f"PromptStream.epochs must be at least 1, or None for no end (got {epochs})")
+        self.rows: Sequence[Any] = source.rows() if isinstance(source, Source) else source
+        if not self.rows:
+            raise ValueError(f"PromptStream got no rows from {type(source).__name__}: a run needs at least one prompt")
+        self.seed, self.shuffle, self.epochs = seed, shuffle, epochs
+        self.host_index, self.host_count = host_index, host_count
+        self.position = 0
+        self._order = _order(len(self.rows), seed) if shuffle else (lambda g: g % len(self.rows))
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the rows so far."""
+        return self.position / len(self.rows)
+
+    @property
+    def remaining(self) -> int | None:
+        """Rows left on all hosts together; None where the stream never ends."""
+        return None if self.epochs is None else max(0, self.epochs * len(self.rows) - self.position)
+
+    def next_batch(self, n: int) -> list[Row]:
+        """This host's share of the next `n` rows of the global order.
+
+        The last batch of the last epoch may be short, and after it come empty ones: `remaining` says so on every host
+        alike.
+
+        Raises:
+          ValueError: `n` does not split evenly over the hosts.
+        """
+        if n < 1 or n % self.host_count:
+            raise ValueError(
+                f"a global batch of {n} prompts does not split over {self.host_count} hosts: choose a multiple of it"
+            )
+        end = self.position + (n if self.remaining is None else min(n, self.remaining))
+        batch = [self.rows[self._order(g)] for g in range(self.position + self.host_index, end, self.host_count)]
+        self.position = end
+        return batch
+
+    def __iter__(self) -> Iterator[Row]:
+        return self
+
+    def __next__(self) -> Row:
+        batch = self.next_batch(self.host_count)
+        if not batch:
+            raise StopIteration
+        return batch[0]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-like, equal on every host: how many rows of the global order were read, and what names that order."""
+        return {"position": self.position, "rows": len(self.rows), "seed": self.seed, "shuffle": self.shuffle}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`, on any number of hosts.
+
+        Raises:
+          ValueError: the rows or their order are not those of `state`.
+        """
+        here = self.state()
+        changed = [
+            f"{name} {state.get(name)} -> {here[name]}"
+            for name in here
+            if name != "position" and state.get(name) != here[name]
+        ]
+        if changed:
+            raise ValueError(
+                f"the data is not the one the checkpoint read ({'; '.join(changed)}): restore the data bindings and "
+                "the seed of that run, or start a new run folder"
+            )
+        self.position = int(state["position"])
+
+
+def _order(rows: int, seed: int) -> Callable[[int], int]:
+    """Position in the global order -> row, a fresh permutation in each epoch."""
+    import grain  # it imports jax: host-only users of this module do without
+
+    # grain adds the epoch to the seed; without the spread, seed 0's second epoch would be seed 1's first.
+    spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    order = grain.MapDataset.range(rows).shuffle(seed=spread).repeat()
+    return lambda g: int(order[g])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """Turns prompts and demonstrations into tokens and counts what it had to cut or leave out.
+
+    Attributes:
+      tokenizer: a transformers tokenizer.
+      max_prompt_tokens: most tokens of a prompt.
+      max_response_tokens: most tokens of a demonstration's response, its end-of-sequence id included; None: no limit.
+      truncation: a longer prompt is left out ("drop"), loses its beginning ("left") or is an error ("error"); a longer
+        response is left out, loses its end, or is an error.
+      template_kwargs: keyword arguments of the tokenizer's chat template, such as enable_thinking.
+    """
+
+    tokenizer: Any
+    max_prompt_tokens: int
+    max_response_tokens: int | None = None
+    truncation: Literal["drop", "left", "error"] = "drop"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.truncation not in ("drop", "left", "error"):
+            raise ValueError(f"Encoder.truncation must be 'drop', 'left' or 'error' (got {self.truncation!r})")
+        for name in ("max_prompt_tokens", "max_response_tokens"):
+            limit = getattr(self, name)
+            if limit is not None and limit < 1:
+                raise ValueError(f"Encoder.{name} must be at least 1 (got {limit})")
+
+    def counts(self) -> dict[str, int]:
+        """Rows seen, kept and truncated so far, and rows dropped by reason."""
+        return {name: self._counts[name] for name in COUNTS}
+
+    def prompts(self, rows: Sequence[Prompt]) -> list[Prompt]:
+        """All rows that fit, with their tokens.
+
+        Raises:
+          ValueError: a row that cannot be encoded, or no row left.
+        """
+        return self._all(self.prompt, rows)
+
+    def demonstrations(self, rows: Sequence[Prompt]) -> list[Rollout]:
+        """All rows that fit, as rollouts whose tokens are the response and the end-of-sequence id.
+
+        Raises:
+          ValueError: a row that cannot be encoded, or no row left.
+        """
+        return self._all(self.demonstration, rows)
+
+    def prompt(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with its tokens, or None where it was dropped."""
+        self._counts["rows"] += 1
+        encoded = self._prompt(prompt)
+        self._counts["kept"] += encoded is not None
+        return encoded
+
+    def demonstration(self, prompt: Prompt) -> Rollout | None:
+        """The response as a rollout of the encoded prompt, or None where it was dropped."""
+        self._counts["rows"] += 1
+        if prompt.response is None:
+            self._counts["dropped/no_response"] += 1
+            return None
+        encoded = self._prompt(prompt)
+        tokens = None if encoded is None else self._response(prompt)
+        if encoded is None or tokens is None:
+            return None
+        self._counts["kept"] += 1
+        whole = tokens[-1] == self.tokenizer.eos_token_id
+        return Rollout(
+            prompt=encoded,
+            tokens=tokens,
+            sampler_logprobs=np.zeros(len(tokens), np.float32),
+            mask=np.ones(len(tokens), bool),
+            versions=np.full(len(tokens), -1, np.int32),
+            finish="stop" if whole else "length",
+            text=prompt.response,
+        )
+
+    def _all(self, encode: Callable[[Prompt], Any], rows: Sequence[Prompt]) -> list[Any]:
+        encoded = [row for row in map(encode, rows) if row is not None]
+        if not encoded:
+            raise ValueError(
+                f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise Encoder.max_prompt_tokens "
+                f"(now {self.max_prompt_tokens}) or Encoder.max_response_tokens (now {self.max_response_tokens}), "
+                "or check the data"
+            )
+        return encoded
+
+    def _prompt(self, prompt: Prompt) -> Prompt | None:
+        tokens = self._ids(prompt.id, *self._text(prompt)) if prompt.tokens is None else prompt.tokens
+        text = prompt.text if prompt.messages is None else "".join(message["content"] for message in prompt.messages)
+        if not len(tokens) or (text is not None and not text.strip()):
+            self._counts["dropped/empty"] += 1
+            return None
+        if len(tokens) > self.max_prompt_tokens:
+            if not self._fits_by_policy(prompt.id, "prompt", len(tokens), self.max_prompt_tokens, "dropped/too_long"):
+                return None
+            tokens = tokens[-self.max_prompt_tokens :]
+        return replace(prompt, tokens=tokens)
+
+    def _response(self, prompt: Prompt) -> np.ndarray | None:
+        end = self.tokenizer.eos_token_id
+        if end is None:
+            raise ValueError(
+                "the tokenizer has no end-of-sequence token: set its eos_token, demonstrations end with it"
+            )
+        tokens = np.append(self._ids(prompt.id, prompt.response or "", False), np.int32(end)).astype(np.int32)
+        limit = self.max_response_tokens
+        if limit is None or len(tokens) <= limit:
+            return tokens
+        keep = self._fits_by_policy(prompt.id, "response", len(tokens), limit, "dropped/long_response")
+        return tokens[:limit] if keep else None
+
+    def _fits_by_policy(self, name: str, what: str, length: int, limit: int, reason: str) -> bool:
+        """What `truncation` says of an overlong text: False drops it, True cuts it."""
+        if self.truncation == "error":
+            raise ValueError(
+                f"the {what} of {name!r} has {length} tokens and Encoder.max_{what}_tokens is {limit}: raise it, or "
+                "set Encoder.truncation to 'drop' or 'left'"
+            )
+        self._counts["truncated" if self.truncation == "left" else reason] += 1
+        return self.truncation == "left"
+
+    def _text(self, prompt: Prompt) -> tuple[str, bool]:
+        """The text to tokenise, and whether the tokenizer adds its special tokens to it."""
+        if prompt.messages is None:
+            text = prompt.text or ""
+            start = self.tokenizer.bos_token
+            return text, not (start and text.startswith(start))  # a template's own start token is not doubled
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                f"prompt {prompt.id!r} has chat messages and the tokenizer {self.tokenizer.name_or_path!r} has no chat "
+                "template: set the data source's `template` to a text template of data/templates.py (r1_zero, alpaca, "
+                "base, question_only ...), or give the tokenizer a chat template"
+            )
+        text = self.tokenizer.apply_chat_template(
+            [dict(message) for message in prompt.messages],
+            tokenize=False,
+            add_generation_prompt=True,
+            **self.template_kwargs,
+        )
+        return text, False
+
+    def _ids(self, name: str, text: str, special: bool) -> np.ndarray:
+        try:
+            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
+        except Exception as error:  # the tokenizers library raises bare Exception
+            raise ValueError(f"prompt {name!r}: the tokenizer cannot encode {text[:80]!r} ({error})") from error
+        return np.asarray(ids, np.int32)

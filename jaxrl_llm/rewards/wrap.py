@@ -1,0 +1,57 @@
+"""Makes a reward of a plain function (prompt, text) -> float; what it cannot judge is invalid, not 0."""
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, Scores
+
+Judge = Callable[[Prompt, str], float]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrap:
+    """A function of a prompt and a response's text as a reward.
+
+    Attributes:
+      function: (prompt, text) -> reward; an exception or a value that is not finite marks the rollout invalid.
+      name: the part's name; empty takes the function's.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    function: Judge
+    name: str = ""
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """One part, float64 [G]."""
+        del stats
+        return judge_each(self.name or self.function.__name__, self.function, rollouts)
+
+
+def judge_each(name: str, judge: Judge, rollouts: Sequence[Rollout]) -> Scores:
+    """One part [G] of a judge that looks at one response at a time; one bad response leaves the others' scores."""
+    values: list[float | None] = []
+    errors: list[Exception] = []
+    for rollout in rollouts:
+        try:
+            values.append(float(judge(rollout.prompt, rollout.text)))
+        except Exception as error:  # a verifier meets arbitrary text: whatever it raises concerns this response alone
+            values.append(None)
+            errors.append(error)
+    if errors:
+        _log.warning("reward %r failed on %d of %d responses; first: %r", name, len(errors), len(rollouts), errors[0])
+    return part(name, values)
+
+
+def part(name: str, values: Sequence[float | None]) -> Scores:
+    """Scores of one part [G]; None and values that are not finite are invalid."""
+    valid = np.array([value is not None and math.isfinite(value) for value in values], bool)
+    filled = [float(value) if ok and value is not None else 0.0 for value, ok in zip(values, valid)]
+    return Scores(parts={name: np.array(filled, np.float64)}, valid={name: valid})

@@ -1,0 +1,218 @@
+"""The stream's order is one order on any number of hosts and after any resume; the encoder counts what it drops."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letters:
+    count: int
+
+    def rows(self) -> Sequence[Prompt]:
+        return [Prompt(id=str(i), text=chr(97 + i)) for i in range(self.count)]
+
+
+def ids(rows: Sequence[Prompt]) -> list[str]:
+    return [row.id for row in rows]
+
+
+def stream(count: int = 10, **options: object) -> PromptStream[Prompt]:
+    return PromptStream(Letters(count=count), **options)  # type: ignore[arg-type]
+
+
+def test_every_epoch_is_its_own_permutation_of_the_rows() -> None:
+    rows = ids(stream(10, seed=3).next_batch(30))
+    epochs = [rows[:10], rows[10:20], rows[20:]]
+    assert all(sorted(epoch, key=int) == [str(i) for i in range(10)] for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_seeds_share_no_epoch() -> None:
+    of = {seed: ids(stream(12, seed=seed).next_batch(60)) for seed in range(4)}
+    epochs = [tuple(rows[i : i + 12]) for rows in of.values() for i in range(0, 60, 12)]
+    assert len(set(epochs)) == 20
+    assert of[0] == ids(stream(12, seed=0).next_batch(60))
+
+
+def test_without_shuffle_the_order_is_that_of_the_rows() -> None:
+    assert ids(stream(3, shuffle=False).next_batch(7)) == ["0", "1", "2", "0", "1", "2", "0"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("hosts", [2, 4])
+def test_hosts_cover_the_global_batch_of_one_host(hosts: int, shuffle: bool) -> None:
+    alone = stream(10, seed=1, shuffle=shuffle)
+    shares = [stream(10, seed=1, shuffle=shuffle, host_index=h, host_count=hosts) for h in range(hosts)]
+    for _ in range(5):  # 40 rows: several epochs, batches across their borders
+        batch = ids(alone.next_batch(8))
+        parts = [ids(share.next_batch(8)) for share in shares]
+        assert [parts[i % hosts][i // hosts] for i in range(8)] == batch
+    assert all(share.state() == alone.state() for share in shares)
+
+
+def test_a_resume_at_every_row_gives_the_same_rest() -> None:
+    whole = ids(stream(7, seed=5).next_batch(21))
+    for row in range(21):
+        first = stream(7, seed=5)
+        if row:
+            first.next_batch(row)
+        again = stream(7, seed=5)
+        again.restore(json.loads(json.dumps(first.state())))
+        assert whole[row:] == (ids(again.next_batch(21 - row)) if row < 21 else [])
+
+
+def test_a_resume_may_change_the_number_of_hosts() -> None:
+    whole = ids(stream(10, seed=2).next_batch(20))
+    one = stream(10, seed=2)
+    one.next_batch(6)
+    hosts = [stream(10, seed=2, host_index=h, host_count=2) for h in range(2)]
+    for host in hosts:
+        host.restore(one.state())
+    parts = [ids(host.next_batch(14)) for host in hosts]
+    assert [parts[i % 2][i // 2] for i in range(14)] == whole[6:]
+
+
+def test_the_last_batch_of_the_last_epoch_is_short_and_iteration_ends() -> None:
+    reader = stream(5, epochs=2)
+    assert [len(reader.next_batch(4)) for _ in range(4)] == [4, 4, 2, 0]
+    assert reader.remaining == 0 and reader.epoch == 2.0
+    assert sorted(ids(list(stream(5, epochs=1)))) == ["0", "1", "2", "3", "4"]
+    assert stream(5).remaining is None
+
+
+def test_other_data_than_the_checkpoint_read_is_an_error() -> None:
+    state = stream(10, seed=1).state()
+    with pytest.raises(ValueError, match=r"rows 10 -> 9"):
+        stream(9, seed=1).restore(state)
+    with pytest.raises(ValueError, match=r"seed 1 -> 2.*start a new run"):
+        stream(10, seed=2).restore(state)
+
+
+def test_bad_arguments_of_the_stream_say_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"got no rows from list"):
+        PromptStream([])
+    with pytest.raises(ValueError, match=r"batch of 6 prompts does not split over 4 hosts"):
+        stream(host_count=4).next_batch(6)
+    with pytest.raises(ValueError, match=r"host_index must be in \[0, 2\)"):
+        stream(host_index=2, host_count=2)
+    with pytest.raises(ValueError, match=r"epochs must be at least 1"):
+        stream(epochs=0)
+
+
+class Characters:
+    """One id a character: 1 is the start and 2 the end of a sequence."""
+
+    bos_token, eos_token_id, name_or_path = "^", 2, "characters"
+
+    def __init__(self, chat_template: str | None = None) -> None:
+        self.chat_template = chat_template
+
+    def __call__(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
+        codes = [1 if c == "^" else ord(c) for c in text]
+        return {"input_ids": ([1] if add_special_tokens else []) + codes}
+
+
+def encoder(limit: int = 4, **options: object) -> Encoder:
+    return Encoder(tokenizer=Characters(), max_prompt_tokens=limit, **options)  # type: ignore[arg-type]
+
+
+def text(of: str, response: str | None = None) -> Prompt:
+    return Prompt(id=of, text=of, response=response)
+
+
+ROWS = [text("abc"), text("abcd"), text("  "), text("ab")]
+
+
+def test_long_and_empty_prompts_are_dropped_and_counted() -> None:
+    encode = encoder(4)
+    kept = encode.prompts(ROWS)
+    assert [list(row.tokens) for row in kept] == [[1, 97, 98, 99], [1, 97, 98]]  # type: ignore[arg-type]
+    assert kept[0].tokens is not None and kept[0].tokens.dtype == np.int32
+    counts = encode.counts()
+    assert {name: n for name, n in counts.items() if n} == {
+        "rows": 4,
+        "kept": 2,
+        "dropped/too_long": 1,
+        "dropped/empty": 1,
+    }
+    assert counts["truncated"] == 0
+
+
+def test_truncation_on_the_left_keeps_the_end() -> None:
+    encode = encoder(3, truncation="left")
+    assert [list(row.tokens) for row in encode.prompts(ROWS[:1])] == [[97, 98, 99]]  # type: ignore[arg-type]
+    assert encode.counts()["truncated"] == 1
+
+
+def test_truncation_as_an_error_names_the_prompt_and_the_binding() -> None:
+    with pytest.raises(ValueError, match=r"prompt of 'abcd' has 5 tokens and Encoder.max_prompt_tokens is 4"):
+        encoder(4, truncation="error").prompts(ROWS)
+    with pytest.raises(ValueError, match=r"response of 'a' has 3 tokens and Encoder.max_response_tokens is 2"):
+        encoder(4, truncation="error", max_response_tokens=2).demonstrations([text("a", "xy")])
+
+
+def test_nothing_left_is_an_error_with_the_counts() -> None:
+    with pytest.raises(ValueError, match=r"none of 2 rows is left.*'dropped/too_long': 2"):
+        encoder(1).prompts([text("abc"), text("bcd")])
+
+
+def test_a_demonstration_is_the_response_and_the_end_id() -> None:
+    encode = encoder(8, max_response_tokens=3)
+    rows = encode.demonstrations([text("ab", "xy"), text("ab", "xyz"), text("ab"), text("", "x")])
+    assert len(rows) == 1
+    assert list(rows[0].prompt.tokens) == [1, 97, 98] and list(rows[0].tokens) == [120, 121, 2]  # type: ignore[arg-type]
+    assert rows[0].mask.all() and rows[0].finish == "stop" and set(rows[0].versions) == {-1}
+    counts = encode.counts()
+    assert [counts[f"dropped/{why}"] for why in ("long_response", "no_response", "empty")] == [1, 1, 1]
+    assert counts["rows"] == 4 and counts["kept"] == 1
+
+
+def test_a_cut_demonstration_does_not_claim_to_end() -> None:
+    row = encoder(8, truncation="left", max_response_tokens=2).demonstration(text("ab", "xyz"))
+    assert row is not None and list(row.tokens) == [120, 121] and row.finish == "length"
+
+
+def test_a_start_token_written_by_the_template_is_not_doubled() -> None:
+    row = encoder(8).prompt(text("^ab"))
+    assert row is not None and list(row.tokens) == [1, 97, 98]  # type: ignore[arg-type]
+
+
+def test_messages_without_a_chat_template_name_the_way_out() -> None:
+    messages = Prompt(id="m", messages=[{"role": "user", "content": "hi"}])
+    with pytest.raises(ValueError, match=r"'characters' has no chat template: set the data source's `template`"):
+        encoder().prompt(messages)
+
+
+def test_tokens_given_by_the_source_are_kept() -> None:
+    row = encoder().prompt(Prompt(id="t", tokens=np.array([5, 6], np.int32)))
+    assert row is not None and list(row.tokens) == [5, 6]  # type: ignore[arg-type]
+
+
+def test_bad_options_of_the_encoder_say_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match=r"max_prompt_tokens must be at least 1 \(got 0\)"):
+        encoder(0)
+    with pytest.raises(Exception, match=r"truncation"):
+        encoder(truncation="right")
+
+
+def test_data_and_rewards_import_no_jax() -> None:
+    code = """
+import importlib, pathlib, sys
+import jaxrl_llm
+root = pathlib.Path(jaxrl_llm.__file__).parent
+for folder in ("data", "rewards"):
+    for file in sorted((root / folder).glob("*.py")):
+        importlib.import_module(f"jaxrl_llm.{folder}.{file.stem}")
+        assert "jax" not in sys.modules, file
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
