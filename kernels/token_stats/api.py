@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Key, UInt32
 from jaxrl_llm.kernels.token_stats.definition import DTYPES, OUTPUTS, Call
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `compute(...)`.
-BACKENDS = ("reference",)
+BACKENDS = ("xla", "reference")
 
 
 def token_stats(

@@ -47,17 +47,16 @@ class Call:
     shards: int
 
 
-def logits(
-    hidden: Float[Array, "T D"], head: Float[Array, "V D"], bias: Float[Array, " V"] | None, call: Call
-) -> Float[Array, "T V"]:
-    """The float32 logits z of the module's equation."""
-    z = jax.lax.dot_general(
-        hidden, head.astype(hidden.dtype), (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
-    )
-    if call.soft_cap is not None:
-        z = call.soft_cap * jnp.tanh(z / call.soft_cap)
-    if bias is not None:
-        z = z + bias.astype(jnp.float32)
+def product(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, "T V"]:
+    """h . w_v in the dtype of `hidden`, with float32 sums."""
+    dimensions = (((1,), (1,)), ((), ()))
+    return jax.lax.dot_general(hidden, head.astype(hidden.dtype), dimensions, preferred_element_type=jnp.float32)
+
+
+def logits(raw: Float[Array, "T V"], bias: Float[Array, " V"] | None, call: Call) -> Float[Array, "T V"]:
+    """The float32 logits z of the module's equation from the products h . w_v."""
+    z = raw if call.soft_cap is None else call.soft_cap * jnp.tanh(raw / call.soft_cap)
+    z = z if bias is None else z + bias.astype(jnp.float32)
     return z if call.temperature == 1.0 else z / call.temperature
 
 

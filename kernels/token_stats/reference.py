@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxrl_llm.kernels.token_stats.definition import Call, logits, noise
+from jaxrl_llm.kernels.token_stats.definition import Call, logits, noise, product
 
 
 def refusal(call: Call) -> str | None:
@@ -32,7 +32,7 @@ def compute(
 ) -> dict[str, Float[Array, " T"]]:
     """The statistics named by `call.outputs`; skipped rows (target -1) are 0, targets outside V give NaN log-probs."""
     keep = targets != -1
-    z = logits(jnp.where(keep[:, None], hidden, 0), head, bias, call)
+    z = logits(product(jnp.where(keep[:, None], hidden, 0), head), bias, call)
     logp = jax.nn.log_softmax(z)
     p = jnp.exp(logp)
     finite = jnp.isfinite(jnp.zeros(head.shape[0]) if bias is None else bias)

@@ -1,0 +1,264 @@
+"""token_stats from running sums over the vocabulary, with its gradient by hand: what the tiled backends share.
+
+With the statistics of `reference`, cotangents g of logprob (l), entropy (H), sum_p2 (S), uniform (U) and noise (N):
+
+    dz_v = p_v (a + b log p_v + c p_v) + g_l [v = y] + g_U [v in F] / |F| + g_N n_v
+    a = -g_l - g_U - g_N - g_H H - 2 g_S S,   b = -g_H,   c = 2 g_S
+
+so the forward keeps a few numbers a token and the backward makes each tile of logits again. A backend is a module with
+`forward(inputs, call) -> (sums, saved)` and `backward(inputs, rows, saved, call, head_dtype) -> (dhidden, dhead,
+dbias)`; both see one shard. Over a mesh, only the maximum and the sums of the tokens cross the vocabulary's shards.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxrl_llm.kernels.token_stats.definition import Call
+
+TOKEN_AXES = ("data", "fsdp", "context")
+VOCABULARY_AXIS = "tensor"
+# Stands for -inf where a difference or a product with 0 must not become NaN.
+FLOOR = -1e30
+
+Tree = Mapping[str, jax.Array]
+
+
+class Inputs(NamedTuple):
+    """One shard's part of a call.
+
+    Attributes:
+      hidden: [T, D]; skipped rows are 0.
+      head: [V, D].
+      bias: float32 [V], not below FLOOR, or None.
+      finite: bool [V], False where the bias is -inf, or None for all True.
+      targets: int32 [T] global token ids, -1 for skipped rows.
+      words: uint32 [2], the noise's key.
+      first_token: global index of row 0.
+      first_entry: global index of entry 0.
+    """
+
+    hidden: jax.Array
+    head: jax.Array
+    bias: jax.Array | None
+    finite: jax.Array | None
+    targets: jax.Array
+    words: jax.Array
+    first_token: jax.Array
+    first_entry: jax.Array
+
+
+def compute(
+    backend: Any,
+    arrays: tuple[Float[Array, "T D"], Float[Array, "V D"], Int[Array, " T"]],
+    bias: Float[Array, " V"] | None,
+    words: UInt32[Array, "2"],
+    call: Call,
+    mesh: Mesh | None,
+) -> dict[str, Float[Array, " T"]]:
+    """The statistics of hidden, head and targets (`arrays`) by the backend's tiles, over `mesh` where it is given."""
+    hidden, head, targets = arrays
+    if mesh is not None:
+        tokens, entries = _ways(mesh, TOKEN_AXES), _ways(mesh, (VOCABULARY_AXIS,))
+        more_tokens, more_entries = -hidden.shape[0] % tokens, -head.shape[0] % entries
+        if more_tokens:
+            hidden = jnp.pad(hidden, ((0, more_tokens), (0, 0)))
+            targets = jnp.pad(targets, (0, more_tokens), constant_values=-1)
+        if more_entries:
+            bias = jnp.zeros(head.shape[0]) if bias is None else bias
+            bias = jnp.pad(bias, (0, more_entries), constant_values=-jnp.inf)
+            head = jnp.pad(head, ((0, more_entries), (0, 0)))
+        call = replace(call, tokens=hidden.shape[0] // tokens, vocabulary=head.shape[0] // entries)
+    out = _stats(backend, call, mesh, hidden, head, bias, targets, words)
+    return {name: out[name][: arrays[0].shape[0]] for name in call.outputs}
+
+
+def _ways(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    ways = 1
+    for axis in axes:
+        ways *= mesh.shape.get(axis, 1)
+    return ways
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _stats(
+    backend: Any, call: Call, mesh: Mesh | None, hidden: Any, head: Any, bias: Any, targets: Any, words: Any
+) -> dict[str, jax.Array]:
+    return _stats_forward(backend, call, mesh, hidden, head, bias, targets, words)[0]
+
+
+def _stats_forward(
+    backend: Any, call: Call, mesh: Mesh | None, hidden: Any, head: Any, bias: Any, targets: Any, words: Any
+) -> tuple[Any, Any]:
+    arrays = (hidden, head, bias, targets, words)
+    tokens, entries = _axes(mesh)
+    local = partial(_local_forward, backend, call, tokens, entries)
+    if mesh is not None:
+        row, tile = P(tokens), P(tokens, entries)
+        local = jax.shard_map(
+            local, mesh=mesh, in_specs=_input_specs(mesh), out_specs=(row, row, tile), check_vma=False
+        )
+    out, stats, saved = local(*arrays)
+    return out, (arrays, stats, saved)
+
+
+def _stats_backward(backend: Any, call: Call, mesh: Mesh | None, residual: Any, cotangents: Any) -> tuple[Any, ...]:
+    arrays, stats, saved = residual
+    tokens, entries = _axes(mesh)
+    local = partial(_local_backward, backend, call, tokens, entries)
+    if mesh is not None:
+        row, tile = P(tokens), P(tokens, entries)
+        local = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(_input_specs(mesh), row, tile, row),
+            out_specs=(P(tokens, None), P(entries, None), P(entries)),
+            check_vma=False,
+        )
+    return (*local(arrays, stats, saved, cotangents), None, None)
+
+
+_stats.defvjp(_stats_forward, _stats_backward)
+
+
+def _axes(mesh: Mesh | None) -> tuple[tuple[str, ...] | None, str | None]:
+    """The mesh axes that split tokens and vocabulary, None where nothing does."""
+    if mesh is None:
+        return None, None
+    tokens = tuple(axis for axis in TOKEN_AXES if mesh.shape.get(axis, 1) > 1)
+    return tokens or None, VOCABULARY_AXIS if mesh.shape.get(VOCABULARY_AXIS, 1) > 1 else None
+
+
+def _input_specs(mesh: Mesh) -> tuple[P, ...]:
+    tokens, entries = _axes(mesh)
+    return P(tokens, None), P(entries, None), P(entries), P(tokens), P()
+
+
+def _inputs(arrays: tuple[Any, ...], tokens: Any, entries: Any) -> Inputs:
+    hidden, head, bias, targets, words = arrays
+    zero = jnp.int32(0)
+    return Inputs(
+        hidden=jnp.where((targets != -1)[:, None], hidden, 0),
+        head=head,
+        bias=None if bias is None else jnp.maximum(bias.astype(jnp.float32), FLOOR),
+        finite=None if bias is None else jnp.isfinite(bias),
+        targets=targets.astype(jnp.int32),
+        words=words,
+        first_token=zero if tokens is None else jax.lax.axis_index(tokens) * hidden.shape[0],
+        first_entry=zero if entries is None else jax.lax.axis_index(entries) * head.shape[0],
+    )
+
+
+def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays: Any) -> tuple[Any, Any, Any]:
+    """Outputs, the statistics that the backward needs, and what the backend saved, of one shard."""
+    inputs = _inputs(arrays, tokens, entries)
+    vocabulary, local_entries = arrays[1].shape[0], arrays[1].shape[0]
+    sums, saved = backend.forward(inputs, call)
+    count = jnp.float32(local_entries) if inputs.finite is None else inputs.finite.sum(dtype=jnp.float32)
+    if entries is not None:
+        sums = rescale(sums, jax.lax.pmax(sums["maximum"], entries))
+        vocabulary = local_entries * jax.lax.axis_size(entries)
+        summed = {name: x for name, x in sums.items() if name != "maximum"}
+        summed, count = jax.lax.psum((summed, count), entries)
+        sums = {**summed, "maximum": sums["maximum"]}
+    out = _outputs(sums, count, call)
+    keep = inputs.targets != -1
+    known = (inputs.targets >= 0) & (inputs.targets < vocabulary)
+    if "logprob" in out:
+        out["logprob"] = jnp.where(known, out["logprob"], jnp.nan)
+    stats = {
+        "maximum": sums["maximum"],
+        "log_total": jnp.log(sums["total"]),
+        "known": known,
+        "count": jnp.broadcast_to(count, keep.shape),
+    }
+    stats |= {name: out[name] for name in ("entropy", "sum_p2") if name in out}
+    stats |= {name: sums[name] for name in ("noise_total",) if name in sums}
+    return {name: jnp.where(keep, out[name], 0.0) for name in call.outputs}, stats, saved
+
+
+def _local_backward(
+    backend: Any, call: Call, tokens: Any, entries: Any, arrays: Any, stats: Tree, saved: Any, cotangents: Tree
+) -> tuple[Any, Any, Any]:
+    """Gradients of hidden, head and bias of one shard, summed over the shards that share them."""
+    inputs = _inputs(arrays, tokens, entries)
+    hidden, head, bias = arrays[:3]
+    head_dtype = head.dtype if tokens is None else jnp.dtype(jnp.float32)
+    rows = _rows(inputs, stats, cotangents, call)
+    dhidden, dhead, dbias = backend.backward(inputs, rows, saved, call, head_dtype)
+    if entries is not None:
+        dhidden = jax.lax.psum(dhidden, entries)
+    if tokens is not None:
+        dhead, dbias = jax.lax.psum((dhead, dbias), tokens)
+    return dhidden.astype(hidden.dtype), dhead.astype(head.dtype), None if bias is None else dbias.astype(bias.dtype)
+
+
+def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
+    """The statistics from the sums over the whole vocabulary; differences are taken from the maximum for accuracy."""
+    maximum, total = sums["maximum"], sums["total"]
+    log_total = jnp.log(total)
+    out = {}
+    if "logprob" in call.outputs:
+        logprob = (sums["target"] - maximum) - log_total
+        out["logprob"] = jnp.where(logprob < FLOOR * 1e-10, -jnp.inf, logprob)
+    if "entropy" in call.outputs:
+        out["entropy"] = log_total - sums["first"] / total
+    if "sum_p2" in call.outputs:
+        out["sum_p2"] = sums["square"] / total**2
+    if "uniform_logprob" in call.outputs:
+        out["uniform_logprob"] = (sums["logit_sum"] / count - maximum) - log_total
+    if "noise_logprob" in call.outputs:
+        drawn = sums["noise_total"] > 0
+        mean = sums["noise_sum"] / jnp.maximum(sums["noise_total"], 1e-30)
+        out["noise_logprob"] = jnp.where(drawn, (mean - maximum) - log_total, 0.0)
+    return out
+
+
+def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str, jax.Array]:
+    """The numbers [T] of the module's equation, a = constant, b = slope, c = square; all 0 where a row is skipped."""
+    keep = inputs.targets != -1
+    g = {name: jnp.where(keep, cotangents[name], 0.0) / call.temperature for name in call.outputs}
+    rows = {"maximum": stats["maximum"], "log_total": stats["log_total"], "constant": jnp.zeros_like(stats["maximum"])}
+    if "logprob" in g:
+        rows["target"] = jnp.where(stats["known"], g["logprob"], 0.0)
+        rows["constant"] -= rows["target"]
+    if "entropy" in g:
+        rows["slope"] = -g["entropy"]
+        rows["constant"] -= g["entropy"] * stats["entropy"]
+    if "sum_p2" in g:
+        rows["square"] = 2 * g["sum_p2"]
+        rows["constant"] -= 2 * g["sum_p2"] * stats["sum_p2"]
+    if "uniform_logprob" in g:
+        rows["uniform"] = g["uniform_logprob"] / stats["count"]
+        rows["constant"] -= g["uniform_logprob"]
+    if "noise_logprob" in g:
+        drawn = stats["noise_total"] > 0
+        rows["noise"] = jnp.where(drawn, g["noise_logprob"] / jnp.maximum(stats["noise_total"], 1e-30), 0.0)
+        rows["constant"] -= jnp.where(drawn, g["noise_logprob"], 0.0)
+    return rows
+
+
+def rescale(sums: Tree, maximum: Float[Array, " T"]) -> dict[str, jax.Array]:
+    """Sums that were taken relative to their own maximum, relative to a larger one."""
+    shift = sums["maximum"] - maximum
+    scale = jnp.exp(shift)
+    out = {**sums, "maximum": maximum, "total": sums["total"] * scale}
+    if "first" in sums:
+        out["first"] = (sums["first"] + shift * sums["total"]) * scale
+    if "square" in sums:
+        out["square"] = sums["square"] * scale**2
+    return out
+
+
+def merge(a: Tree, b: Tree) -> dict[str, jax.Array]:
+    """The sums of the entries of `a` and of `b` together."""
+    maximum = jnp.maximum(a["maximum"], b["maximum"])
+    a, b = rescale(a, maximum), rescale(b, maximum)
+    return {name: maximum if name == "maximum" else a[name] + b[name] for name in a}
