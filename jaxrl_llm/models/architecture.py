@@ -1,0 +1,93 @@
+"""The sizes and switches that tell one decoder-only transformer from another."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling:
+    """Rotary frequencies of Llama 3.1 and later: long wavelengths stretched, short ones kept, the rest interpolated.
+
+    Attributes:
+      factor: how much the longest wavelengths are stretched.
+      low_frequency_factor: wavelengths above original_max_positions / this are stretched in full.
+      high_frequency_factor: wavelengths below original_max_positions / this are kept.
+      original_max_positions: context length in tokens before the stretch.
+    """
+
+    factor: float
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+    original_max_positions: int = 8192
+
+    def __post_init__(self) -> None:
+        if not self.low_frequency_factor < self.high_frequency_factor:
+            raise ValueError(
+                f"Llama3RopeScaling needs low_frequency_factor < high_frequency_factor "
+                f"(got {self.low_frequency_factor} and {self.high_frequency_factor})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A pre-norm decoder: rotary positions, grouped-query attention, gated SiLU MLP; a family fixes the switches.
+
+    Attributes:
+      vocabulary_size: rows of the embedding.
+      width: width of the residual stream.
+      layers: number of layers.
+      heads: query heads.
+      kv_heads: key/value heads; divides `heads`.
+      head_width: width of one head.
+      mlp_width: width of the MLP.
+      rope_theta: base of the rotary wavelengths.
+      rope_scaling: stretch of the rotary wavelengths, or None.
+      norm_epsilon: added to the mean square in every RMSNorm.
+      tied: whether the head is the embedding.
+      qkv_bias: whether the query, key and value projections have a bias.
+      qk_norm: whether queries and keys are RMS-normalised over the head width before the rotation.
+      window: tokens that a sliding layer sees, itself included; None lets every layer see all.
+      sliding: which layers slide where `window` is set; repeated over the depth.
+      max_positions: longest sequence in tokens.
+      init_std: standard deviation of random weights.
+    """
+
+    family: ClassVar[str] = ""
+
+    vocabulary_size: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    mlp_width: int
+    rope_theta: float = 1e6
+    rope_scaling: Llama3RopeScaling | None = None
+    norm_epsilon: float = 1e-6
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    window: int | None = None
+    sliding: tuple[bool, ...] = (True,)
+    max_positions: int = 32768
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        sizes = "vocabulary_size width layers heads kv_heads head_width mlp_width max_positions"
+        for size in sizes.split():
+            if getattr(self, size) < 1:
+                raise ValueError(f"{name}.{size} must be >= 1 (got {getattr(self, size)})")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{name}.kv_heads must divide {name}.heads (got {self.kv_heads} and {self.heads})")
+        if self.head_width % 2:
+            raise ValueError(f"{name}.head_width must be even for the rotary halves (got {self.head_width})")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"{name}.window must be >= 1, or None for full attention (got {self.window})")
+        if not self.sliding:
+            raise ValueError(f"{name}.sliding must not be empty: (True,) slides all layers, (False, True) every second")
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer; None sees all."""
+        return tuple(self.window if self.sliding[i % len(self.sliding)] else None for i in range(self.layers))

@@ -1,0 +1,117 @@
+"""The parts of a layer: RMSNorm, rotary positions, grouped-query projections, gated MLP.
+
+RMSNorm: https://arxiv.org/abs/1910.07467, RoPE (half-split form): https://arxiv.org/abs/2104.09864,
+GQA: https://arxiv.org/abs/2305.13245, SwiGLU: https://arxiv.org/abs/2002.05202.
+Each parameter carries its logical axes (`axes`), which the partitioner maps to the mesh; parameters are float32 and are
+cast to the compute dtype where they are used. Statistics and rotations are computed in float32.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.models.architecture import Architecture
+
+Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
+
+
+def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float) -> nnx.Param:
+    """A float32 parameter drawn from a normal distribution, with its logical axes."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
+    """Radians per position of each pair of head dimensions, with Llama 3's stretch where the architecture has one."""
+    half = architecture.head_width // 2
+    frequencies = architecture.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    scaling = architecture.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = frequencies * (scaling.original_max_positions / (2 * math.pi))  # within the original context length
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+
+
+def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
+    """Cosine and sine of each rotation, float32."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(architecture)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T heads C"]:
+    """Rotates the pairs (i, i + C/2) of each head."""
+    cos, sin = (part[:, :, None, :] for part in rotation)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+class RMSNorm(nnx.Module):
+    """scale * x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32."""
+
+    def __init__(self, width: int, epsilon: float):
+        self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=(None,))
+        self.epsilon = epsilon
+
+    def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * inverse * self.scale[...]).astype(x.dtype)
+
+
+class Projection(nnx.Module):
+    """A linear map from the residual stream to heads, with an optional bias."""
+
+    def __init__(self, architecture: Architecture, heads: int, axis: str, *, rngs: nnx.Rngs):
+        shape = (architecture.width, heads, architecture.head_width)
+        self.kernel = parameter(rngs, shape, ("embed", axis, "head_width"), architecture.init_std)
+        bias = nnx.Param(jnp.zeros(shape[1:], jnp.float32), axes=(axis, "head_width"))
+        self.bias = bias if architecture.qkv_bias else None
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads C"]:
+        y = jnp.einsum("btd,dhc->bthc", x, self.kernel[...].astype(x.dtype))
+        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """The projections around attention; what attends to what is the caller's business."""
+
+    def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
+        self.query = Projection(architecture, architecture.heads, "heads", rngs=rngs)
+        self.key = Projection(architecture, architecture.kv_heads, "kv_heads", rngs=rngs)
+        self.value = Projection(architecture, architecture.kv_heads, "kv_heads", rngs=rngs)
+        shape = (architecture.heads, architecture.head_width, architecture.width)
+        self.output = parameter(rngs, shape, ("heads", "head_width", "embed"), architecture.init_std)
+        norm = (architecture.head_width, architecture.norm_epsilon)
+        self.query_norm = RMSNorm(*norm) if architecture.qk_norm else None
+        self.key_norm = RMSNorm(*norm) if architecture.qk_norm else None
+
+    def project(
+        self, x: Float[Array, "B T D"], rotation: Rope
+    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T K C"], Float[Array, "B T K C"]]:
+        """Rotated queries, rotated keys, and values."""
+        q, k, v = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        return rotate(q, rotation), rotate(k, rotation), v
+
+    def merge(self, heads: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
+        """The heads' outputs brought back to the residual stream."""
+        return jnp.einsum("bthc,hcd->btd", heads, self.output[...].astype(heads.dtype))
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
+        width, mlp_width, std = architecture.width, architecture.mlp_width, architecture.init_std
+        self.gate = parameter(rngs, (width, mlp_width), ("embed", "mlp"), std)
+        self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), std)
+        self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down

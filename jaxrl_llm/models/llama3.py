@@ -1,0 +1,21 @@
+"""Llama 3.x, and older models of its shape such as SmolLM2: no biases, stretched rotary wavelengths from 3.1 on.
+
+https://arxiv.org/abs/2407.21783
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from jaxrl_llm.models.architecture import Architecture
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3(Architecture):
+    """Sizes of a Llama model; see Architecture."""
+
+    family: ClassVar[str] = "llama3"
+
+    rope_theta: float = 5e5
+    norm_epsilon: float = 1e-5
+    qkv_bias: bool = field(default=False, init=False)
+    qk_norm: bool = field(default=False, init=False)

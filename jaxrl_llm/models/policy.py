@@ -1,0 +1,141 @@
+"""A policy: pure functions of parameters, given an architecture, a mesh and a compute dtype."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jaxrl_llm.mesh import Axes, Partitioner
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.mesh_attention import Places
+from jaxrl_llm.models.transformer import REMAT, Cache, Transformer
+
+Params = dict[str, Any]  # nested; float32 arrays at the leaves; those under "layers" are stacked [L, ...]
+
+COMPUTE_DTYPES = ("float32", "bfloat16")
+CACHE_AXES: Axes = ("layers", "batch", None, "kv_heads", "head_width")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A causal language model on a mesh; holds no arrays, so it may be a static argument of a jitted function.
+
+    Attributes:
+      architecture: sizes and switches of the model.
+      partitioner: the mesh and its axis table.
+      compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
+      remat: what the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (each layer).
+    """
+
+    architecture: Architecture
+    partitioner: Partitioner
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.compute_dtype not in COMPUTE_DTYPES:
+            raise ValueError(
+                f"compute_dtype must be one of {COMPUTE_DTYPES} (got {self.compute_dtype!r}): "
+                f"set policy_source.PolicySource.compute_dtype"
+            )
+        if self.remat not in ("none", *REMAT):
+            raise ValueError(
+                f"remat must be one of {('none', *REMAT)} (got {self.remat!r}): set policy_source.PolicySource.remat"
+            )
+
+    def axes(self) -> dict[str, Any]:
+        """Logical axes of each parameter: a tree like Params with a tuple at each leaf."""
+
+        def leaf_axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
+            axes = variable.get_metadata("axes")
+            return ("layers", *axes) if path[0] == "layers" else axes
+
+        return nnx.to_pure_dict(nnx.map_state(leaf_axes, self._blueprint[1]))
+
+    def abstract(self) -> dict[str, Any]:
+        """Shape, dtype and sharding of each parameter: a tree like Params of ShapeDtypeStructs."""
+
+        def described(leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.partitioner.sharding(axes, leaf.shape))
+
+        return jax.tree.map(described, nnx.to_pure_dict(self._blueprint[1]), self.axes())
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """Random parameters, created in place on the mesh; the same values on every mesh."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract())
+
+        def create(key: jax.Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param))
+
+        return jax.jit(create, out_shardings=shardings)(key)
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        *,
+        layers: int | None = None,
+        max_segments: int | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm, of packed rows.
+
+        Args:
+          params: the parameters.
+          tokens: token ids.
+          positions: position of each token within its own sequence.
+          segments: which sequence of its row a token belongs to, from 1; 0 is padding.
+          layers: run only the first `layers` layers; None runs all.
+          max_segments: most segments of one row where it is known; a hint that some attention kernels use.
+
+        Raises:
+          ValueError: where `layers` is not within the depth of the model.
+        """
+        if layers is not None and not 1 <= layers <= self.architecture.layers:
+            raise ValueError(f"layers must be in 1..{self.architecture.layers} (got {layers})")
+        return self._model(params).hidden(tokens, Places(positions, segments), layers=layers, max_segments=max_segments)
+
+    def head(self, params: Params) -> Float[Array, "V D"]:
+        """The matrix that maps hidden states to logits; the embedding where the two are tied."""
+        return params["embedding"] if self.architecture.tied else params["head"]
+
+    def cache(self, slots: int, length: int) -> Cache:
+        """An empty key/value cache {"k", "v"}: [L, slots, length, K, C] in the compute dtype."""
+        size = self.architecture
+        shape = (size.layers, slots, length, size.kv_heads, size.head_width)
+        sharding = self.partitioner.sharding(CACHE_AXES, shape)
+
+        def zeros() -> Cache:
+            return {name: jnp.zeros(shape, self.compute_dtype) for name in ("k", "v")}
+
+        return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
+
+    def extend(
+        self, params: Params, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+    ) -> tuple[Float[Array, "S T D"], Cache]:
+        """Hidden states of new tokens of each slot, and the cache with their keys and values written.
+
+        A token's entry in the cache is its position; it attends to the entries up to its own. Entries beyond a
+        right-padded prompt may hold garbage: no token attends to them before they are written anew. A token whose
+        position is not below the cache's length is not written.
+        """
+        hidden, cache = self._model(params).extend(cache, tokens, positions)
+        return hidden, {name: self.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
+
+    def _build(self, rngs: nnx.Rngs) -> Transformer:
+        return Transformer(self.architecture, self.partitioner, self.compute_dtype, self.remat, rngs=rngs)
+
+    @cached_property
+    def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
+        return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
+
+    def _model(self, params: Params) -> Transformer:
+        graph, abstract = self._blueprint
+        state = jax.tree.map(lambda leaf: leaf, abstract)
+        nnx.replace_by_pure_dict(state, params)
+        return nnx.merge(graph, state)

@@ -1,0 +1,124 @@
+"""A decoder of identical layers, stacked along a leading axis and run by one scan."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.layers import MLP, Attention, RMSNorm, Rope, parameter, rope
+from jaxrl_llm.models.mesh_attention import MeshAttention, Places
+
+Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
+
+REMAT: dict[str, Callable[..., bool]] = {
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+
+
+class Layer(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(architecture.width, architecture.norm_epsilon)
+        self.attention = Attention(architecture, rngs=rngs)
+        self.mlp_norm = RMSNorm(architecture.width, architecture.norm_epsilon)
+        self.mlp = MLP(architecture, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
+        """The layer's output, and whatever else `attend(q, k, v)` returns beside the heads' outputs."""
+        heads, extra = attend(*self.attention.project(self.attention_norm(x), rotation))
+        x = x + self.attention.merge(heads)
+        return x + self.mlp(self.mlp_norm(x)), extra
+
+
+class Transformer(nnx.Module):
+    """Embedding, stacked layers, final norm, and a head where it is not the embedding."""
+
+    def __init__(self, architecture: Architecture, partitioner: Partitioner, dtype: str, remat: str, *, rngs: nnx.Rngs):
+        self.architecture, self.partitioner, self.dtype, self.remat = architecture, partitioner, dtype, remat
+        table = ((architecture.vocabulary_size, architecture.width), ("vocabulary", "embed"), architecture.init_std)
+        self.embedding = parameter(rngs, *table)
+        self.layers = nnx.vmap(lambda r: Layer(architecture, rngs=r))(rngs.split(architecture.layers))
+        self.norm = RMSNorm(architecture.width, architecture.norm_epsilon)
+        self.head = None if architecture.tied else parameter(rngs, *table)
+
+    def hidden(
+        self, tokens: Int[Array, "B T"], places: Places, *, layers: int | None, max_segments: int | None
+    ) -> Float[Array, "B T D"]:
+        """Hidden states after the final norm of packed rows, through the first `layers` layers."""
+        rotation = rope(self.architecture, places.positions)
+        attention = MeshAttention(partitioner=self.partitioner, max_segments=max_segments)
+        axes = ("batch", "length", None)
+
+        def step(layer: Layer, x: jax.Array, index: jax.Array) -> jax.Array:
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
+                return self._by_window(index, lambda window: attention(q, k, v, places, places, window)), None
+
+            return self.partitioner.constrain(layer(x, rotation, attend)[0], axes)
+
+        x = self.partitioner.constrain(self._embed(tokens), axes)
+        return self.norm(self._scan(step, x, layers))
+
+    def extend(
+        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+    ) -> tuple[Float[Array, "S T D"], Cache]:
+        """Hidden states after the final norm of tokens that follow the cached ones, and the cache with them written."""
+        slots, length = cache["k"].shape[1:3]
+        rotation = rope(self.architecture, positions)
+        attention = MeshAttention(partitioner=self.partitioner, split_queries=False)
+        queries = Places(positions, jnp.ones_like(positions))
+        key_positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (slots, length))
+        keys = Places(key_positions, jnp.ones_like(key_positions))
+        rows = jnp.arange(slots)[:, None]
+
+        def step(layer: Layer, carry: tuple[jax.Array, Cache], index: jax.Array) -> tuple[jax.Array, Cache]:
+            x, cache = carry
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
+                # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
+                new = {"k": k, "v": v}
+                entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                k, v = (jax.lax.dynamic_index_in_dim(entries[name], index, keepdims=False) for name in ("k", "v"))
+                return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
+
+            x, cache = layer(x, rotation, attend)
+            return self.partitioner.constrain(x, ("batch", None, None)), cache
+
+        x = self.partitioner.constrain(self._embed(tokens), ("batch", None, None))
+        x, cache = self._scan(step, (x, cache), None)
+        return self.norm(x), cache
+
+    def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        # Gathered in float32, so that the gradient of a frequent token is summed in float32; whole along the width, so
+        # that the lookup needs no exchange of activations.
+        table = self.partitioner.constrain(self.embedding[...], ("vocabulary", None))
+        return table[tokens].astype(self.dtype)
+
+    def _by_window(self, index: jax.Array, attend: Callable[[int | None], jax.Array]) -> jax.Array:
+        """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""
+        windows = self.architecture.windows
+        if len(set(windows)) == 1:
+            return attend(windows[0])
+        slides = jnp.array([window is not None for window in windows])[index]
+        return jax.lax.cond(slides, lambda: attend(self.architecture.window), lambda: attend(None))
+
+    def _scan(self, step: Callable[[Layer, Any, jax.Array], Any], carry: Any, layers: int | None) -> Any:
+        """Runs `step(layer, carry, index)` over the first `layers` layers under the remat policy."""
+        depth = self.architecture.layers if layers is None else layers
+        graph, state = nnx.split(self.layers)
+        state = jax.tree.map(lambda leaf: leaf[:depth], state)
+
+        def body(carry: Any, inputs: tuple[Any, jax.Array]) -> tuple[Any, None]:
+            layer_state, index = inputs
+            return step(nnx.merge(graph, layer_state), carry, index), None
+
+        if self.remat != "none":
+            body = jax.checkpoint(body, policy=REMAT[self.remat], prevent_cse=False)
+        return jax.lax.scan(body, carry, (state, jnp.arange(depth)))[0]
