@@ -1,0 +1,132 @@
+"""Off-policy correction: weights and rejections from the ratio of the learner's to the sampler's probabilities.
+
+rho_t = pi_old(t) / pi_sampler(t), both before the update, so that neither carries a gradient. Token weights are
+min(rho_t, ratio_max) (truncated importance sampling, https://fengyao.notion.site/off-policy-rl); "sequence" takes the
+product and "geometric" the geometric mean over the sequence's tokens. Mode "mask" keeps rho inside [ratio_min,
+ratio_max] and gives 0 outside (IcePop, https://arxiv.org/abs/2510.18855). Log-ratios are clipped to +-20.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from jaxrl_llm.masked import masked_mean, masked_sum
+
+Level = Literal["token", "sequence", "geometric"]
+
+
+def log_ratios(old: Float[Array, "S T"], sampler: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Float[Array, "S T"]:
+    """log rho on the mask, 0 elsewhere."""
+    return jnp.where(mask, jnp.clip(jnp.where(mask, old - sampler, 0.0), -20.0, 20.0), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Importance weights of the tokens.
+
+    Attributes:
+      level: what a ratio is taken of: each "token", the "sequence" (product) or its "geometric" mean.
+      mode: "truncate" caps the weight at ratio_max; "mask" sets it to 0 outside [ratio_min, ratio_max].
+      ratio_min: smallest ratio that mode "mask" keeps; mode "truncate" does not use it.
+      ratio_max: largest weight, or largest ratio that is kept.
+      normalize: divide the weights by their mean over the batch.
+    """
+
+    level: Level = "token"
+    mode: Literal["truncate", "mask"] = "truncate"
+    ratio_min: float = 0.0
+    ratio_max: float = 2.0
+    normalize: bool = False
+
+    def __post_init__(self) -> None:
+        if self.level not in ("token", "sequence", "geometric") or self.mode not in ("truncate", "mask"):
+            raise ValueError(
+                f"Correction takes level token, sequence or geometric and mode truncate or mask (got {self.level!r}, "
+                f"{self.mode!r}): set correction.Correction.level and .mode"
+            )
+        if not 0 <= self.ratio_min < self.ratio_max:
+            raise ValueError(
+                f"Correction needs 0 <= ratio_min < ratio_max (got {self.ratio_min} and {self.ratio_max}): "
+                "set correction.Correction.ratio_min and .ratio_max"
+            )
+
+    def weights(
+        self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]
+    ) -> tuple[Float[Array, "S T"], Mapping[str, Float[Array, ""]]]:
+        """Weights of the tokens, 0 outside the mask, and their statistics."""
+        total = masked_sum(log_ratio, mask, axis=1)
+        if self.level == "geometric":
+            total = masked_mean(log_ratio, mask, axis=1)
+        over = log_ratio if self.level == "token" else jnp.broadcast_to(total[:, None], log_ratio.shape)
+        ratio = jnp.exp(jnp.clip(over, -20.0, 20.0))
+        above, below = ratio > self.ratio_max, ratio < self.ratio_min
+        if self.mode == "mask":
+            weight, changed = jnp.where(above | below, 0.0, ratio), above | below
+        else:
+            weight, changed = jnp.minimum(ratio, self.ratio_max), above
+        mean = masked_mean(weight, mask)
+        if self.normalize:
+            weight = weight / jnp.maximum(mean, 1e-8)
+        metrics = {
+            "correction/weight_mean": mean,
+            "correction/changed_fraction": masked_mean(changed.astype(jnp.float32), mask),
+            "correction/effective_fraction": jnp.square(masked_mean(weight, mask))
+            / jnp.maximum(masked_mean(jnp.square(weight), mask), 1e-8),
+        }
+        return jnp.where(mask, weight, 0.0), metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rejection:
+    """Leaves tokens or sequences out of the loss whose old and sampler probabilities differ too much.
+
+    With x = -log rho: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1. k1 has a sign and is bounded by the ratio; k2 and
+    k3 have none and are bounded by the divergence.
+
+    Attributes:
+      statistic: "k1", "k2" or "k3".
+      level: "token", or the sequence's "sum", "mean" or "max" ("max" for k2 and k3 only).
+      ratio_min: k1: smallest exp(-k1) that is kept.
+      ratio_max: k1: largest exp(-k1) that is kept.
+      divergence_max: k2 and k3: largest value that is kept, in nats.
+    """
+
+    statistic: Literal["k1", "k2", "k3"] = "k1"
+    level: Literal["token", "sum", "mean", "max"] = "token"
+    ratio_min: float = 0.5
+    ratio_max: float = 2.0
+    divergence_max: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.statistic not in ("k1", "k2", "k3") or self.level not in ("token", "sum", "mean", "max"):
+            raise ValueError(
+                f"Rejection takes statistic k1, k2 or k3 and level token, sum, mean or max (got {self.statistic!r}, "
+                f"{self.level!r}): set correction.Rejection.statistic and .level"
+            )
+        if self.statistic == "k1" and self.level == "max":
+            raise ValueError(
+                "Rejection.level='max' needs a statistic without sign: set correction.Rejection.statistic to k2 or k3"
+            )
+        if not (0 <= self.ratio_min < self.ratio_max and self.divergence_max > 0):
+            raise ValueError(
+                f"Rejection needs 0 <= ratio_min < ratio_max and divergence_max > 0 (got {self.ratio_min}, "
+                f"{self.ratio_max}, {self.divergence_max}): set them under correction.Rejection"
+            )
+
+    def keep(self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Bool[Array, "S T"]:
+        """The tokens of the mask that stay."""
+        k = {"k1": -log_ratio, "k2": 0.5 * jnp.square(log_ratio), "k3": jnp.expm1(log_ratio) - log_ratio}[
+            self.statistic
+        ]
+        k = jnp.where(mask, k, 0.0)
+        if self.level == "max":
+            k = jnp.max(k, axis=1, keepdims=True)
+        elif self.level != "token":
+            k = (masked_sum if self.level == "sum" else masked_mean)(k, mask, axis=1)[:, None]
+        if self.statistic == "k1":
+            ratio = jnp.exp(jnp.clip(-k, -20.0, 20.0))
+            return mask & (ratio >= self.ratio_min) & (ratio <= self.ratio_max)
+        return mask & (k <= self.divergence_max)

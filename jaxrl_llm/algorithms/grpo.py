@@ -1,0 +1,50 @@
+"""GRPO: advantages relative to the other responses to the same prompt, PPO's clipped surrogate, no critic.
+
+    A_i = (r_i - mean_G r) / (std_G r + 1e-6)        L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))
+
+DeepSeekMath, https://arxiv.org/abs/2402.03300. Dr. GRPO (https://arxiv.org/abs/2503.20783) is the case std=False with
+aggregation="constant"; DAPO (https://arxiv.org/abs/2503.14476) is the case clip_high > clip_low with
+aggregation="token-mean" and an over-long penalty. The standard deviation has n - 1. Against the first paper, the
+defaults average over tokens, clip higher than lower and use no reference policy; gin/algorithms has each paper's own
+settings.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
+from jaxrl_llm.batch import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(PolicyGradient):
+    """Group-relative policy optimisation.
+
+    Attributes:
+      std: divide by the group's standard deviation.
+      clip_low: how far below 1 the ratio still has a gradient.
+      clip_high: how far above 1 the ratio still has a gradient.
+      clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
+    """
+
+    std: bool = True
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    clip_dual: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        reward = jnp.sum(rewards, axis=1)
+        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
+        return Estimate(advantages.to_tokens(credit, view.learned))
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        ratio = jnp.exp(tokens.log_ratio)
+        return surrogate.clip(ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

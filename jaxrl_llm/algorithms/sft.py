@@ -1,0 +1,55 @@
+"""Supervised fine-tuning: the negative log-prob of demonstrated responses, -log pi(response | prompt), over the
+mask."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.masked import Aggregation, aggregate, masked_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT:
+    """Imitation of demonstrations.
+
+    Attributes:
+      aggregation: what the loss is averaged over: "token-mean", "token-sum", "seq-mean-token-sum",
+        "seq-mean-token-mean" or "constant" (sum divided by sequences x constant_length).
+      constant_length: tokens a sequence counts as under aggregation "constant".
+    """
+
+    aggregation: Aggregation = "token-mean"
+    constant_length: int = 1024
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+        return "demonstrations"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the count "constant"."""
+        return float(self.constant_length)
+
+    def advantages(self, view: View) -> Credit:
+        """All tokens weigh the same."""
+        return Credit(advantages=view.learned.astype(jnp.float32), loss_mask=view.learned)
+
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        policy, mask = outputs["policy"], batch.mask
+        losses = -jnp.where(mask, policy["logprob"], 0.0)
+        term = aggregate(losses, mask, batch.sequence, batch.sequences, self.aggregation)
+        metrics = {"loss/policy": term, "logprob": (-masked_sum(losses, mask), "tokens")}
+        if "entropy" in policy:
+            metrics["entropy"] = (masked_sum(policy["entropy"], mask), "tokens")
+        return {"policy": term}, metrics

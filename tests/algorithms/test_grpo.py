@@ -1,0 +1,117 @@
+"""GRPO's advantages, loss and gradient against NumPy float64."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithm_cases import make_batch, make_outputs, make_view, numeric_gradient, value_and_gradient
+
+from jaxrl_llm.algorithms.grpo import GRPO
+
+
+def group_relative(view, std, singleton="zero"):
+    """(r - mean) / (std + 1e-6) by the definition, group by group, over valid sampled sequences with tokens."""
+    reward, group = np.asarray(view.reward, np.float64), np.asarray(view.group)
+    counted = np.asarray(view.valid) & ~np.asarray(view.greedy) & np.asarray(view.mask).any(1)
+    out = np.zeros(len(reward))
+    for g in range(view.groups):
+        members = counted & (group == g)
+        r = reward[members]
+        if members.sum() == 1:
+            out[members] = r if singleton == "raw" else 0.0
+        elif members.sum() > 1 and np.ptp(r) > 0:
+            out[members] = (r - r.mean()) / (np.std(r, ddof=1) + 1e-6 if std else 1.0)
+    return np.where(np.asarray(view.mask) & counted[:, None], out[:, None], 0.0)
+
+
+def grpo_loss(logprob, view, credit, kl_coef=0.0, entropy_coef=0.0, dual=np.inf):
+    """Token mean of min(rho, 2) weighted clipped surrogate, k3 to the reference and the entropy bonus."""
+    m = np.asarray(credit.loss_mask)
+    a = np.where(m, np.asarray(credit.advantages, np.float64), 0)
+    old, sampler, ref = (
+        np.where(m, np.asarray(x, np.float64), 0) for x in (view.old_logprobs, view.sampler_logprobs, view.ref_logprobs)
+    )
+    new = np.where(m, logprob, 0.0)
+    ratio = np.exp(new - old)
+    loss = np.maximum(-a * ratio, -a * np.clip(ratio, 0.8, 1.28))
+    loss = np.where(a < 0, np.minimum(loss, -a * dual), loss) if np.isfinite(dual) else loss
+    loss = loss * np.minimum(np.exp(old - sampler), 2.0)
+    d = ref - new
+    loss = loss + kl_coef * (np.exp(d) - d - 1) - entropy_coef * np.where(m, np.asarray(view.entropy, np.float64), 0)
+    return loss[m].sum() / m.sum()
+
+
+@pytest.mark.parametrize("std", [True, False])
+@pytest.mark.parametrize("singleton", ["zero", "raw"])
+def test_advantages_are_the_groups_standardised_rewards(std, singleton):
+    view = make_view(3)
+    view = make_view(3, valid=view.valid.at[1].set(False), greedy=view.greedy.at[5].set(True))
+    credit = GRPO(std=std, singleton=singleton).advantages(view)
+    np.testing.assert_allclose(credit.advantages, group_relative(view, std, singleton), rtol=2e-5, atol=1e-6)
+    assert not np.asarray(credit.loss_mask)[[1, 5, -1]].any()
+    assert float(credit.metrics["groups/singletons"]) == 1
+    assert float(credit.metrics["groups/invalid"]) == 1
+
+
+def test_equal_rewards_give_no_advantage_at_all():
+    view = make_view(0)
+    credit = GRPO().advantages(view)
+    assert (np.asarray(credit.advantages)[np.asarray(view.group) == 1] == 0).all()
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl_coef": 0.1, "entropy_coef": 0.01}, {"clip_dual": 1.3}])
+def test_loss_and_gradient_follow_the_definition(settings):
+    view = make_view(5)
+    algorithm = GRPO(**settings)
+    credit = algorithm.advantages(view)
+    batch, outputs = make_batch(view, credit, algorithm.constant), make_outputs(view)
+    value, gradient = value_and_gradient(algorithm, outputs, batch)
+
+    def expected(logprob):
+        renamed = {"dual" if k == "clip_dual" else k: v for k, v in settings.items()}
+        return grpo_loss(logprob, view, credit, **renamed)
+
+    logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
+    np.testing.assert_allclose(value, expected(logprob), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        gradient, numeric_gradient(expected, logprob, np.asarray(credit.loss_mask)), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_kl_in_the_reward_lowers_the_reward_of_the_sequence():
+    view = make_view(2)
+    credit = GRPO(kl_coef=0.5, kl_in="reward", kl_estimator="k1", std=False).advantages(view)
+    mask = np.asarray(view.mask)
+    k1 = np.where(mask, np.asarray(view.old_logprobs, np.float64) - np.asarray(view.ref_logprobs, np.float64), 0)
+    lowered = make_view(2, reward=jnp.asarray(np.asarray(view.reward) - 0.5 * k1.sum(1), jnp.float32))
+    np.testing.assert_allclose(credit.advantages, group_relative(lowered, std=False), rtol=1e-4, atol=1e-6)
+
+
+def test_a_controlled_coefficient_replaces_the_first_one():
+    view = make_view(2, controls={"kl_coef": jnp.asarray(0.25)})
+    credit = GRPO(kl_coef=0.5).advantages(view)
+    assert (np.asarray(credit.aux["kl_coef"])[np.asarray(view.learned)] == 0.25).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "binding"),
+    [
+        ({"aggregation": "mean"}, "aggregation"),
+        ({"kl_coef": -1.0}, "grpo.GRPO.kl_coef"),
+        ({"constant_length": 0}, "grpo.GRPO.constant_length"),
+        ({"entropy_share": 0.0}, "grpo.GRPO.entropy_share"),
+        ({"clip_low": 1.5}, "grpo.GRPO.clip_low"),
+        ({"clip_high": 0.0}, "grpo.GRPO.clip_high"),
+        ({"clip_dual": 1.0}, "grpo.GRPO.clip_dual"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_binding(settings, binding):
+    with pytest.raises(Exception, match=binding):
+        GRPO(**settings)
+
+
+def test_a_reference_is_needed_only_for_a_divergence():
+    assert GRPO().needs == frozenset()
+    assert GRPO(kl_coef=0.1).needs == {"reference"}
+    assert GRPO(entropy_coef=0.1).needs == {"entropy"}
+    assert GRPO().group_size_at_least == 2
+    assert GRPO(constant_length=100).constant == 100.0
