@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "plan", "doctor", "bench", "export", "chat", "bindings_page"),
     ("train", "collect", "rollouts", "phases", "stages", "evaluation"),
     ("eval.",),
-    ("learner", "train_state", "minibatch", "samplers.", "checkpoint", "metrics"),
+    ("learner", "train_state", "minibatch", "samplers.", "checkpoint", "metrics", "console", "event_files"),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards."),

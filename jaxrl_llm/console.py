@@ -1,0 +1,144 @@
+"""A run on the console: a progress bar on a terminal, plain lines elsewhere.
+
+Metrics are read by the first piece of their names: `eval/` results get a line of their own, `time/` seconds are shown
+as a split of the step, `count/` is shown where it is not 0 and summed over the run.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+FIRST_STEP = (
+    "a healthy first step: a reward between its least and greatest value, entropy well above 0, a KL and a clipped"
+    " share near 0 (the policy has not moved yet), a trainer/sampler gap below 1e-3 in float32 or 5e-2 in bfloat16"
+)
+
+
+def short(value: float) -> str:
+    """A number in about five characters: 0.412, 1.2e-05, 15.3k, 2.1M, 87."""
+    size = abs(value)
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    for least, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= least:
+            return f"{value / unit:.3g}{suffix}"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.{3 if size < 10 else 1}f}"
+
+
+def in_group(values: Mapping[str, float], group: str) -> dict[str, float]:
+    """The values whose names begin with `group/`, by the rest of their names."""
+    return {name.removeprefix(f"{group}/"): value for name, value in values.items() if name.startswith(f"{group}/")}
+
+
+def time_split(seconds: Mapping[str, float]) -> str:
+    """`2.00 s (sample 25%, ...)` of {"step_s": 2, "sample_s": 0.5, ...}; without a "step_s" the parts make it up."""
+    parts = {name.removesuffix("_s"): value for name, value in seconds.items()}
+    whole = parts.pop("step", sum(parts.values()))
+    shares = ", ".join(f"{name} {100 * value / whole:.0f}%" for name, value in parts.items()) if whole > 0 else ""
+    return f"{whole:.2f} s ({shares})" if shares else f"{whole:.2f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Console:
+    """A line for each step: reward, entropy, KL, tokens a second, where the time went, what was counted.
+
+    Attributes:
+      every: steps between lines; evaluations always get one.
+      bar: True for a progress bar, False for plain lines, None for a bar where standard error is a terminal.
+      columns: (label, metric name) of what a line shows, in order; a metric that a step lacks is left out.
+    """
+
+    every: int = 1
+    bar: bool | None = None
+    columns: tuple[tuple[str, str], ...] = (
+        ("reward", "reward/mean"),
+        ("loss", "loss/total"),
+        ("entropy", "policy/entropy"),
+        ("kl", "kl/reference"),
+        ("gap", "gap/mean"),
+        ("tok/s", "speed/tokens_per_second"),
+        ("mfu", "speed/mfu"),
+    )
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"steps between lines must be at least 1 (got {self.every}): set console.Console.every")
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "ConsoleWriter":
+        """Starts printing; the bar, if any, starts at `resume_step` of `total_steps`."""
+        bar = sys.stderr.isatty() if self.bar is None else self.bar
+        return ConsoleWriter(self, bar, resume_step, total_steps)
+
+    def line(self, values: Mapping[str, float]) -> str:
+        """What a step's line says of its values."""
+        parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
+        parts += [f"eval/{name} {short(value)}" for name, value in in_group(values, "eval").items()]
+        if seconds := in_group(values, "time"):
+            parts.append(time_split(seconds))
+        parts += [f"{name} {short(count)}" for name, count in in_group(values, "count").items() if count]
+        return "  ".join(parts)
+
+
+class ConsoleWriter:
+    """Prints lines; sums what is counted and prints the sums at the end."""
+
+    def __init__(self, settings: Console, bar: bool, resume_step: int | None, total_steps: int | None) -> None:
+        self._settings = settings
+        self._stream = sys.stderr if bar else sys.stdout
+        self._total = f"/{total_steps}" if total_steps else ""
+        self._counts: Counter[str] = Counter()
+        self._explained = resume_step is not None
+        self._bar = None
+        if bar:
+            start = resume_step or 0
+            self._bar = tqdm(total=total_steps, initial=start, unit="step", file=self._stream, dynamic_ncols=True)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._counts.update({name: int(count) for name, count in in_group(values, "count").items()})
+        line = self._settings.line(values)
+        due = step % self._settings.every == 0
+        evaluated = bool(in_group(values, "eval"))
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(line, refresh=due)
+        if evaluated or (due and self._bar is None):
+            self._print(f"step {step}{self._total}  {line}")
+        if not evaluated and not self._explained:
+            self._explained = True
+            self._print(FIRST_STEP)
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts are too long for the console."""
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Images are not for the console."""
+
+    def text(self, name: str, text: str) -> None:
+        """Documents are too long for the console."""
+
+    def cut(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        self._print(f"back to step {step}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        counted = ", ".join(f"{name} {count}" for name, count in self._counts.items() if count)
+        self._print(f"counted: {counted or 'nothing'}")
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            tqdm.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)

@@ -1,0 +1,63 @@
+"""TensorBoard event files on disk: a new one, and the cut of what was written after a step."""
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The event files of a folder, oldest first."""
+    return sorted(folder.glob("*.tfevents.*"))
+
+
+def new_event_file(folder: Path) -> Any:
+    """A tensorboardX EventsWriter on a new file: named by the second alone, it could overwrite another.
+
+    TensorBoard reads files in the order of their names, which is that of their times.
+    """
+    from tensorboardX.event_file_writer import EventsWriter  # seconds to import where torch is installed
+
+    return EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns():020d}")
+
+
+def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """(whole record, payload) of a TFRecord file, up to a torn record at its end.
+
+    A record is the payload's length (uint64), a checksum of 4 bytes, the payload, and another checksum of 4 bytes.
+    """
+    start = 0
+    while start + 12 <= len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        end = start + 12 + length + 4
+        if end > len(data):
+            return
+        yield data[start:end], data[start + 12 : end - 4]
+        start = end
+
+
+def cut_events(path: Path, step: int, *, drop: str | None = None) -> None:
+    """Removes a file's events after `step`, and those whose tag begins with `drop`, in one atomic replacement.
+
+    A file that is left with no event goes; a torn end goes too.
+    """
+    from google.protobuf.message import DecodeError
+    from tensorboardX.proto.event_pb2 import Event
+
+    kept, shows = [], False
+    try:
+        for record, payload in records(path.read_bytes()):
+            event = Event.FromString(payload)
+            dropped = drop is not None and any(value.tag.startswith(drop) for value in event.summary.value)
+            if (event.step <= step and not dropped) or event.HasField("file_version"):
+                kept.append(record)
+                shows |= event.HasField("summary")
+    except DecodeError:
+        pass  # garbage where the writing was interrupted: nothing after it can be read either
+    if not shows:
+        path.unlink()
+        return
+    new = path.with_name(path.name.replace("tfevents", "cut"))  # a name that TensorBoard does not read
+    new.write_bytes(b"".join(kept))
+    new.replace(path)
