@@ -1,0 +1,152 @@
+"""The device programs of the embedded sampler: prefill of prompts, their copy into slots, and a chunk of decode steps.
+
+Small per-slot arrays live on the host and travel with each call; the cache and the table of seen tokens stay on the
+device and are donated from call to call. Shapes are fixed, so each program compiles once for each bucket.
+"""
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, Key, UInt32
+
+from jaxrl_llm.models.policy import CACHE_AXES, Params, Policy
+from jaxrl_llm.models.transformer import Cache
+from jaxrl_llm.samplers.choose import Choice, HostOrDevice, draw, noise
+
+NO_TOKEN = -1
+
+
+class Slots(NamedTuple):
+    """What the host knows of each slot: arrays [S], and [S, E] stop ids.
+
+    `last` is the token to feed next, `position` its place; `drawn` counts the response's tokens, `limit` bounds them.
+    """
+
+    last: HostOrDevice
+    position: HostOrDevice
+    drawn: HostOrDevice
+    limit: HostOrDevice
+    min_tokens: HostOrDevice
+    sample: HostOrDevice
+    done: HostOrDevice
+    stop_ids: HostOrDevice
+    seed: HostOrDevice  # uint32 [S, 2]: high and low half
+    choice: Choice
+
+    @classmethod
+    def empty(cls, slots: int, stop_ids: int) -> "Slots":
+        """`slots` free slots, with room for `stop_ids` stop ids each."""
+        counters = {name: np.zeros(slots, np.int32) for name in cls._fields[:6]}
+        return cls(
+            **counters,
+            done=np.ones(slots, bool),
+            stop_ids=np.full((slots, stop_ids), NO_TOKEN, np.int32),
+            seed=np.zeros((slots, 2), np.uint32),
+            choice=Choice.empty(slots),
+        )
+
+
+class Chunk(NamedTuple):
+    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    drawn: jax.Array
+    done: jax.Array
+
+
+@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised"))
+def empty(*, policy: Policy, slots: int, length: int, penalised: bool) -> tuple[Cache, Bool[Array, "S V"]]:
+    """An empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
+    vocabulary = policy.architecture.vocabulary_size if penalised else 0
+    seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
+    return _constrained(policy, policy.cache(slots, length)), seen
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy) -> Cache:
+    """Keys and values of right-padded prompts."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions)[1]
+
+
+@partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
+def place(
+    cache: Cache,
+    seen: Bool[Array, "S W"],
+    block: Cache,
+    tokens: Int[Array, "N T"],
+    source: Int[Array, " S"],
+    *,
+    policy: Policy,
+) -> tuple[Cache, Bool[Array, "S W"]]:
+    """Copies prefilled row source[s] into slot s; -1 leaves the slot alone. `tokens` is padded with -1."""
+    fresh, rows = source >= 0, jnp.maximum(source, 0)
+
+    def copied(old: jax.Array, new: jax.Array) -> jax.Array:
+        length = new.shape[2]
+        return old.at[:, :, :length].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[:, :, :length]))
+
+    cache = {name: copied(entries, block[name]) for name, entries in cache.items()}
+    width = seen.shape[1]
+    index = jnp.where(tokens < 0, width, tokens)
+    table = jnp.zeros((tokens.shape[0], width), bool).at[jnp.arange(len(tokens))[:, None], index].set(True, mode="drop")
+    seen = policy.partitioner.constrain(jnp.where(fresh[:, None], table[rows], seen), ("batch", "vocabulary"))
+    return _constrained(policy, cache), seen
+
+
+@partial(jax.jit, static_argnames=("policy", "steps", "cut"), donate_argnames=("cache", "seen"))
+def decode(
+    params: Params, cache: Cache, seen: Bool[Array, "S W"], slots: Slots, *, policy: Policy, steps: int, cut: bool
+) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
+    """Up to `steps` draws of each slot that is not done; ends early where all are.
+
+    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
+    """
+    count = len(slots.last)
+    keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
+    head = policy.head(params).astype(policy.compute_dtype)
+    rows = jnp.arange(count)
+
+    def step(carry: tuple) -> tuple:
+        i, cache, seen, last, chunk = carry
+        position = slots.position + chunk.drawn - slots.drawn
+        hidden, cache = policy.extend(params, cache, last[:, None], position[:, None])
+        logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
+        logits = policy.partitioner.constrain(logits, ("batch", "vocabulary"))
+        gumbel = noise(keys, chunk.drawn, logits.shape[1])
+        token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
+        token = jnp.where(chunk.done, last, token)
+        seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
+        drawn = chunk.drawn + ~chunk.done
+        stopped = jnp.any(slots.stop_ids == token[:, None], axis=1) & (drawn >= slots.min_tokens)
+        chunk = Chunk(
+            chunk.tokens.at[:, i].set(token),
+            chunk.logprobs.at[:, i].set(logprob),
+            drawn,
+            chunk.done | stopped | (drawn >= slots.limit),
+        )
+        return i + 1, cache, seen, token, chunk
+
+    start = Chunk(
+        jnp.zeros((count, steps), jnp.int32),
+        jnp.zeros((count, steps), jnp.float32),
+        jnp.asarray(slots.drawn),
+        jnp.asarray(slots.done),
+    )
+    carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
+    _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
+    whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
+    return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
+    """The key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
+    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
+
+
+def _constrained(policy: Policy, cache: Cache) -> Cache:
+    return {name: policy.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}

@@ -1,0 +1,59 @@
+"""The embedded sampler: prefill and decode in JAX, in the learner's process and mesh."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.engine import Engine
+from jaxrl_llm.samplers.weights import served
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddedSampler:
+    """A batch of slots that is refilled as sequences end; each prompt is prefilled once for all its samples.
+
+    Shapes come in powers of two, so a run compiles few programs. The cache lives only while something is sampled.
+
+    Attributes:
+      slots: most sequences decoded at a time; a smaller request takes the smallest power of two that holds it.
+      decode_chunk: decode steps between two looks of the host, which refills slots and searches for stop strings.
+      prefill_tokens: most tokens of the prompts that are prefilled together, padding included; one prompt always is.
+      share_weights: True serves the learner's own arrays where they have the decode dtype and layout; right where
+        nothing samples between the start of an update, which donates them, and the next publication. False copies.
+      gather_weights: True keeps the weights whole over the fsdp axis while sampling: no gathering in each step, for
+        the memory of a copy.
+    """
+
+    slots: int = 512
+    decode_chunk: int = 16
+    prefill_tokens: int = 16384
+    share_weights: bool = True
+    gather_weights: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("slots", "decode_chunk", "prefill_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"embedded.EmbeddedSampler.{name} must be >= 1 (got {getattr(self, name)})")
+
+    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
+        """The running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
+
+        Raises:
+          ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions.
+        """
+        if not 2 <= max_length <= policy.architecture.max_positions:
+            raise ValueError(
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
+                f"(got {max_length}): set the lengths of prompt and response"
+            )
+        return Engine(
+            policy=policy,
+            serve=partial(served, policy, share=self.share_weights, gather=self.gather_weights),
+            tokenizer=tokenizer,
+            max_length=max_length,
+            slots=self.slots,
+            decode_chunk=self.decode_chunk,
+            prefill_tokens=self.prefill_tokens,
+        )

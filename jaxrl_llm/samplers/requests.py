@@ -1,0 +1,115 @@
+"""Host-side bookkeeping of the embedded sampler: a call of `sample`, and each sequence it asked for (NumPy only)."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from jaxrl_llm.experience import Completion, Finish, SamplingSettings
+from jaxrl_llm.samplers.stop_strings import Decode, stop_length
+
+
+@dataclass(eq=False, kw_only=True)
+class Request:
+    """One call of `sample`.
+
+    Attributes:
+      prefixes: int32 [T] each.
+      n: completions of each prefix.
+      settings: how tokens are drawn.
+      seeds: one for each prefix.
+      max_length: most tokens of a prefix and its completion together.
+      open: False once nobody waits for the result.
+      groups: finished groups, or the error that ended the engine.
+    """
+
+    prefixes: Sequence[np.ndarray]
+    n: int
+    settings: SamplingSettings
+    seeds: Sequence[int]
+    max_length: int
+    open: bool = True
+    groups: asyncio.Queue = field(default_factory=asyncio.Queue)
+    _finished: dict[int, dict[int, Completion]] = field(default_factory=dict)
+
+    @property
+    def sequences(self) -> int:
+        return len(self.prefixes) * self.n
+
+    @cached_property
+    def length(self) -> int:
+        """Tokens of the longest prefix and completion that may come."""
+        return max(len(prefix) + self.limit(index) for index, prefix in enumerate(self.prefixes))
+
+    def limit(self, index: int) -> int:
+        """Most tokens of a completion of prefix `index`."""
+        return min(self.settings.max_tokens, self.max_length - len(self.prefixes[index]))
+
+    def drafts(self, index: int) -> list["Draft"]:
+        """The n sequences of prefix `index`, empty as yet."""
+        return [Draft(request=self, index=index, sample=sample) for sample in range(self.n)]
+
+    def finish(self, draft: "Draft", finish: Finish) -> None:
+        """Takes a finished sequence; hands the group on when it is whole."""
+        group = self._finished.setdefault(draft.index, {})
+        group[draft.sample] = draft.completion(finish)
+        if len(group) == self.n:
+            self.groups.put_nowait((draft.index, [group[sample] for sample in range(self.n)]))
+            del self._finished[draft.index]
+
+
+@dataclass(eq=False, kw_only=True)
+class Draft:
+    """A completion in the making.
+
+    Attributes:
+      request: the call that asked for it.
+      index: which of the call's prefixes it continues.
+      sample: its number among the n of its prefix.
+      count: tokens so far.
+    """
+
+    request: Request
+    index: int
+    sample: int
+    count: int = 0
+
+    def __post_init__(self) -> None:
+        limit = self.request.limit(self.index)
+        self._tokens, self._versions = np.empty(limit, np.int32), np.empty(limit, np.int32)
+        self._logprobs = np.empty(limit, np.float32)
+
+    @property
+    def prefix(self) -> np.ndarray:
+        return self.request.prefixes[self.index]
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, decode: Decode) -> bool:
+        """Appends drawn tokens [T]; True where a stop string ended the response, whose later tokens are dropped."""
+        checked, self.count = self.count, self.count + len(tokens)
+        self._tokens[checked : self.count] = tokens
+        self._logprobs[checked : self.count] = logprobs
+        self._versions[checked : self.count] = version
+        settings = self.request.settings
+        if not settings.stop_strings:
+            return False
+        stop = stop_length(self._tokens[: self.count], checked, settings.stop_strings, settings.min_tokens, decode)
+        self.count = self.count if stop is None else stop
+        return stop is not None
+
+    def ended_by_id(self) -> bool:
+        """Whether the last token is a stop id that counts."""
+        settings = self.request.settings
+        return (
+            self.count >= max(settings.min_tokens, 1) and int(self._tokens[self.count - 1]) in settings.stop_token_ids
+        )
+
+    def completion(self, finish: Finish) -> Completion:
+        kept = slice(self.count)
+        return Completion(
+            tokens=self._tokens[kept].copy(),
+            logprobs=self._logprobs[kept].copy(),
+            versions=self._versions[kept].copy(),
+            finish=finish,
+        )
