@@ -1,0 +1,144 @@
+"""Atomic checkpoints of everything that a bit-exact resume needs, by orbax.
+
+A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
+place, controllers, best evaluation. A save that was cut off leaves no checkpoint; the last whole one is found.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """When to save and what to keep.
+
+    Attributes:
+      every: steps between saves; the last step of a stage is always saved.
+      keep: last checkpoints kept.
+      best: evaluation metric whose highest value's checkpoint is kept too, such as "eval/heldout/greedy"; None keeps none.
+    """
+
+    every: int = 50
+    keep: int = 2
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 1 or self.keep < 1:
+            raise ValueError(f"Checkpointing.every and Checkpointing.keep must be >= 1 (got {self.every} and {self.keep})")
+
+
+class Checkpoints:
+    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP."""
+
+    def __init__(self, run_dir: Path, config: Checkpointing) -> None:
+        self.config = config
+        self.folder = (run_dir / "checkpoints").absolute()
+        self._last = _manager(self.folder, config.keep)
+        self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
+
+    def latest(self) -> int | None:
+        """Step of the last whole checkpoint, or None."""
+        return self._last.latest_step()
+
+    def host(self, step: int) -> dict[str, Any]:
+        """The host's state of the checkpoint at `step`."""
+        return self._last.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
+    def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).
+
+        Raises:
+          ValueError: the checkpoint is of another model, optimizer or algorithm.
+        """
+        return restore(self._last, step, abstract)
+
+    def save(self, step: int, trees: dict[str, Any], host: dict[str, Any], best: float | None = None) -> None:
+        """Saves in the background after copying to the host; raises OSError of this save or the one before it.
+
+        Args:
+          trees: device pytrees by name.
+          host: the host's state, JSON-like.
+          best: the value of the best-checkpoint metric, when this step's is the highest so far.
+        """
+        args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        args["host"] = ocp.args.JsonSave(host)
+        for manager in [self._last, *([self._best] if self._best and best is not None else [])]:
+            try:
+                manager.save(step, args=ocp.args.Composite(**args))
+            except (OSError, ValueError) as error:
+                raise _unwritten(self.folder, step, error) from error
+
+    def wait(self) -> None:
+        """Returns when every save is on disk."""
+        for manager in filter(None, (self._last, self._best)):
+            try:
+                manager.wait_until_finished()
+            except (OSError, ValueError) as error:
+                raise _unwritten(self.folder, -1, error) from error
+
+    def close(self) -> None:
+        for manager in filter(None, (self._last, self._best)):
+            manager.close()
+
+
+def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True)
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+    """The trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) of one checkpoint."""
+    try:
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        restored = manager.restore(step, args=ocp.args.Composite(**args))
+        trees = {name: restored[name] for name in abstract}
+        _same_shapes(trees, abstract)
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"the checkpoint {manager.directory}/{step} is of another model, optimizer or algorithm: {_first_line(error)}. "
+            "Give the run another RUN_DIR, or the model that the checkpoint was made with"
+        ) from error
+    return trees
+
+
+def _same_shapes(trees: dict[str, Any], abstract: dict[str, Any]) -> None:
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(trees), jax.tree.leaves(abstract), strict=True):
+        if got.shape != want.shape:
+            raise ValueError(f"{jax.tree_util.keystr(path)} has shape {got.shape} where the model has {want.shape}")
+
+
+def last_step(folder: Path) -> int:
+    """The last whole checkpoint's step under `folder`.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(f"no checkpoint in {folder}: give a run folder that a run has saved to")
+    return steps[-1]
+
+
+def read_host(folder: Path, step: int) -> dict[str, Any]:
+    """The host's state of a checkpoint, read without a manager."""
+    return json.loads((folder / str(step) / "host" / "metadata").read_text())
+
+
+def _unwritten(folder: Path, step: int, error: Exception) -> OSError:
+    free = shutil.disk_usage(folder.parent if folder.parent.exists() else "/").free
+    which = f"checkpoint {step}" if step >= 0 else "a checkpoint"
+    return OSError(
+        f"{which} could not be written to {folder} ({_first_line(error)}; {free / 2**20:.0f} MiB free). "
+        "Earlier checkpoints are whole: free some space or set RUN_DIR to another disk, and start the same command again"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:300]

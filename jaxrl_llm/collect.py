@@ -1,0 +1,124 @@
+"""A batch of scored groups: prompts are sampled, scored while others are still being sampled, and filtered."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
+from jaxrl_llm.protocols import Filter, Reward
+from jaxrl_llm.rollouts import Asking, seed_of
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Collector:
+    """Draws prompts until a batch of groups is full.
+
+    Attributes:
+      asking: asks the sampler.
+      reward: scores a group; a reward that needs the learner's statistics is asked later, by `rescore`.
+      settings: how tokens are drawn.
+      group_size: rollouts of a prompt.
+      greedy: adds one greedy rollout a prompt, which is scored but leaves statistics and loss.
+      filter: which groups are learned from; None keeps all.
+      seed: seed of the run.
+      counters: groups filtered out, surplus groups, invalid rewards.
+      seconds: where the time went: sampling and waiting for rewards.
+    """
+
+    asking: Asking
+    reward: Reward
+    settings: SamplingSettings
+    group_size: int
+    greedy: bool = False
+    filter: Filter | None = None
+    seed: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    seconds: Counter[str] = field(default_factory=Counter)
+
+    async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[ScoredGroup]:
+        """`count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not give them.
+
+        Args:
+          draw: the next prompts of the data stream.
+          step: the number that, with the seed of the run and the place in the batch, seeds the sampling.
+        """
+        kept: list[ScoredGroup] = []
+        for attempt in range(self.filter.max_draws if self.filter else 1):
+            groups = await self.score(draw(count), (self.seed, step, attempt))
+            good = [g for g in groups if self.filter is None or self.filter.keep(g)]
+            self.counters["groups/filtered"] += len(groups) - len(good)
+            kept += good
+            if len(kept) >= count:
+                break
+        self.counters["groups/surplus"] += max(len(kept) - count, 0)
+        self.counters["groups/missing"] += max(count - len(kept), 0)
+        return kept[:count]
+
+    async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[ScoredGroup]:
+        """The scored group of every prompt, in their order."""
+        seeds = [seed_of(*seed, i) for i in range(len(prompts))]
+        begin = time.perf_counter()
+        rollouts: list[list[Rollout]] = [[] for _ in prompts]
+        scoring: dict[int, asyncio.Task[Scores]] = {}
+        if self.greedy:
+            async for i, greedy in self.asking.groups(prompts, 1, self.settings.greedy(), seeds, role="greedy"):
+                rollouts[i] += greedy
+        async for i, group in self.asking.groups(prompts, self.group_size, self.settings, seeds):
+            rollouts[i] = group + rollouts[i]
+            scoring[i] = asyncio.ensure_future(self._scores(rollouts[i]))
+        sampled = time.perf_counter()
+        scores = [await scoring[i] for i in range(len(prompts))]
+        self.seconds["sample"] += sampled - begin
+        self.seconds["reward"] += time.perf_counter() - sampled
+        groups = [ScoredGroup(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
+        self._count_invalid(groups)
+        return groups
+
+    async def rescore(self, groups: Sequence[ScoredGroup], stats: Sequence[dict[str, np.ndarray]]) -> list[ScoredGroup]:
+        """The groups scored by a reward that needs the learner's statistics, {name: [G]} of each group."""
+        scores = await asyncio.gather(*(self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)))
+        scored = [ScoredGroup(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
+        self._count_invalid(scored)
+        return scored
+
+    async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
+        if self.reward.needs_stats:
+            return Scores(parts={}, valid={})
+        return await self.reward.score(rollouts)
+
+    def _count_invalid(self, groups: Sequence[ScoredGroup]) -> None:
+        for group in groups:
+            for name, valid in group.scores.valid.items():
+                self.counters[f"invalid/{name}"] += int(np.sum(~np.asarray(valid, bool)))
+
+    def take(self) -> dict[str, float]:
+        """Counters since the last call, and starts them anew."""
+        counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.asking.counters}.items()}
+        counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
+        for counter in (self.counters, self.asking.counters, self.seconds):
+            counter.clear()
+        return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Varied:
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): keeps groups whose rewards differ.
+
+    Attributes:
+      max_draws: most batches of prompts drawn for one step.
+    """
+
+    max_draws: int = 4
+
+    def __post_init__(self) -> None:
+        if self.max_draws < 1:
+            raise ValueError(f"Varied.max_draws must be >= 1 (got {self.max_draws})")
+
+    def keep(self, group: ScoredGroup) -> bool:
+        sampled = np.array([r.role == "sample" for r in group.rollouts])
+        totals = group.total()[group.valid() & sampled]
+        return len(totals) > 0 and bool(np.ptp(totals) > 0)

@@ -1,0 +1,76 @@
+"""What a step's rollouts say on the host: rewards, lengths, and the gap between sampler and learner."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout
+from jaxrl_llm.global_batch import GlobalBatch
+
+
+def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
+    """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts left out."""
+    counted = [(r, g.total()[i], {n: v[i] for n, v in g.scores.parts.items()}) for g in batch.groups
+               for i, r in enumerate(g.rollouts) if r.role == "sample" and g.valid()[i]]  # fmt: skip
+    fills = [rows.fill for rows in batch.rows]
+    values = {
+        "batch/sequences": float(len(batch.rollouts)),
+        "batch/microbatches": float(len(fills)),
+        "batch/fill": float(np.mean(fills)) if fills else 0.0,
+        "batch/tokens": float(sum(np.sum(rows.segments > 0) for rows in batch.rows)),
+        "batch/response_tokens": float(sum(int(r.mask.sum()) for r in batch.rollouts)),
+    }
+    if not counted or not counted[0][2]:
+        return values
+    lengths = np.array([len(r.tokens) for r, _, _ in counted])
+    values |= {
+        "reward/mean": float(np.mean([t for _, t, _ in counted])),
+        "reward/std": float(np.std([t for _, t, _ in counted])),
+        "response/length": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(np.mean([r.finish == "length" for r, _, _ in counted])),
+        "groups/no_signal": float(np.mean([np.ptp(g.total()[g.valid()]) == 0 if g.valid().any() else 1.0 for g in batch.groups])),
+    }
+    names = {n for _, _, parts in counted for n in parts}
+    for name in sorted(names):
+        values[f"reward/{name}"] = float(np.mean([parts[name] for _, _, parts in counted if name in parts]))
+    return values
+
+
+def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The learner's log-prob less the sampler's, over the tokens the policy drew: mean |.|, p99, max and k3 (nats)."""
+    mask = batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+    if not mask.any():
+        return {}
+    d = (streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
+    size = np.abs(d)
+    k3 = np.expm1(np.clip(d, -20, 20)) - d  # KL(sampler || learner), Schulman's unbiased estimator
+    return {
+        "gap/mean": float(size.mean()),
+        "gap/p99": float(np.quantile(size, 0.99)),
+        "gap/max": float(size.max()),
+        "gap/k3": float(k3.mean()),
+        "entropy/mean": float(streams["entropy"][mask].mean()),
+        "logprob/mean": float(streams["old_logprobs"][mask].mean()),
+    }
+
+
+def shown(batch: GlobalBatch, count: int) -> list[dict[str, object]]:
+    """The first rollouts of a step, for people to read."""
+    rows: list[dict[str, object]] = []
+    for group in batch.groups:
+        totals, valid = group.total(), group.valid()
+        for i, r in enumerate(group.rollouts):
+            if len(rows) == count:
+                return rows
+            rows.append({
+                "prompt": r.prompt.id, "question": _text(r), "response": r.text, "reference": r.prompt.reference, "source": r.prompt.source,
+                "reward": float(totals[i]) if valid[i] else None, "finish": r.finish, "tokens": len(r.tokens),
+                "parts": {n: float(v[i]) for n, v in group.scores.parts.items()},
+            })  # fmt: skip
+    return rows
+
+
+def _text(rollout: Rollout) -> str:
+    prompt = rollout.prompt
+    return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages or ())

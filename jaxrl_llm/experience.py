@@ -1,0 +1,183 @@
+"""The data that flows on the host: prompts, rollouts and scored groups (NumPy only)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Finish = Literal["stop", "length", "aborted"]
+Role = Literal["sample", "greedy"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One task of a dataset.
+
+    Attributes:
+      id: unique within its source; names the prompt in logs and in per-sample files.
+      messages: chat messages ({"role", "content"}), or None where `text` is given.
+      text: the prompt as plain text, or None where `messages` is given.
+      tokens: int32 [T] token ids, or None before the prompt was encoded.
+      reference: the gold answer, as the reward expects it.
+      source: name of the data source; rewards and statistics are kept by source.
+      response: the demonstration that supervised training imitates, or None.
+      extra: further columns, JSON-like.
+    """
+
+    id: str
+    messages: Sequence[Mapping[str, str]] | None = None
+    text: str | None = None
+    tokens: np.ndarray | None = None
+    reference: str = ""
+    source: str = ""
+    response: str | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.messages is None) == (self.text is None) and self.tokens is None:
+            raise ValueError(f"prompt {self.id!r} needs either `messages` or `text`, and got both or neither")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """How tokens are drawn.
+
+    Attributes:
+      max_tokens: most tokens of one response.
+      min_tokens: stop ids and stop strings count only from this many tokens on.
+      temperature: divides the logits; 0 is greedy.
+      top_k: keep the k likeliest tokens; 0 keeps all.
+      top_p: keep the smallest set of likeliest tokens whose probability reaches top_p; 1 keeps all.
+      min_p: keep tokens with at least min_p times the likeliest token's probability; 0 keeps all.
+      repetition_penalty: divides positive (multiplies negative) logits of tokens seen before; 1 is off.
+      stop_token_ids: token ids that end a response; the id itself is kept.
+      stop_strings: strings whose appearance in the text ends a response; the tokens are kept.
+    """
+
+    max_tokens: int = 256
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks = {
+            "max_tokens": (self.max_tokens >= 1, ">= 1"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+            "repetition_penalty": (self.repetition_penalty > 0, "> 0"),
+        }
+        for name, (ok, allowed) in checks.items():
+            if not ok:
+                raise ValueError(f"SamplingSettings.{name} must be {allowed} (got {getattr(self, name)})")
+
+    @property
+    def plain(self) -> bool:
+        """True for the tempered softmax alone: the distribution whose log-probs the learner computes."""
+        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0 and self.repetition_penalty == 1
+
+    def greedy(self) -> "SamplingSettings":
+        """The same limits and stops, with the likeliest token at each step."""
+        return SamplingSettings(
+            max_tokens=self.max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=0.0,
+            stop_token_ids=self.stop_token_ids,
+            stop_strings=self.stop_strings,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One sampled continuation of a token prefix.
+
+    Attributes:
+      tokens: int32 [T] sampled ids, the stop id included.
+      logprobs: float32 [T] log-prob of each token under the distribution it was drawn from.
+      versions: int32 [T] policy version that drew each token.
+      finish: "stop" (stop id or string), "length" (limit reached) or "aborted".
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
+    finish: Finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """A prompt and the transcript that followed it; index t describes tokens[t], given the prompt and tokens[<t].
+
+    Attributes:
+      prompt: the task; its `tokens` are the prefix.
+      tokens: int32 [T] response tokens, text of an environment included.
+      sampler_logprobs: float32 [T], 0 where the policy did not choose the token.
+      mask: bool [T], True where the policy chose the token (learned from).
+      versions: int32 [T] policy version that drew each token.
+      finish: why it ended.
+      text: the decoded response.
+      spans: named token ranges, bool [T] each, for methods that credit parts of a response.
+      role: "greedy" rollouts are scored but leave statistics and loss.
+    """
+
+    prompt: Prompt
+    tokens: np.ndarray
+    sampler_logprobs: np.ndarray
+    mask: np.ndarray
+    versions: np.ndarray
+    finish: Finish
+    text: str = ""
+    spans: Mapping[str, np.ndarray] = field(default_factory=dict)
+    role: Role = "sample"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """What a reward says of a group: named parts and where they could be had.
+
+    Attributes:
+      parts: {name: float [G]}; names that start with "log/" are logged and never summed.
+      valid: {name: bool [G]}, False where the part could not be computed (a failure, not a 0).
+      weights: {name: weight} in the total; a part that is absent weighs 1.
+    """
+
+    parts: Mapping[str, np.ndarray]
+    valid: Mapping[str, np.ndarray]
+    weights: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredGroup:
+    """The rollouts of one prompt with their rewards; the group size may differ by group.
+
+    Attributes:
+      rollouts: G rollouts of one prompt.
+      scores: rewards [G] by part, with validity and weights.
+    """
+
+    rollouts: Sequence[Rollout]
+    scores: Scores
+
+    def total(self) -> np.ndarray:
+        """Weighted sum of the parts, float64 [G]; an invalid rollout counts 0 here and is left out by `valid`."""
+        total = np.zeros(len(self.rollouts))
+        for name, values in self.scores.parts.items():
+            if not name.startswith("log/"):
+                total += self.scores.weights.get(name, 1.0) * np.where(self.scores.valid[name], values, 0.0)
+        return total
+
+    def valid(self) -> np.ndarray:
+        """bool [G]: every part of the total could be had."""
+        valid = np.ones(len(self.rollouts), bool)
+        for name, weight in ((n, self.scores.weights.get(n, 1.0)) for n in self.scores.parts):
+            if weight != 0 and not name.startswith("log/"):
+                valid &= np.asarray(self.scores.valid[name], bool)
+        return valid

@@ -1,0 +1,201 @@
+"""The rollouts of one step on the host: unpacked for credit, packed into mini- and micro-batches for the device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.batch import Batch, Credit, View
+from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.packing import PackedRows, Packing
+
+PACKED = ("batch", "length")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GlobalBatch:
+    """Scored groups as flat sequences, with the packed rows of every mini-batch.
+
+    Attributes:
+      groups: the scored groups.
+      sources: names of the data sources; a sequence's number is its place here.
+      response_tokens: T, most tokens of a response.
+      capacity: S, most sequences; the view is padded to it, so that its shape never changes.
+      minibatches: packed rows by mini-batch.
+    """
+
+    groups: Sequence[ScoredGroup]
+    sources: Sequence[str]
+    response_tokens: int
+    capacity: int
+    minibatches: Sequence[Sequence[PackedRows]]
+
+    @classmethod
+    def build(
+        cls, groups: Sequence[ScoredGroup], packing: Packing, *, minibatches: int, sources: Sequence[str], response_tokens: int, capacity: int
+    ) -> "GlobalBatch":
+        """Packs each mini-batch, which is a set of whole groups, on its own.
+
+        Raises:
+          ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
+        """
+        rollouts = [r for g in groups for r in g.rollouts]
+        if len(rollouts) > capacity:
+            raise ValueError(f"{len(rollouts)} sequences are more than the view holds ({capacity})")
+        starts = np.cumsum([0, *(len(g.rollouts) for g in groups)])
+        parts = [p for p in np.array_split(np.arange(len(groups)), minibatches) if len(p)]
+        packed = []
+        for part in parts:
+            atoms = [list(range(starts[g], starts[g + 1])) for g in part]
+            packed.append(_pack(packing, rollouts, atoms, together=_paired(groups[part[0]])))
+        return cls(groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed)
+
+    @cached_property
+    def rollouts(self) -> list[Rollout]:
+        return [r for g in self.groups for r in g.rollouts]
+
+    @property
+    def rows(self) -> list[PackedRows]:
+        """All micro-batches."""
+        return [rows for mini in self.minibatches for rows in mini]
+
+    def tokenwise(self, values: Sequence[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
+        """One array [S, T] from per-sequence arrays."""
+        out = np.zeros((self.capacity, self.response_tokens), dtype)
+        for i, x in enumerate(values):
+            out[i, : len(x)] = x
+        return out
+
+    def per_sequence(self, values: Sequence[Any], dtype: Any, fill: Any = 0) -> np.ndarray:
+        """One array [S] from per-sequence values."""
+        out = np.full(self.capacity, fill, dtype)
+        out[: len(values)] = values
+        return out
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields of the view that the host knows, as NumPy arrays."""
+        names = {n for g in self.groups for n in g.scores.parts}
+        spans = {n for r in self.rollouts for n in r.spans}
+        flat = lambda get: [x for g in self.groups for x in get(g)]  # noqa: E731
+        part = lambda name: flat(lambda g: np.nan_to_num(g.scores.parts.get(name, np.zeros(len(g.rollouts)))))  # noqa: E731
+        none = lambda r: np.zeros(len(r.tokens), bool)  # noqa: E731
+        return {
+            "reward": self.per_sequence(flat(lambda g: g.total()), np.float32),
+            "parts": {n: self.per_sequence(part(n), np.float32) for n in sorted(names) if not n.startswith("log/")},
+            "valid": self.per_sequence(flat(lambda g: g.valid()), bool, False),
+            "greedy": self.per_sequence([r.role == "greedy" for r in self.rollouts], bool, False),
+            "group": self.per_sequence([i for i, g in enumerate(self.groups) for _ in g.rollouts], np.int32, max(len(self.groups) - 1, 0)),
+            "source": self.per_sequence([self.sources.index(r.prompt.source) for r in self.rollouts], np.int32),
+            "side": self.per_sequence(part("log/side"), np.int32),
+            "mask": self.tokenwise([r.mask for r in self.rollouts], bool),
+            "spans": {n: self.tokenwise([r.spans.get(n, none(r)) for r in self.rollouts], bool) for n in sorted(spans)},
+            "sampler_logprobs": self.tokenwise([r.sampler_logprobs for r in self.rollouts]),
+        }
+
+    def view(self, streams: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> View:
+        """The view with the learner's streams [S, T]; `groups` is the static number of groups."""
+        absent = dict.fromkeys(("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs"))
+        zeros = np.zeros((self.capacity, self.response_tokens), np.float32)
+        known = {"old_logprobs": zeros, "entropy": zeros, **absent, **streams}
+        return View(**self.fields, **known, controls={n: np.float32(c) for n, c in controls.items()}, groups=groups)
+
+    def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
+        """A stream of all micro-batches, [B, T] each in the order of `rows`, as one array [S, T]."""
+        out = np.zeros((self.capacity, self.response_tokens), np.float32)
+        for rows, stream in zip(self.rows, packed, strict=True):
+            rows.gather(np.asarray(stream, np.float32), out)
+        return out
+
+    def batches(self, view: View, credit: Credit, constant: float, partitioner: Partitioner) -> list[list[Batch]]:
+        """Every mini-batch's micro-batches on the device; `view` and `credit` hold NumPy arrays."""
+        return [[to_device(b, partitioner) for b in filled(mini, view, credit, constant)] for mini in self.minibatches]
+
+
+def filled(mini: Sequence[PackedRows], view: View, credit: Credit, constant: float) -> list[Batch]:
+    """The micro-batches of one mini-batch, on the host, with the mini-batch's global counts."""
+    members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
+    learned = np.any(credit.loss_mask[members], axis=1)
+    sides = np.asarray(view.side)[members] != 0
+    sequences = float(np.sum(learned))
+    counts = {
+        "tokens": float(np.sum(credit.loss_mask[members])),
+        "sequences": sequences,
+        "pairs": float(len(np.unique(np.asarray(view.group)[members][learned & sides]))),
+        "constant": sequences * constant,
+        "one": 1.0,
+    }
+    counts = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
+    return [_fill(rows, view, credit, counts) for rows in mini]
+
+
+def _fill(rows: PackedRows, view: View, credit: Credit, counts: dict[str, np.float32]) -> Batch:
+    def stream(x: np.ndarray | None) -> Any:
+        return None if x is None else rows.scatter(x).astype(x.dtype)
+
+    def members(x: np.ndarray) -> np.ndarray:
+        return np.where(rows.members >= 0, x[np.maximum(rows.members, 0)], 0).astype(np.int32)
+
+    return Batch(
+        tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
+        mask=stream(credit.loss_mask), sampler_logprobs=stream(view.sampler_logprobs), old_logprobs=stream(view.old_logprobs),
+        advantages=stream(credit.advantages), ref_logprobs=stream(view.ref_logprobs), old_values=stream(view.values),
+        returns=stream(credit.returns), weights=stream(credit.weights), aux={n: stream(x) for n, x in credit.aux.items()},
+        group=members(view.group), side=members(view.side), counts=counts,
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def bare(rows: PackedRows) -> Batch:
+    """A batch with the tokens alone, for scoring."""
+    zeros = np.zeros(rows.tokens.shape, np.float32)
+    none = np.zeros(rows.members.shape, np.int32)
+    return Batch(
+        tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
+        mask=rows.targets >= 0, sampler_logprobs=zeros, old_logprobs=zeros, advantages=zeros, ref_logprobs=None, old_values=None,
+        returns=None, weights=None, aux={}, group=none, side=none, counts={},
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def to_device(batch: Batch, partitioner: Partitioner) -> Batch:
+    """The batch on the mesh: rows over data and fsdp, positions over context, the rest replicated."""
+    place = lambda x: partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated  # noqa: E731
+    return jax.device_put(batch, jax.tree.map(place, batch))
+
+
+def _paired(group: ScoredGroup) -> bool:
+    return "log/side" in group.scores.parts
+
+
+def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]], *, together: bool) -> list[PackedRows]:
+    """The micro-batches of the sequences of `atoms`; `together` keeps each atom in one micro-batch."""
+    members = [i for atom in atoms for i in atom]
+    local = {i: k for k, i in enumerate(members)}
+    prompts = [rollouts[i].prompt.tokens for i in members]
+    responses = [rollouts[i].tokens for i in members]
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]  # type: ignore[arg-type]
+    placements = packing.place(lengths, [[local[i] for i in atom] for atom in atoms] if together else None)
+    packed = [PackedRows.build(packing, p, prompts, responses) for p in placements]  # type: ignore[arg-type]
+    number = np.asarray(members, np.int32)
+    globally = lambda x: np.where(x >= 0, number[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
+    return [replace(rows, row_of=globally(rows.row_of), members=globally(rows.members)) for rows in packed]
+
+
+def demonstration(prompt: Prompt, response: np.ndarray) -> Rollout:
+    """A given response, int32 [T], as a rollout that no policy version sampled."""
+    n = len(response)
+    return Rollout(
+        prompt=prompt, tokens=response.astype(np.int32), sampler_logprobs=np.zeros(n, np.float32), mask=np.ones(n, bool),
+        versions=np.full(n, -1, np.int32), finish="stop",
+    )  # fmt: skip
+
+
+def unscored(rollouts: Sequence[Rollout], sides: Sequence[int] | None = None) -> ScoredGroup:
+    """A group without rewards; `sides` (1 preferred, -1 rejected) makes it a pair."""
+    if sides is None:
+        return ScoredGroup(rollouts=rollouts, scores=Scores(parts={}, valid={}))
+    side = np.asarray(sides, float)
+    return ScoredGroup(rollouts=rollouts, scores=Scores(parts={"log/side": side}, valid={"log/side": np.ones(len(side), bool)}))

@@ -1,0 +1,90 @@
+"""Runs what a gin file names: python -m jaxrl_llm.launch --gin_file=gin/quickstart.gin [--gin='GROUP_SIZE=16'] [--dry_run].
+
+The gin file binds RUN to a component with a `run(config)` method. Only this module imports gin: other code is plain Python.
+"""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jaxrl_llm
+
+PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
+
+# Errors of the user's making: one line says what to do, and a stack would hide it.
+EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.launch", description=__doc__)
+    parser.add_argument("--gin_file", action="append", required=True, metavar="FILE", help="gin file, or a run folder to go on from; may be repeated")
+    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files, such as SEED=1")
+    parser.add_argument("--dry_run", action="store_true", help="print the resolved plan and leave")
+    parser.add_argument("--debug", action="store_true", help="show the stack of every error")
+    return parser.parse_args(argv)
+
+
+def load_gin() -> Any:
+    """The gin-config module; raises ImportError where only the folder gin/ answers."""
+    try:
+        import gin
+    except ImportError as error:
+        raise ImportError("gin-config is not installed: pip install gin-config") from error
+    if not hasattr(gin, "parse_config_files_and_bindings"):
+        raise ImportError("`import gin` finds a folder named gin and not gin-config: pip install gin-config")
+    return gin
+
+
+def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]:
+    """The component that the files bind to RUN, and the whole configuration as gin text.
+
+    Raises:
+      ValueError: an unknown binding, a missing value or file; the message names it.
+    """
+    gin = load_gin()
+    gin.clear_config(clear_constants=True)
+    gin.add_config_file_search_path(str(PACKAGE))
+    files = [str(Path(f) / "config.gin") if Path(f).is_dir() else f for f in files]
+    try:
+        gin.parse_config_files_and_bindings(files, list(bindings), finalize_config=False)
+        return gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
+    except (ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError) as error:
+        raise ValueError(_explain(error, files)) from error
+
+
+def _explain(error: Exception, files: Sequence[str]) -> str:
+    """gin's message on one line, without what gin adds of its own internals."""
+    text = " ".join(str(error).split())
+    if "RUN" in text and "macro" in text.lower() and "bound" in text:
+        return f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Builds the run and carries it out; returns the exit code."""
+    arguments = parse_arguments(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        run, config = build(arguments.gin_file, arguments.gin)
+        if arguments.dry_run:
+            from jaxrl_llm.plan import plan
+
+            print(plan(run))
+        else:
+            run.run(config)
+    except EXPECTED as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

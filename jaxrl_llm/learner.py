@@ -1,0 +1,211 @@
+"""Scoring and updating under jit: one compiled function each, sharded inputs, donated state, global normalisation.
+
+The gradient of a mini-batch is the sum over its micro-batches of d/dw sum_k s_k / n_k, where s_k is a term's sum over the
+micro-batch and n_k its global count, which is data; so any split into micro-batches or over devices gives the same update.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from jaxrl_llm.batch import Batch
+from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.optimizers import Optimizer, state_shardings
+from jaxrl_llm.protocols import Algorithm, Params
+from jaxrl_llm.train_state import TrainState
+
+STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Learner:
+    """The compiled half of training; it sees an Algorithm, never an algorithm's name.
+
+    Attributes:
+      models: {"policy": Policy} and, for an actor-critic, {"critic": value model with the same interface}.
+      algorithm: the objective.
+      optimizers: {model name: Optimizer}.
+      updates: updates of the whole run, for the schedules.
+      temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
+      max_segments: most sequences of a packed row.
+    """
+
+    models: Mapping[str, Any]
+    algorithm: Algorithm
+    optimizers: Mapping[str, Optimizer]
+    updates: int
+    temperature: float = 1.0
+    max_segments: int | None = None
+
+    @property
+    def policy(self) -> Policy:
+        return self.models["policy"]
+
+    @property
+    def partitioner(self) -> Partitioner:
+        return self.policy.partitioner
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def transforms(self) -> dict[str, optax.GradientTransformation]:
+        return {name: self.optimizers[name].transform(self.updates) for name in self.models}
+
+    def init(self, params: Mapping[str, Params]) -> TrainState:
+        """The state that training starts from; it owns `params` from here on."""
+        shardings = self.shardings
+        scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
+        moments = {n: jax.jit(t.init, out_shardings=shardings.moments[n])(params[n]) for n, t in self.transforms.items()}
+        return TrainState(step=scalar(), skipped=scalar(), params=dict(params), moments=moments)
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of every leaf of the state."""
+        one = self.partitioner.replicated
+        abstract = {n: m.abstract() for n, m in self.models.items()}
+        return TrainState(
+            step=one,
+            skipped=one,
+            params={n: jax.tree.map(lambda x: x.sharding, a) for n, a in abstract.items()},
+            moments={n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()},
+        )  # type: ignore[arg-type]  # a TrainState of shardings
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        params = {n: m.abstract() for n, m in self.models.items()}
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        moments = {n: jax.eval_shape(t.init, params[n]) for n, t in self.transforms.items()}
+        state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+
+    # -- what the models say of a batch --------------------------------------------------------------------------------
+
+    def outputs(self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str]) -> dict[str, dict[str, Array]]:
+        """Per-token float32 streams [B, T] by model name; 0 where nothing is predicted."""
+        hidden = self.policy.hidden(
+            params["policy"], batch.tokens, batch.positions, batch.segments, max_segments=self.max_segments
+        )
+        stats = token_stats(
+            hidden.reshape(-1, hidden.shape[-1]), self.policy.head(params["policy"]).astype(hidden.dtype), batch.targets.reshape(-1),
+            temperature=self.temperature, outputs=tuple(streams), mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
+        )  # fmt: skip
+        outputs = {"policy": {name: x.reshape(batch.targets.shape) for name, x in stats.items()}}
+        if "critic" in params:
+            critic = self.models["critic"]
+            outputs["critic"] = {"value": critic.values(params["critic"], batch.tokens, batch.positions, batch.segments)}
+        return outputs
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """The streams of the policy that the algorithm reads."""
+        return tuple(s for s in STREAMS if s in ("logprob", "entropy") or s in self.algorithm.needs)
+
+    @cached_property
+    def _score(self) -> Any:
+        return jax.jit(lambda params, batch: self.outputs(params, batch, self.streams))
+
+    @cached_property
+    def _score_frozen(self) -> Any:
+        return jax.jit(lambda params, batch: self.outputs({"policy": params}, batch, ("logprob",))["policy"]["logprob"])
+
+    def score(self, params: Mapping[str, Params], batch: Batch) -> dict[str, dict[str, Array]]:
+        """`outputs` without gradient: old log-probs, entropies, values."""
+        return self._score(dict(params), batch)
+
+    def score_frozen(self, params: Params, batch: Batch) -> Array:
+        """Log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
+        return self._score_frozen(params, batch)
+
+    @cached_property
+    def advantages(self) -> Any:
+        """`Algorithm.advantages`, jitted."""
+        return jax.jit(self.algorithm.advantages)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _gradient(self, params: dict[str, Params], batch: Batch) -> tuple[Any, dict[str, Array]]:
+        def objective(params: dict[str, Params]) -> tuple[Array, dict[str, Array]]:
+            terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams), batch)
+            divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
+            loss = sum(divided(terms).values(), start=jnp.zeros(()))
+            return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
+
+        (_, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        return gradient, scalars
+
+    @cached_property
+    def _accumulate(self) -> Any:
+        def accumulate(total: Any, params: dict[str, Params], batch: Batch) -> Any:
+            return jax.tree.map(jnp.add, total, self._gradient(params, batch))
+
+        return jax.jit(accumulate, donate_argnums=0)
+
+    @cached_property
+    def _first(self) -> Any:
+        shardings = (self.shardings.params, self.partitioner.replicated)
+        return jax.jit(self._gradient, out_shardings=shardings)
+
+    @cached_property
+    def _apply(self) -> Any:
+        return jax.jit(self._applied, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
+
+    @cached_property
+    def _whole(self) -> Any:
+        """Gradient and update in one program, for a mini-batch of one micro-batch: no gradient is ever stored."""
+
+        def whole(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+            gradient, scalars = self._gradient(state.params, batch)
+            state, norms = self._applied(state, gradient)
+            return state, {**scalars, **norms}
+
+        return jax.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
+
+    def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
+        """One optimizer step of every model; a gradient that is not finite changes nothing and is counted."""
+        norms = {name: optax.global_norm(g) for name, g in gradient.items()}
+        finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
+        params, moments = {}, {}
+        for name, transform in self.transforms.items():
+            limit = self.optimizers[name].max_grad_norm
+            scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else 1.0
+            clipped = jax.tree.map(lambda g: g * scale, gradient[name])  # noqa: B023  # used at once
+            changes, new = transform.update(clipped, state.moments[name], state.params[name])
+            keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+            params[name] = keep(optax.apply_updates(state.params[name], changes), state.params[name])
+            moments[name] = keep(new, state.moments[name])
+        skipped = jnp.where(finite, 0, state.skipped + 1)
+        metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        metrics["update/skipped"] = 1.0 - finite.astype(jnp.float32)
+        return TrainState(step=state.step + 1, skipped=skipped, params=params, moments=moments), metrics
+
+    def update(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, dict[str, Array]]:
+        """One update from the micro-batches of a mini-batch; donates `state`.
+
+        Returns:
+          The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
+        """
+        batches = list(batches)
+        if len(batches) == 1:
+            return self._whole(state, batches[0])
+        total = self._first(state.params, batches[0])
+        for batch in batches[1:]:
+            total = self._accumulate(total, state.params, batch)
+        gradient, scalars = total
+        state, norms = self._apply(state, gradient)
+        return state, {**scalars, **norms}
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far; it stands still after the first step of a phase."""
+        names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole")
+        made = [self.__dict__[n] for n in names if n in self.__dict__]
+        return sum(f._cache_size() for f in made)

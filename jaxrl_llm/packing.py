@@ -1,0 +1,175 @@
+"""Sequences of any length into fixed-shape packed rows, with nothing learned twice and little padding.
+
+A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
+longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """The one shape of a micro-batch.
+
+    Attributes:
+      row_tokens: positions of a row; a sequence (prompt and response, less one) must fit.
+      rows: rows of a micro-batch over all devices; a multiple of data x fsdp.
+      sequences_per_row: most sequences of one row.
+    """
+
+    row_tokens: int = 1024
+    rows: int = 8
+    sequences_per_row: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("row_tokens", "rows", "sequences_per_row"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"Packing.{name} must be >= 1 (got {getattr(self, name)})")
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a micro-batch."""
+        return self.rows * self.sequences_per_row
+
+    def place(self, lengths: Sequence[int], atoms: Sequence[Sequence[int]] | None = None) -> list["Placement"]:
+        """Micro-batches that hold every sequence.
+
+        Args:
+          lengths: positions of each sequence (its tokens less one).
+          atoms: sequences that must share a micro-batch, such as the halves of a pair; by default each stands alone.
+
+        Raises:
+          ValueError: a sequence is longer than a row, or an atom has more sequences than a micro-batch.
+        """
+        if not len(lengths):
+            return []
+        longest = max(lengths)
+        if longest > self.row_tokens:
+            raise ValueError(f"a sequence of {longest} positions does not fit a row: set packing.Packing.row_tokens >= {longest} (got {self.row_tokens})")
+        atoms = [[i] for i in range(len(lengths))] if atoms is None else [list(a) for a in atoms]
+        most = max(len(a) for a in atoms)
+        if most > self.sequences:
+            raise ValueError(f"{most} sequences must share a micro-batch that holds {self.sequences}: set packing.Packing.rows or sequences_per_row higher")
+        tokens = -(-sum(lengths) // (self.rows * self.row_tokens))
+        count = max(tokens, -(-len(lengths) // self.sequences), 1)
+        while (placed := self._try(lengths, atoms, count)) is None:
+            count += 1
+        return placed
+
+    def _try(self, lengths: Sequence[int], atoms: list[list[int]], count: int) -> list["Placement"] | None:
+        """Atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
+        members = _spread(atoms, [sum(lengths[i] for i in a) for a in atoms], count, self.rows * self.row_tokens, self.sequences)
+        if members is None:
+            return None
+        placements = []
+        for atom_list in members:
+            inside = [i for a in atom_list for i in a]
+            rows = _spread([[i] for i in inside], [lengths[i] for i in inside], self.rows, self.row_tokens, self.sequences_per_row)
+            if rows is None:
+                return None
+            placements.append(Placement([[i for atom in row for i in atom] for row in rows]))
+        return placements
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which sequences stand in which row of a micro-batch, in order.
+
+    Attributes:
+      rows: sequence numbers by row.
+    """
+
+    rows: list[list[int]]
+
+    @property
+    def members(self) -> list[int]:
+        """The micro-batch's sequences in the order of their local numbers."""
+        return [i for row in self.rows for i in row]
+
+
+def _spread(items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int) -> list[list[list[int]]] | None:
+    """Longest first onto the least loaded of `bins`; None where a bin would pass its capacity or its number of sequences."""
+    heap = [(0, b) for b in range(bins)]
+    filled: list[list[list[int]]] = [[] for _ in range(bins)]
+    counts = [0] * bins
+    for item in sorted(range(len(items)), key=lambda i: (-loads[i], i)):
+        aside = []
+        while heap:
+            load, b = heapq.heappop(heap)
+            if load + loads[item] > capacity:
+                return None  # the least loaded bin with room for one more sequence is too full
+            if counts[b] + len(items[item]) <= most:
+                break
+            aside.append((load, b))
+        else:
+            return None
+        filled[b].append(items[item])
+        counts[b] += len(items[item])
+        for entry in (*aside, (load + loads[item], b)):
+            heapq.heappush(heap, entry)
+    return filled
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """One micro-batch on the host: its fixed arrays, and where each position's stream value lives in the unpacked view.
+
+    Attributes:
+      tokens, targets, positions, segments, sequence: int32 [B, T], as in `batch.Batch`.
+      row_of: int32 [B, T] row of the view that the position's target belongs to; -1 where nothing is predicted.
+      index_of: int32 [B, T] index of the target within the response; -1 within the prompt.
+      members: int32 [S] view row of each local sequence; -1 beyond the last.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    sequence: np.ndarray
+    row_of: np.ndarray
+    index_of: np.ndarray
+    members: np.ndarray
+
+    @classmethod
+    def build(cls, packing: Packing, placement: Placement, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> "PackedRows":
+        """Fills the arrays; `placement` numbers `prompts` and `responses`, int32 token ids."""
+        shape = (packing.rows, packing.row_tokens)
+        tokens, positions, segments, sequence = (np.zeros(shape, np.int32) for _ in range(4))
+        targets, row_of, index_of = (np.full(shape, -1, np.int32) for _ in range(3))
+        members = np.full(packing.sequences, -1, np.int32)
+        local = 0
+        for r, row in enumerate(placement.rows):
+            start = 0
+            for segment, i in enumerate(row, start=1):
+                whole = np.concatenate([prompts[i], responses[i]])
+                n, first = len(whole) - 1, len(prompts[i]) - 1
+                here = slice(start, start + n)
+                tokens[r, here], positions[r, here] = whole[:-1], np.arange(n)
+                segments[r, here], sequence[r, here] = segment, local
+                predicts = slice(start + first, start + n)
+                targets[r, predicts], row_of[r, predicts] = whole[first + 1 :], i
+                index_of[r, predicts] = np.arange(n - first)
+                members[local] = i
+                local, start = local + 1, start + n
+        return cls(
+            tokens=tokens, targets=targets, positions=positions, segments=segments, sequence=sequence,
+            row_of=row_of, index_of=index_of, members=members,
+        )  # fmt: skip
+
+    def scatter(self, stream: np.ndarray) -> np.ndarray:
+        """A stream of the view [S, T] at the positions that predict its tokens [B, T]; 0 elsewhere."""
+        return np.where(self.index_of >= 0, stream[np.maximum(self.row_of, 0), np.maximum(self.index_of, 0)], 0)
+
+    def gather(self, packed: np.ndarray, into: np.ndarray) -> None:
+        """Writes a packed stream [B, T] into the view's stream `into` [S, T]."""
+        here = self.index_of >= 0
+        into[self.row_of[here], self.index_of[here]] = packed[here]
+
+    @property
+    def fill(self) -> float:
+        """Share of positions that hold a token."""
+        return float(np.mean(self.segments > 0))

@@ -1,0 +1,153 @@
+"""The interfaces between the parts of a run, and nothing else."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
+
+Params = Mapping[str, Any]
+
+# What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
+NEEDS = frozenset({"reference", "critic", "teacher", "greedy", "sum_p2", "uniform_logprob", "entropy"})
+
+
+@runtime_checkable
+class Source(Protocol):
+    """A dataset: random access to prompts, the same order at every start."""
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts; raises ValueError naming the file and the row of bad data."""
+        ...
+
+
+@runtime_checkable
+class Reward(Protocol):
+    """What rollouts are worth.
+
+    Attributes:
+      needs_stats: True where `score` wants the learner's statistics of the group's tokens.
+    """
+
+    needs_stats: bool
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Parts and validity [G] of the rollouts of one prompt; `stats` holds per-rollout means such as "entropy" [G]."""
+        ...
+
+
+@runtime_checkable
+class Filter(Protocol):
+    """Which scored groups are learned from; train draws prompts until the batch is full or `max_draws` batches were drawn."""
+
+    max_draws: int
+
+    def keep(self, group: ScoredGroup) -> bool: ...
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """A running sampler: token prefixes in, completions out.
+
+    Attributes:
+      version: the policy version it serves; -1 before the first publication.
+    """
+
+    version: int
+
+    def sample(
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingSettings, seeds: Sequence[int]
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        """Yields (index of the prefix, its n completions) as groups finish; equal seeds give equal draws."""
+        ...
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Serves `params` from now on, as `version`."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters and times since the last call."""
+        ...
+
+
+@runtime_checkable
+class SamplerFactory(Protocol):
+    """The component that gin builds; it starts a Sampler for a policy."""
+
+    def start(self, policy: Any, tokenizer: Any, *, max_length: int, run_dir: Path) -> Sampler:
+        """`max_length` is the most tokens of a prompt and its response together."""
+        ...
+
+
+@runtime_checkable
+class Environment(Protocol):
+    """Answers the policy between its turns; a single turn is the case that is always done."""
+
+    def step(self, rollout: Rollout, state: Any) -> tuple[str | None, Any]:
+        """Text that follows the transcript so far (None: done), and the environment's next state."""
+        ...
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """A frozen dataclass: how rollouts become advantages, and advantages a loss.
+
+    Attributes:
+      learns_from: "samples" of the policy, "demonstrations" (prompt and response) or "pairs" (chosen and rejected).
+      needs: subset of NEEDS.
+      group_size_at_least: fewest rollouts of a prompt that leave a learning signal.
+    """
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]: ...
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    @property
+    def group_size_at_least(self) -> int: ...
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the global count "constant"."""
+        ...
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """Controllers by name, such as the KL coefficient, with the values that a stage starts from."""
+        ...
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """The controllers after a step with these metrics."""
+        ...
+
+    def advantages(self, view: Any) -> Any:
+        """Credit of every token of the global, unpacked batch (`batch.View` -> `batch.Credit`); jitted."""
+        ...
+
+    def loss(self, outputs: Mapping[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Terms and metrics of one micro-batch, {name: (sum, name of its global denominator)}; pure, under jit."""
+        ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Where a run is seen."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None: ...
+
+    def text(self, name: str, text: str) -> None: ...
+
+    def cut(self, step: int) -> None:
+        """Forgets everything written after `step`, when a run resumes from it."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,243 @@
+"""A stage in progress: its data, its learner and its frozen models."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import diagnostics
+from jaxrl_llm.batch import Credit, View
+from jaxrl_llm.collect import Collector
+from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.eval.evaluate import evaluate
+from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, stats_of
+from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.mesh import Partitioner, to_host
+from jaxrl_llm.protocols import Params, Sampler
+from jaxrl_llm.rollouts import Asking
+from jaxrl_llm.stages import Stage
+from jaxrl_llm.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+VIEW_NAMES = {"logprob": "old_logprobs", "value": "values"}
+
+
+@dataclass(kw_only=True, eq=False)
+class StageRun:
+    """A stage in progress.
+
+    Attributes:
+      config: what the stage is.
+      number: its place in the run.
+      learner: scores and updates.
+      feed: gives the groups of each step.
+      asking: asks the sampler, for evaluations too.
+      held_out: encoded prompts of each evaluation.
+      sources: names of the data sources.
+      frozen: {"reference": parameters}, where the algorithm needs it.
+      controls: values of the controllers.
+    """
+
+    config: Stage
+    number: int
+    learner: Learner
+    feed: Feed
+    asking: Asking
+    held_out: Sequence[Sequence[Prompt]]
+    sources: Sequence[str]
+    frozen: dict[str, Params] = field(default_factory=dict)
+    controls: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, config: Stage, training: Any, number: int) -> "StageRun":
+        """Reads and encodes the data and prepares the learner; nothing is compiled yet.
+
+        Args:
+          training: the run in progress: policy, tokenizer, sampler, seed.
+        """
+        settings = _stopping(config.settings, training.tokenizer)
+        encoder = Encoder(
+            tokenizer=training.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
+            truncation=config.truncation, template_kwargs=config.template_kwargs,
+        )  # fmt: skip
+        rows = config.data.rows()
+        asking = Asking(sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, max_turns=config.max_turns)
+        seed = training.config.seed
+        feed = _feed(config, encoder, rows, replace(asking), settings, seed)
+        _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
+        held_out = []
+        for evaluation in config.evaluations:
+            other = replace(encoder, max_response_tokens=None)
+            held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
+            _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
+        learner = Learner(
+            models={"policy": training.policy}, algorithm=config.algorithm, optimizers={"policy": config.optimizer},
+            updates=config.updates, temperature=config.settings.temperature if config.samples else 1.0,
+            max_segments=config.packing.sequences_per_row,
+        )  # fmt: skip
+        return cls(
+            config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
+            sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls),
+        )  # fmt: skip
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, params: Params) -> TrainState:
+        """The state the stage starts from; its reference is a copy of `params`."""
+        if "reference" in self.config.algorithm.needs:
+            self.frozen["reference"] = jax.tree.map(jnp.copy, params)
+        return self.learner.init({"policy": params})
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """What a checkpoint of this stage holds on the device."""
+        trees: dict[str, Any] = {"state": self.learner.abstract}
+        if "reference" in self.config.algorithm.needs:
+            trees["reference"] = self.learner.policy.abstract()
+        return trees
+
+    def host(self) -> dict[str, Any]:
+        """What a checkpoint of this stage holds of the host."""
+        return {"feed": self.feed.state(), "controls": self.controls}
+
+    def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """Takes up a checkpoint."""
+        self.feed.restore(host["feed"])
+        self.controls = dict(host["controls"])
+        self.frozen = {n: t for n, t in trees.items() if n != "state"}
+
+    # -- a step --------------------------------------------------------------------------------------------------------
+
+    @property
+    def partitioner(self) -> Partitioner:
+        return self.learner.partitioner
+
+    def pack(self, groups: Sequence[ScoredGroup]) -> GlobalBatch:
+        """The step's groups as packed mini-batches."""
+        config = self.config
+        return GlobalBatch.build(
+            groups, config.packing, minibatches=config.minibatches, sources=self.sources,
+            response_tokens=config.response_tokens, capacity=config.sequences,
+        )  # fmt: skip
+
+    @cached_property
+    def _scored(self) -> bool:
+        """Whether credit depends on the learner's log-probs."""
+        return self.config.samples or bool(self.config.algorithm.needs & {"reference", "critic"})
+
+    def score(self, state: TrainState, batch: GlobalBatch) -> dict[str, np.ndarray]:
+        """The learner's streams [S, T] under their names in the view; empty where credit does not depend on them."""
+        if not self._scored:
+            return {}
+        device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
+        scored = [self.learner.score(state.params, b) for b in device]
+        streams = {VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored]) for m in scored[0] for n in scored[0][m]}
+        if "reference" in self.frozen:
+            reference = [self.learner.score_frozen(self.frozen["reference"], b) for b in device]
+            streams["ref_logprobs"] = batch.unpack([to_host(x) for x in reference])
+        return streams
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the reward waits for the learner's statistics."""
+        return self.config.reward is not None and self.config.reward.needs_stats
+
+    async def rescore(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> GlobalBatch:
+        """The batch with rewards that needed the learner's statistics."""
+        assert isinstance(self.feed, SampleFeed)
+        return replace(batch, groups=await self.feed.collector.rescore(batch.groups, stats_of(batch.groups, streams)))
+
+    def view(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> View:
+        """The step's view; old log-probs are the sampler's where the stage says so."""
+        if self.config.samples and self.config.old_logprobs == "sampler":
+            streams = {**streams, "old_logprobs": batch.fields["sampler_logprobs"]}
+        return batch.view(streams, self.controls, self.config.prompts_per_step)
+
+    def credit(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> Credit:
+        """The algorithm's credit, on the host."""
+        return jax.device_get(self.learner.advantages(self.view(batch, streams)))
+
+    def update(self, state: TrainState, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> tuple[TrainState, dict[str, float]]:
+        """All updates of the step, and the mean of their metrics."""
+        minis = batch.batches(self.view(batch, streams), credit, self.config.algorithm.constant, self.partitioner)
+        found = []
+        for _ in range(self.config.epochs):
+            for mini in minis:
+                state, metrics = self.learner.update(state, mini)
+                found.append(metrics)
+        values = jax.device_get(found)
+        return state, {n: float(np.mean([v[n] for v in values])) for n in values[0]}
+
+    def describe(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> dict[str, float]:
+        """What the host knows of the step."""
+        values = diagnostics.of_rollouts(batch) | {n: float(x) for n, x in credit.metrics.items()}
+        return values | (diagnostics.gap(batch, streams) if self.config.samples else {})
+
+    def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
+        """Warns or stops where sampler and learner disagree, and stops after too many gradients that are not finite."""
+        config, skipped = self.config, int(to_host(state.skipped))
+        if skipped > config.max_skipped:
+            raise FloatingPointError(
+                f"{skipped} updates in a row had a gradient that is not finite (loss {metrics['loss/total']}): lower "
+                "Optimizer.learning_rate, or look at the last rollouts; the checkpoints from before are whole"
+            )
+        if (size := metrics.get("gap/mean", 0.0)) > config.gap_stop:
+            raise FloatingPointError(
+                f"learner and sampler disagree by {size:.3g} nats a token on average, more than Stage.gap_stop={config.gap_stop}: "
+                "is the sampler's model, dtype or temperature another one?"
+            )
+        if size > config.gap_warn:
+            _log.warning("learner and sampler disagree by %.3g nats a token on average (Stage.gap_warn=%g)", size, config.gap_warn)
+
+    def adapt(self, metrics: Mapping[str, float], sequences: int) -> None:
+        """Moves the controllers."""
+        self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
+
+    async def evaluate(self) -> dict[str, float]:
+        """All evaluations of the stage, with the weights that the sampler holds."""
+        metrics: dict[str, float] = {}
+        for evaluation, prompts in zip(self.config.evaluations, self.held_out, strict=True):
+            reward = evaluation.reward or self.config.reward
+            if reward is None:
+                raise ValueError(f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}")
+            asked = replace(evaluation, settings=_stopping(evaluation.settings, self.asking.tokenizer))
+            found, _ = await evaluate(asked, prompts, self.asking, reward)
+            metrics |= found
+        return metrics
+
+
+def _feed(config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int) -> Feed:
+    """The feed that the algorithm learns from."""
+    count = config.prompts_per_step
+    if config.samples:
+        assert config.reward is not None
+        collector = Collector(
+            asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
+            greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
+        )  # fmt: skip
+        return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
+    given = pairs(encoder, rows) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
+    return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
+
+
+def _stopping(settings: SamplingSettings, tokenizer: Any) -> SamplingSettings:
+    """The settings with the tokenizer's end-of-sequence id among the stop ids."""
+    end = tokenizer.eos_token_id
+    if end is None and not settings.stop_token_ids and not settings.stop_strings:
+        raise ValueError("the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings")
+    ids = settings.stop_token_ids if end is None or end in settings.stop_token_ids else (*settings.stop_token_ids, end)
+    return replace(settings, stop_token_ids=ids)
+
+
+def _say(what: str, counts: Mapping[str, int]) -> None:
+    """Prints what the encoder cut or dropped, where it did."""
+    lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
+    print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)

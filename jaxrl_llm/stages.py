@@ -1,0 +1,135 @@
+"""What one stage of a run learns, from what, and how much of it at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl_llm.eval.evaluate import Evaluation
+from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.optimizers import Optimizer
+from jaxrl_llm.packing import Packing
+from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Reward, Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One algorithm on one dataset for a number of steps; stages of a run follow each other on the same policy.
+
+    Attributes:
+      name: names the stage in logs.
+      algorithm: the objective.
+      data: the dataset.
+      optimizer: of the policy.
+      critic_optimizer: of the critic, where the algorithm has one.
+      steps: steps of this stage.
+      prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
+      group_size: rollouts of a prompt.
+      minibatches: updates that a step's prompts are split over, in whole groups.
+      epochs: passes over a step's prompts.
+      settings: how training samples are drawn; the plain tempered softmax.
+      reward: what a rollout is worth.
+      filter: which groups are learned from; None keeps all.
+      environment: answers between turns; None for a single turn.
+      max_turns: most turns of the policy.
+      max_prompt_tokens: longer prompts are treated by `truncation`.
+      truncation: "drop", "left" (loses its beginning) or "error".
+      template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
+      packing: the shape of a micro-batch.
+      old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      evaluations: held-out measurements.
+      evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
+      gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
+      gap_stop: the gap above which the run stops.
+      max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
+      show_rollouts: rollouts written to TensorBoard and rollouts.jsonl at each evaluation step.
+    """
+
+    name: str
+    algorithm: Algorithm
+    data: Source
+    optimizer: Optimizer
+    critic_optimizer: Optimizer | None = None
+    steps: int
+    prompts_per_step: int = 32
+    group_size: int = 1
+    minibatches: int = 1
+    epochs: int = 1
+    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    reward: Reward | None = None
+    filter: Filter | None = None
+    environment: Environment | None = None
+    max_turns: int = 8
+    max_prompt_tokens: int = 512
+    truncation: Literal["drop", "left", "error"] = "drop"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    packing: Packing = field(default_factory=Packing)
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    evaluations: Sequence[Evaluation] = ()
+    evaluate_every: int = 50
+    gap_warn: float = 0.05
+    gap_stop: float = 1.0
+    max_skipped: int = 5
+    show_rollouts: int = 8
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "prompts_per_step", "group_size", "minibatches", "epochs", "max_prompt_tokens", "evaluate_every")
+        for name in positive:
+            if getattr(self, name) < 1:
+                raise ValueError(f"Stage.{name} of stage {self.name!r} must be >= 1 (got {getattr(self, name)})")
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"Stage.prompts_per_step ({self.prompts_per_step}) of stage {self.name!r} does not split into "
+                f"{self.minibatches} mini-batches of whole groups: set Stage.minibatches to a divisor of it"
+            )
+        if unknown := self.algorithm.needs - NEEDS:
+            raise ValueError(f"{type(self.algorithm).__name__}.needs names {sorted(unknown)}; known are {sorted(NEEDS)}")
+        if self.samples:
+            self._check_sampling()
+
+    def _check_sampling(self) -> None:
+        name = type(self.algorithm).__name__
+        if self.reward is None:
+            raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
+        if self.group_size < self.algorithm.group_size_at_least:
+            raise ValueError(f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE")
+        if not self.settings.plain:
+            raise ValueError(
+                f"training samples of stage {self.name!r} must be drawn from the plain tempered softmax, whose log-probs the learner "
+                f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingSettings at their defaults "
+                "and temperature > 0; evaluations may set them"
+            )
+        needed = self.max_prompt_tokens + self.settings.max_tokens - 1
+        if needed > self.packing.row_tokens:
+            raise ValueError(
+                f"a prompt of {self.max_prompt_tokens} tokens with a response of {self.settings.max_tokens} takes {needed} positions, "
+                f"and a row has {self.packing.row_tokens}: set packing.Packing.row_tokens >= {needed}, or lower the limits"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """True where the algorithm learns from the policy's own samples."""
+        return self.algorithm.learns_from == "samples"
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a step."""
+        per_prompt = {"samples": self.group_size + ("greedy" in self.algorithm.needs), "demonstrations": 1, "pairs": 2}
+        return self.prompts_per_step * per_prompt[self.algorithm.learns_from]
+
+    @property
+    def response_tokens(self) -> int:
+        """Most tokens of a response."""
+        return self.settings.max_tokens
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the stage."""
+        return self.steps * self.minibatches * self.epochs
+
+    def check_devices(self, batch_shards: int) -> None:
+        """Raises ValueError where rows do not divide over the mesh."""
+        if self.packing.rows % batch_shards:
+            raise ValueError(
+                f"packing.Packing.rows ({self.packing.rows}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
+                f"data x fsdp: set it to a multiple of {batch_shards}"
+            )

@@ -1,0 +1,258 @@
+"""The run: stages of sample, score, learn, publish, evaluate and save, resumable after every save."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxrl_llm
+from jaxrl_llm import diagnostics
+from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
+from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.console import Console
+from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
+from jaxrl_llm.protocols import Sampler, SamplerFactory
+from jaxrl_llm.stage_run import StageRun
+from jaxrl_llm.stages import Stage
+from jaxrl_llm.train_state import TrainState
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything of a run; a gin file builds it, and `run` carries it out.
+
+    Attributes:
+      run_dir: the run's folder: configuration, metrics, rollouts, checkpoints, TensorBoard.
+      seed: seed of initial weights, data order and sampling.
+      policy: where the policy's weights come from.
+      tokenizer: where the tokenizer comes from.
+      sampler: who generates.
+      stages: what is learned, in turn.
+      mesh: sizes of the mesh axes.
+      checkpoints: when to save and what to keep.
+      writers: where metrics go.
+    """
+
+    run_dir: str
+    seed: int = 0
+    policy: Any
+    tokenizer: Any
+    sampler: SamplerFactory
+    stages: Sequence[Stage]
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    checkpoints: Checkpointing = field(default_factory=Checkpointing)
+    writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
+
+    def __post_init__(self) -> None:
+        if not self.stages:
+            raise ValueError("a run needs at least one stage: set train.Run.stages")
+        names = [s.name for s in self.stages]
+        if len(set(names)) != len(names):
+            raise ValueError(f"stages need different names (got {names}): set Stage.name")
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its response together, over all stages and evaluations."""
+        lengths = [s.max_prompt_tokens + s.settings.max_tokens for s in self.stages]
+        lengths += [s.max_prompt_tokens + e.settings.max_tokens for s in self.stages for e in s.evaluations]
+        return max(lengths)
+
+    @property
+    def starts(self) -> list[int]:
+        """Global step that each stage starts after, and the last step of the run at the end."""
+        return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
+
+    def run(self, config: str = "") -> None:
+        """Trains from the last checkpoint in `run_dir`, or from the start; `config` is the gin text, kept with the run."""
+        run_dir = writable(Path(self.run_dir))
+        partitioner = Partitioner.create(self.mesh)
+        for stage in self.stages:
+            stage.check_devices(partitioner.batch_shards)
+        provenance(run_dir, self.seed, config)
+        with asyncio.Runner() as runner:
+            training = Training(self, run_dir, partitioner)
+            try:
+                runner.run(training.run(config))
+            finally:
+                runner.run(training.close())
+
+
+class Training:
+    """A run in progress."""
+
+    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner) -> None:
+        self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
+        self.tokenizer = run.tokenizer.load()
+        self.policy = run.policy.policy(partitioner)
+        self._check_vocabulary()
+        self.checkpoints = Checkpoints(run_dir, run.checkpoints)
+        self.sampler: Sampler = run.sampler.start(self.policy, self.tokenizer, max_length=run.max_length, run_dir=run_dir)
+        self.writers: Writers | None = None
+        self.best: float | None = None
+
+    def _check_vocabulary(self) -> None:
+        size = self.policy.architecture.vocabulary_size
+        if len(self.tokenizer) > size:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
+            )
+
+    # -- start, resume, end --------------------------------------------------------------------------------------------
+
+    async def run(self, config: str) -> None:
+        """All stages from where the run stands."""
+        restored = self.checkpoints.latest()
+        total = self.config.starts[-1]
+        self.writers = Writers.open(self.config.writers, self.run_dir, restored, total)
+        if config and restored is None:
+            self.writers.text("config", f"```\n{config}\n```")
+        if restored == total:
+            _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, total)
+            return
+        first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
+        state: TrainState | None = None
+        for number in range(first, len(self.config.stages)):
+            stage = StageRun.open(self.config.stages[number], self, number)
+            if restored is not None and number == first:
+                state, start = self._restore(stage, restored), restored - self.config.starts[number]
+            else:
+                state, start = stage.begin(await self._initial() if state is None else state.policy), 0
+            state = await self._stage(stage, state, start)
+        self.checkpoints.wait()
+
+    async def _initial(self) -> Any:
+        """The weights that the run starts from."""
+        return self.config.policy.params(self.policy, jax.random.key(self.config.seed))
+
+    def _restore(self, stage: StageRun, step: int) -> TrainState:
+        host = self.checkpoints.host(step)
+        trees = self.checkpoints.restore(step, stage.abstract)
+        stage.resume(host, trees)
+        self.best = host["best"]
+        print(f"resuming from step {step} of {self.checkpoints.folder}", flush=True)
+        return trees["state"]
+
+    async def close(self) -> None:
+        """Stops the sampler and closes files, whatever happened."""
+        await self.sampler.close()
+        self.checkpoints.close()
+        if self.writers is not None:
+            self.writers.close()
+
+    # -- the loop ------------------------------------------------------------------------------------------------------
+
+    async def _stage(self, stage: StageRun, state: TrainState, start: int) -> TrainState:
+        assert self.writers is not None
+        offset = self.config.starts[stage.number]
+        if offset + start == 0:
+            self.writers.write(0, await self._evaluate(stage, state, 0))
+        for step in range(start + 1, stage.config.steps + 1):
+            state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+        return state
+
+    async def _step(self, stage: StageRun, state: TrainState, step: int, *, last: bool) -> TrainState:
+        """One step: sample, score, learn, publish, evaluate, write, save."""
+        assert self.writers is not None
+        begin = time.perf_counter()
+        clock = Clock()
+        if stage.config.samples:
+            await self._publish(state, step - 1)
+            clock.lap("publish")
+        groups = await stage.feed.next(step)
+        clock.lap("collect")
+        batch = stage.pack(groups)
+        streams = stage.score(state, batch)
+        if stage.rescores:
+            batch = await stage.rescore(batch, streams)
+        credit = stage.credit(batch, streams)
+        clock.lap("score")
+        state, metrics = stage.update(state, batch, streams, credit)
+        clock.lap("update")
+        metrics |= stage.describe(batch, streams, credit)
+        stage.check(metrics, state)
+        due = last or step % stage.config.evaluate_every == 0
+        if due:
+            metrics |= await self._evaluate(stage, state, step)
+            self.writers.rollouts(step, diagnostics.shown(batch, stage.config.show_rollouts))
+            clock.lap("evaluate")
+        metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
+        metrics |= {"time/step_s": time.perf_counter() - begin, "update/step": float(step)}
+        metrics["speed/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/step_s"] - metrics.get("time/evaluate_s", 0.0), 1e-9)
+        metrics |= {f"sampler/{n}": v for n, v in self.sampler.metrics().items()}
+        metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
+        stage.adapt(metrics, len(batch.rollouts))
+        self.writers.write(step, metrics)
+        if last or step % self.config.checkpoints.every == 0:
+            self._save(stage, state, step, metrics)
+        return state
+
+    async def _publish(self, state: TrainState, version: int) -> None:
+        if self.sampler.version != version:
+            await self.sampler.publish(state.policy, version)
+
+    async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
+        if not stage.config.evaluations:
+            return {}
+        await self._publish(state, step)
+        return await stage.evaluate()
+
+    def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float]) -> None:
+        name = self.config.checkpoints.best
+        value = metrics.get(name) if name else None
+        improved = value is not None and (self.best is None or value > self.best)
+        if improved:
+            self.best = value
+        host = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
+        self.checkpoints.save(step, {"state": state, **stage.frozen}, host, self.best if improved else None)
+
+
+class Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = self.laps.get(name, 0.0) + now - self._last
+        self._last = now
+
+
+def writable(run_dir: Path) -> Path:
+    """The run's folder, made if need be; raises OSError that says what to set where it cannot be written."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(f"the run folder {run_dir} cannot be written ({error.strerror}): set RUN_DIR to a folder that can") from error
+    return run_dir
+
+
+def provenance(run_dir: Path, seed: int, config: str) -> None:
+    """Writes what reproduces the run: gin text, seed, version and commit."""
+    if config:
+        (run_dir / "config.gin").write_text(config)
+    facts = {"seed": seed, "version": jaxrl_llm.__version__, "commit": commit(), "jax": jax.__version__, "devices": [str(d) for d in jax.devices()]}
+    (run_dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def commit() -> str | None:
+    """The commit that the code is of, with "+changes" where files differ from it; None outside a git checkout."""
+    here = Path(__file__).resolve().parent
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = lambda *args: subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()  # noqa: E731
+        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+    return None

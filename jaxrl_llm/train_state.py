@@ -1,0 +1,30 @@
+"""Everything on the device that an update changes, and what a checkpoint saves of it."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+from jax import Array
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Trained models with their optimizer state; frozen models live beside it, since no update touches them.
+
+    Attributes:
+      step: int32 [] updates applied or skipped so far.
+      skipped: int32 [] updates in a row whose gradient was not finite.
+      params: {model name: parameters}, "policy" and, where an algorithm needs one, "critic".
+      moments: {model name: optimizer state}.
+    """
+
+    step: Array
+    skipped: Array
+    params: dict[str, Any]
+    moments: dict[str, Any]
+
+    @property
+    def policy(self) -> Any:
+        return self.params["policy"]
