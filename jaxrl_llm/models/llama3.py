@@ -19,3 +19,5 @@ class Llama3(Architecture):
     norm_epsilon: float = 1e-5
     qkv_bias: bool = field(default=False, init=False)
     qk_norm: bool = field(default=False, init=False)
+    window: int | None = field(default=None, init=False)
+    sliding: tuple[bool, ...] = field(default=(True,), init=False)

@@ -1,5 +1,7 @@
 """A policy's own laws: causality, packing, the cache, truncation, rematerialisation."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,9 +104,7 @@ def test_a_token_beyond_the_cache_is_not_written():
 
 def test_a_truncated_run_equals_a_model_of_only_these_layers(model):
     policy, params = model
-    sizes = {**SIZES, "layers": 2}
-    extra = {name: getattr(policy.architecture, name) for name in ("tied", "window", "sliding")}
-    short = policy_of(type(policy.architecture)(**sizes, **extra))
+    short = policy_of(replace(policy.architecture, layers=2))
     kept = {**params, "layers": jax.tree.map(lambda x: x[:2], params["layers"])}
     got = jax.jit(policy.hidden, static_argnames="layers")(params, *row(8), layers=2)
     assert largest_gap(got, jax.jit(short.hidden)(kept, *row(8))) == 0

@@ -1,0 +1,271 @@
+"""Hugging Face folders, read by slices of safetensors so that each host holds only its own shards, and written."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_llm.models import hf_config, hf_names
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf_names import Tensor
+from jaxrl_llm.models.policy import Params, Policy
+
+READABLE = ("F32", "BF16", "F16")
+WRITABLE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+INDEX = "model.safetensors.index.json"
+
+
+def locate(pretrained: str) -> Path:
+    """The folder of a model: `pretrained` itself, or a download where it is a Hugging Face id ("owner/name").
+
+    Raises:
+      FileNotFoundError: neither a folder nor a model that can be downloaded.
+    """
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return folder
+    advice = "set policy_source.PolicySource.pretrained to a folder with config.json and safetensors, or to an HF id"
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", pretrained):
+        raise FileNotFoundError(f"{pretrained!r} is no folder and no Hugging Face id: {advice}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(pretrained, allow_patterns=list(WANTED_FILES)))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{pretrained!r} is no folder, and its download failed ({error}): {advice}") from error
+
+
+def architecture(folder: Path) -> Architecture:
+    """The architecture that the folder's config.json describes.
+
+    Raises:
+      FileNotFoundError: no config.json in the folder.
+      ValueError: no JSON, or an unsupported architecture.
+    """
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")
+    try:
+        config = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+    return hf_config.read(config, str(file))
+
+
+def load(policy: Policy, folder: Path) -> Params:
+    """The parameters of a folder, float32 on the policy's mesh; each device's shard is read by itself.
+
+    Raises:
+      FileNotFoundError: no safetensors weights, or a file that the index names is absent.
+      ValueError: missing, mis-shaped or unexpected tensors, or a dtype other than float32, bfloat16 and float16.
+    """
+    abstract = policy.abstract()
+    by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
+    for tensor in hf_names.tensors(abstract):
+        by_leaf.setdefault(tensor.path, []).append(tensor)
+    checkpoint = _Checkpoint(folder)
+    checkpoint.check([t for group in by_leaf.values() for t in group], tied=policy.architecture.tied)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        group = by_leaf[tuple(key.key for key in path)]
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, _shard_reader(checkpoint, group, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def save(
+    policy: Policy,
+    params: Params,
+    folder: Path,
+    tokenizer: Any = None,
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a folder that transformers loads; it appears whole or not at all. All processes call it, the first writes.
+
+    Args:
+      policy: whose architecture config.json describes.
+      params: the parameters.
+      folder: where to write; must not exist yet, or be empty.
+      tokenizer: a transformers tokenizer to save beside the weights, or None.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+      shard_bytes: most bytes of tensors in one file; more are spread over several files with an index.
+
+    Raises:
+      FileExistsError: the folder has content.
+      ValueError: an unknown dtype.
+      OSError: the disk is full or not writable; nothing is left behind.
+    """
+    if dtype not in WRITABLE:
+        raise ValueError(f"dtype must be one of {tuple(WRITABLE)} (got {dtype!r})")
+    folder = folder.resolve()
+    first = jax.process_index() == 0
+    taken = first and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if jax.process_count() > 1:
+        taken = bool(multihost_utils.broadcast_one_to_all(np.array(taken)))
+    if taken:
+        raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or remove it")
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    try:
+        if first:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir(parents=True)
+            _write_json(partial_folder / "config.json", _config(policy.architecture, tokenizer, dtype))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial_folder))
+                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
+        _write_tensors(policy, params, partial_folder if first else None, dtype, shard_bytes)
+        if first:
+            os.replace(partial_folder, folder)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder}")
+
+
+class _Checkpoint:
+    """The safetensors of a folder, opened lazily."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        index = folder / INDEX
+        if index.is_file():
+            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+            self._file_of = {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118
+        for file in sorted(set(self._file_of.values())):
+            if not file.is_file():
+                raise FileNotFoundError(f"{index} names {file.name}, which is not in the folder: download it")
+        if not self._file_of:
+            raise FileNotFoundError(
+                f"{folder} has no safetensors weights: save the model with transformers' save_pretrained"
+            )
+        self._handles = {file: _open(file) for file in set(self._file_of.values())}
+
+    def slices(self, name: str) -> Any:
+        """The tensor as a lazily read slice."""
+        return self._handles[self._file_of[name]].get_slice(name)
+
+    def check(self, expected: Sequence[Tensor], tied: bool) -> None:
+        """Raises ValueError where names, shapes or dtypes are not the expected ones."""
+        # Buffers of old releases, and the head that some tied checkpoints repeat, hold nothing new.
+        known = {t.name for t in expected} | ({"lm_head.weight"} if tied else set())
+        problems = [f"{t.name} is missing" for t in expected if t.name not in self._file_of]
+        problems += [
+            f"{name} is unexpected"
+            for name in sorted(self._file_of)
+            if name not in known and not name.endswith("rotary_emb.inv_freq")
+        ]
+        for tensor in expected:
+            if tensor.name in self._file_of:
+                found = self.slices(tensor.name)
+                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+                if shape != tensor.hf_shape:
+                    problems.append(f"{tensor.name} has shape {shape}, config.json asks for {tensor.hf_shape}")
+                if dtype not in READABLE:
+                    problems.append(f"{tensor.name} has dtype {dtype}, only {', '.join(READABLE)} are read")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ValueError(f"the weights in {self.folder} do not fit their config.json: {shown}")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no complete safetensors file ({error}): download it again") from error
+
+
+def _shard_reader(
+    checkpoint: _Checkpoint, group: Sequence[Tensor], shape: tuple[int, ...]
+) -> Callable[..., np.ndarray]:
+    """The callback that reads one shard of a leaf; `group` holds the leaf's tensors in the order of its layers."""
+    done: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas ask for the same shard again
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+        if bounds not in done:
+            stacked = group[0].layer is not None
+            inner = tuple(slice(*b) for b in (bounds[1:] if stacked else bounds))
+            local = tuple(s.stop - s.start for s in inner)
+            chosen = group[slice(*bounds[0])] if stacked else group
+            out = np.empty((len(chosen), *local), np.float32)
+            for layer, tensor in enumerate(chosen):
+                part = checkpoint.slices(tensor.name)[tensor.hf_slices(inner)]
+                out[layer] = tensor.from_hf(np.asarray(part), local)
+            done[bounds] = out if stacked else out[0]
+        return done[bounds]
+
+    return read
+
+
+def _write_tensors(policy: Policy, params: Params, folder: Path | None, dtype: str, shard_bytes: int) -> None:
+    shards = list(_shards(hf_names.tensors(params), WRITABLE[dtype].itemsize, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # Gathering is the work of all processes together, writing that of the first alone.
+        arrays = {t.name: _gathered(policy, hf_names.leaf_of(params, t.path), t, dtype) for t in shard}
+        weight_map |= dict.fromkeys(arrays, file)
+        if folder is not None:
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+    if folder is not None and len(shards) > 1:
+        total = sum(math.prod(t.hf_shape) for shard in shards for t in shard) * WRITABLE[dtype].itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of tensors of at most `shard_bytes` each (or one tensor that is larger)."""
+    shard: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.hf_shape) * itemsize
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += size
+    yield shard
+
+
+def _gathered(policy: Policy, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
+    layer = None if tensor.layer is None else jnp.int32(tensor.layer)
+    return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, layer, policy, dtype))))
+
+
+@partial(jax.jit, static_argnames=("policy", "dtype"))
+def _replicated(leaf: jax.Array, layer: jax.Array | None, policy: Policy, dtype: str) -> jax.Array:
+    values = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return jax.lax.with_sharding_constraint(values.astype(dtype), policy.partitioner.replicated)
+
+
+def _config(architecture: Architecture, tokenizer: Any, dtype: str) -> dict[str, Any]:
+    config = hf_config.write(architecture) | {"torch_dtype": dtype}
+    return config if tokenizer is None else config | _special_ids(tokenizer)
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,160 @@
+"""Between an Architecture and the config.json of a Hugging Face folder, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxrl_llm.models.architecture import Architecture, Llama3RopeScaling
+from jaxrl_llm.models.llama3 import Llama3
+from jaxrl_llm.models.mistral import Mistral
+from jaxrl_llm.models.qwen2 import Qwen2
+from jaxrl_llm.models.qwen3 import Qwen3
+
+# (the class in `architectures`, `model_type`) -> family. A family is written under the first row that fits it.
+FAMILIES: dict[tuple[str, str], type[Architecture]] = {
+    ("Qwen2ForCausalLM", "qwen2"): Qwen2,
+    ("Qwen3ForCausalLM", "qwen3"): Qwen3,
+    ("LlamaForCausalLM", "llama"): Llama3,
+    ("MistralForCausalLM", "mistral"): Mistral,
+    ("MinistralForCausalLM", "ministral"): Mistral,
+}
+# Settings that change the mathematics, and the one value of each that the layers implement.
+ONLY: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+def read(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+    """The architecture that a config.json describes.
+
+    Args:
+      config: the parsed file.
+      source: its path, for the errors.
+
+    Raises:
+      ValueError: an unsupported architecture or setting, or a missing size; the message names it.
+    """
+    family = _family(config, source)
+    for key, value in ONLY.items():
+        if config.get(key, value) != value:
+            raise ValueError(f"{source}: {key}={config[key]!r} is not supported, only {value!r} is")
+    missing = [key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads") if key not in config]
+    missing += [key for key in ("vocab_size", "intermediate_size") if key not in config]
+    if missing:
+        raise ValueError(f"{source} lacks {', '.join(missing)}: is it the config.json of a language model?")
+    heads, width, layers = config["num_attention_heads"], config["hidden_size"], config["num_hidden_layers"]
+    theta, scaling = _rope(config, source)
+    sizes: dict[str, Any] = {
+        "vocabulary_size": config["vocab_size"],
+        "width": width,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": config.get("num_key_value_heads") or heads,
+        "head_width": config.get("head_dim") or (128 if family is Qwen3 else width // heads),
+        "mlp_width": config["intermediate_size"],
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_epsilon": config.get("rms_norm_eps", 1e-6),
+        "tied": bool(config.get("tie_word_embeddings", False)),
+        "max_positions": config.get("max_position_embeddings", Architecture.max_positions),
+        "init_std": config.get("initializer_range", Architecture.init_std),
+    }
+    if family is not Llama3:
+        sizes |= _windows(config, family, source)
+    return family(**sizes)
+
+
+def write(architecture: Architecture) -> dict[str, Any]:
+    """The config.json of an architecture, in the keys that every transformers release since 4.56 reads."""
+    windows, mixed = architecture.windows, len(set(architecture.windows)) > 1
+    window = architecture.window if any(windows) else None
+    rows = [row for row, family in FAMILIES.items() if isinstance(architecture, family)]
+    name, model_type = rows[-1] if mixed else rows[0]
+    config: dict[str, Any] = {
+        "architectures": [name],
+        "model_type": model_type,
+        "vocab_size": architecture.vocabulary_size,
+        "hidden_size": architecture.width,
+        "num_hidden_layers": architecture.layers,
+        "num_attention_heads": architecture.heads,
+        "num_key_value_heads": architecture.kv_heads,
+        "head_dim": architecture.head_width,
+        "intermediate_size": architecture.mlp_width,
+        "hidden_act": "silu",
+        "rope_theta": architecture.rope_theta,
+        "rope_scaling": _written_scaling(architecture.rope_scaling),
+        "rms_norm_eps": architecture.norm_epsilon,
+        "tie_word_embeddings": architecture.tied,
+        "max_position_embeddings": architecture.max_positions,
+        "initializer_range": architecture.init_std,
+    }
+    if isinstance(architecture, Llama3):
+        return config
+    config["sliding_window"] = window
+    if isinstance(architecture, Qwen2 | Qwen3):
+        config |= {"use_sliding_window": window is not None, "max_window_layers": architecture.layers}
+    if model_type != "mistral":
+        config["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in windows]
+    return config
+
+
+def _family(config: Mapping[str, Any], source: str) -> type[Architecture]:
+    names, model_type = list(config.get("architectures") or ()), config.get("model_type")
+    for (name, kind), family in FAMILIES.items():
+        if names == [name] or (not names and model_type == kind):
+            return family
+    got = ", ".join(names) or model_type or "none"
+    raise ValueError(f"{source}: architecture {got} is not supported: use one of {', '.join(n for n, _ in FAMILIES)}")
+
+
+def _rope(config: Mapping[str, Any], source: str) -> tuple[float, Llama3RopeScaling | None]:
+    # transformers 5 writes both into `rope_parameters`; older files have `rope_theta` beside `rope_scaling`.
+    settings = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = float(settings.get("rope_theta", config.get("rope_theta", 10000.0)))
+    kind = settings.get("rope_type", settings.get("type", "default"))
+    if kind == "default" and not any(isinstance(value, Mapping) for value in settings.values()):
+        return theta, None
+    if kind != "llama3":
+        raise ValueError(f"{source}: rotary scaling {dict(settings)} is not supported: only 'default' and 'llama3' are")
+    return theta, Llama3RopeScaling(
+        factor=float(settings["factor"]),
+        low_frequency_factor=float(settings["low_freq_factor"]),
+        high_frequency_factor=float(settings["high_freq_factor"]),
+        original_max_positions=settings["original_max_position_embeddings"],
+    )
+
+
+def _written_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_frequency_factor,
+        "high_freq_factor": scaling.high_frequency_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def _windows(config: Mapping[str, Any], family: type[Architecture], source: str) -> dict[str, Any]:
+    layers, window, kinds = config["num_hidden_layers"], config.get("sliding_window"), config.get("layer_types")
+    qwen = family in (Qwen2, Qwen3)
+    if window is None or (qwen and not config.get("use_sliding_window", False)):
+        return {"window": None}
+    if kinds is None:
+        first = config.get("max_window_layers", 28) if qwen else 0
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+    if unknown or len(kinds) != layers:
+        raise ValueError(
+            f"{source}: layer_types must be sliding_attention or full_attention for each of {layers} layers "
+            f"(got {len(kinds)}{', with ' + ', '.join(unknown) if unknown else ''})"
+        )
+    sliding = tuple(kind == "sliding_attention" for kind in kinds)
+    if not any(sliding):
+        return {"window": None}
+    period = next(p for p in range(1, layers + 1) if all(s == sliding[i % p] for i, s in enumerate(sliding)))
+    return {"window": window, "sliding": sliding[:period]}

@@ -1,0 +1,50 @@
+"""Where a policy comes from: a Hugging Face folder, or an architecture with random parameters."""
+
+from dataclasses import dataclass
+
+from jaxtyping import PRNGKeyArray
+
+from jaxrl_llm import hf_weights
+from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.policy import Params, Policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySource:
+    """A model to train or to sample from; exactly one of `architecture` and `pretrained` is set.
+
+    Attributes:
+      architecture: sizes of a model with random parameters, or None.
+      pretrained: a Hugging Face folder or id ("owner/name") with config.json and safetensors, or None.
+      compute_dtype: dtype of activations, "float32" or "bfloat16".
+      remat: what the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (each layer).
+    """
+
+    architecture: Architecture | None = None
+    pretrained: str | None = None
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        if (self.architecture is None) == (self.pretrained is None):
+            got = "neither" if self.architecture is None else "both"
+            raise ValueError(f"PolicySource needs `architecture` or `pretrained` (got {got}): set one of the two")
+
+    def policy(self, partitioner: Partitioner) -> Policy:
+        """The policy on a mesh.
+
+        Raises:
+          FileNotFoundError, ValueError: the pretrained folder is not there or not of a supported architecture.
+        """
+        architecture = self.architecture
+        if self.pretrained is not None:
+            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained))
+        assert architecture is not None  # by __post_init__
+        return Policy(architecture, partitioner, self.compute_dtype, self.remat)
+
+    def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
+        """The pretrained parameters, or random ones drawn with `key`."""
+        if self.pretrained is not None:
+            return hf_weights.load(policy, hf_weights.locate(self.pretrained))
+        return policy.init(key)
