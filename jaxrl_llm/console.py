@@ -1,7 +1,7 @@
 """A run on the console: a progress bar on a terminal, plain lines elsewhere.
 
-Metrics are read by the first piece of their names: `eval/` results get a line of their own, `time/` seconds are shown
-as a split of the step, `count/` is shown where it is not 0 and summed over the run.
+Metrics are read by the first piece of their names: `eval/` results are always shown, `time/` seconds as a split of the
+step, `count/` where it is not 0, and summed over the run.
 """
 
 import math
@@ -16,8 +16,8 @@ import numpy as np
 from tqdm import tqdm
 
 FIRST_STEP = (
-    "a healthy first step: a reward between its least and greatest value, entropy well above 0, a KL and a clipped"
-    " share near 0 (the policy has not moved yet), a trainer/sampler gap below 1e-3 in float32 or 5e-2 in bfloat16"
+    "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
+    " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
 )
 
 
@@ -39,22 +39,23 @@ def in_group(values: Mapping[str, float], group: str) -> dict[str, float]:
     return {name.removeprefix(f"{group}/"): value for name, value in values.items() if name.startswith(f"{group}/")}
 
 
-def time_split(seconds: Mapping[str, float]) -> str:
-    """`2.00 s (sample 25%, ...)` of {"step_s": 2, "sample_s": 0.5, ...}; without a "step_s" the parts make it up."""
-    parts = {name.removesuffix("_s"): value for name, value in seconds.items()}
-    whole = parts.pop("step", sum(parts.values()))
-    shares = ", ".join(f"{name} {100 * value / whole:.0f}%" for name, value in parts.items()) if whole > 0 else ""
-    return f"{whole:.2f} s ({shares})" if shares else f"{whole:.2f} s"
+def time_split(step_s: float, parts: Mapping[str, float]) -> str:
+    """`2.00 s (sample 25%, update 70%)`: a step's seconds, and the shares of its parts (seconds too)."""
+    shares = ", ".join(f"{name} {100 * value / step_s:.0f}%" for name, value in parts.items()) if step_s > 0 else ""
+    return f"{step_s:.2f} s ({shares})" if shares else f"{step_s:.2f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console:
     """A line for each step: reward, entropy, KL, tokens a second, where the time went, what was counted.
 
+    A bar shows the last step, and a line of its own each evaluation.
+
     Attributes:
-      every: steps between lines; evaluations always get one.
+      every: steps between lines; a step with an evaluation always has one.
       bar: True for a progress bar, False for plain lines, None for a bar where standard error is a terminal.
       columns: (label, metric name) of what a line shows, in order; a metric that a step lacks is left out.
+      times: parts of a step that its time is split into, in order.
     """
 
     every: int = 1
@@ -62,12 +63,14 @@ class Console:
     columns: tuple[tuple[str, str], ...] = (
         ("reward", "reward/mean"),
         ("loss", "loss/total"),
-        ("entropy", "policy/entropy"),
+        ("entropy", "entropy/mean"),
         ("kl", "kl/reference"),
+        ("kl_old", "kl/k3_to_old"),
         ("gap", "gap/mean"),
-        ("tok/s", "speed/tokens_per_second"),
+        ("tok/s", "speed/tokens_per_s"),
         ("mfu", "speed/mfu"),
     )
+    times: tuple[str, ...] = ("publish", "sample", "reward", "score", "update", "evaluate")
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -82,8 +85,9 @@ class Console:
         """What a step's line says of its values."""
         parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
         parts += [f"eval/{name} {short(value)}" for name, value in in_group(values, "eval").items()]
-        if seconds := in_group(values, "time"):
-            parts.append(time_split(seconds))
+        if "time/step_s" in values:
+            spent = {name: values[f"time/{name}_s"] for name in self.times if f"time/{name}_s" in values}
+            parts.append(time_split(values["time/step_s"], spent))
         parts += [f"{name} {short(count)}" for name, count in in_group(values, "count").items() if count]
         return "  ".join(parts)
 
@@ -106,13 +110,12 @@ class ConsoleWriter:
         self._counts.update({name: int(count) for name, count in in_group(values, "count").items()})
         line = self._settings.line(values)
         due = step % self._settings.every == 0
-        evaluated = bool(in_group(values, "eval"))
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
             self._bar.set_postfix_str(line, refresh=due)
-        if evaluated or (due and self._bar is None):
+        if in_group(values, "eval") or (due and self._bar is None):
             self._print(f"step {step}{self._total}  {line}")
-        if not evaluated and not self._explained:
+        if "reward/mean" in values and not self._explained:
             self._explained = True
             self._print(FIRST_STEP)
 

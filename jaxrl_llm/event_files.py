@@ -37,8 +37,8 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         start = end
 
 
-def cut_events(path: Path, step: int, *, drop: str | None = None) -> None:
-    """Removes a file's events after `step`, and those whose tag begins with `drop`, in one atomic replacement.
+def cut_events(path: Path, step: int) -> None:
+    """Removes a file's events after `step`, in one atomic replacement.
 
     A file that is left with no event goes; a torn end goes too.
     """
@@ -49,8 +49,7 @@ def cut_events(path: Path, step: int, *, drop: str | None = None) -> None:
     try:
         for record, payload in records(path.read_bytes()):
             event = Event.FromString(payload)
-            dropped = drop is not None and any(value.tag.startswith(drop) for value in event.summary.value)
-            if (event.step <= step and not dropped) or event.HasField("file_version"):
+            if event.step <= step or event.HasField("file_version"):
                 kept.append(record)
                 shows |= event.HasField("summary")
     except DecodeError:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup
 from jaxrl_llm.global_batch import unscored
 
 
+@runtime_checkable
 class Feed(Protocol):
     """Groups for each step, from a place in the data that a checkpoint can hold."""
 

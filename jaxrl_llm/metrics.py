@@ -169,9 +169,6 @@ def step_of(line: bytes) -> float:
         return math.inf
 
 
-DOCUMENTS = "documents/"
-
-
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
     """TensorBoard event files: scalars and images by step, sampled rollouts and documents as text.
@@ -185,11 +182,11 @@ class TensorBoard:
     rollouts_shown: int = 4
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "TensorBoardWriter":
-        """Starts an event file; steps after `resume_step` and documents (each start has its own) leave old ones."""
+        """Starts an event file; steps after `resume_step` leave the old ones."""
         folder = run_dir / self.folder
         folder.mkdir(parents=True, exist_ok=True)
         for file in event_files(folder):
-            cut_events(file, -1 if resume_step is None else resume_step, drop=DOCUMENTS)
+            cut_events(file, -1 if resume_step is None else resume_step)
         return TensorBoardWriter(folder, self.rollouts_shown)
 
 
@@ -217,7 +214,7 @@ class TensorBoardWriter:
         self._add(step, self._summary.image(name, pixels, dataformats="HWC"))
 
     def text(self, name: str, text: str) -> None:
-        self._add(0, self._summary.text(f"{DOCUMENTS}{name}", code_block(text)))
+        self._add(0, self._summary.text(name, text))
 
     def cut(self, step: int) -> None:
         self._file.close()
@@ -310,7 +307,7 @@ class WandBWriter:
         self._run.log({name: self._wandb.Image(pixels)}, step=step)
 
     def text(self, name: str, text: str) -> None:
-        self._run.summary[f"{DOCUMENTS}{name}"] = text
+        self._run.summary[name] = text
 
     def cut(self, step: int) -> None:
         self._run.finish()

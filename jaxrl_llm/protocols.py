@@ -144,7 +144,9 @@ class Writer(Protocol):
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None: ...
 
-    def text(self, name: str, text: str) -> None: ...
+    def text(self, name: str, text: str) -> None:
+        """A document of the run in Markdown, written once, before its first step."""
+        ...
 
     def cut(self, step: int) -> None:
         """Forgets everything written after `step`, when a run resumes from it."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from jaxrl_llm.console import FIRST_STEP, Console, short, time_split
+from jaxrl_llm.console import FIRST_STEP, Console, short
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WandB, Writers
 from jaxrl_llm.protocols import Writer
 
@@ -75,7 +75,7 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
 
 def test_tensorboard_shows_scalars_documents_images_and_rollouts(tmp_path):
     writer = TensorBoard(rollouts_shown=1).open(tmp_path, None)
-    writer.text("config.gin", "GRPO.clip_low = 0.2\n# two lines")
+    writer.text("config", "```\nGRPO.clip_low = 0.2\n```")
     writer.write(1, {"loss/total": 0.5, "reward/mean": 1})
     sample = [{"id": "a7", "reward": 1.0, "response": "<b> 4 + 3\n= 7"}, {"id": "never shown"}]
     writer.rollouts(1, sample)
@@ -83,7 +83,7 @@ def test_tensorboard_shows_scalars_documents_images_and_rollouts(tmp_path):
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "loss/total") == [(1, 0.5)]  # while the writer is open: a kill loses nothing
     assert scalars(folder, "reward/mean") == [(1, 1.0)]
-    assert texts(folder, "documents/config.gin") == [(0, "    GRPO.clip_low = 0.2\n    # two lines")]
+    assert texts(folder, "config") == [(0, "```\nGRPO.clip_low = 0.2\n```")]
     shown = "**id** a7  **reward** 1.0\n\n**response**\n\n    <b> 4 + 3\n    = 7"
     assert texts(folder, "rollouts") == [(1, shown)]
     (image,) = board(folder).Images("entropy/flow")
@@ -97,13 +97,14 @@ def test_a_resumed_run_shows_no_step_twice_on_tensorboard(tmp_path):
     for resume_step, last in ((None, 5), (3, 6), (4, 7)):  # killed twice, within the second that names an event file
         writer = TensorBoard().open(tmp_path, resume_step)
         writers.append(writer)
-        writer.text("config.gin", f"resumed from {resume_step}")
+        if resume_step is None:
+            writer.text("config", "a = 1")
         for step in range(0 if resume_step is None else resume_step + 1, last):
             writer.write(step, {"x": 100.0 * last + step})
             writer.rollouts(step, [{"id": str(step)}])
     assert scalars(folder, "x") == [(0, 500), (1, 501), (2, 502), (3, 503), (4, 604), (5, 705), (6, 706)]
     assert [step for step, _ in texts(folder, "rollouts")] == list(range(7))
-    assert texts(folder, "documents/config.gin") == [(0, "    resumed from 4")]
+    assert texts(folder, "config") == [(0, "a = 1")]
     for writer in writers:
         writer.close()
 
@@ -123,7 +124,7 @@ def test_a_torn_event_file_keeps_what_came_before_the_tear(tmp_path):
 
 def test_cutting_while_writing_keeps_documents_and_goes_on(tmp_path):
     writer = Writers.open([Jsonl(), TensorBoard()], tmp_path, None)
-    writer.text("config.gin", "a = 1")
+    writer.text("config", "a = 1")
     for step in range(4):
         writer.write(step, {"x": float(step)})
     writer.cut(1)
@@ -131,15 +132,16 @@ def test_cutting_while_writing_keeps_documents_and_goes_on(tmp_path):
     writer.close()
     assert scalars(tmp_path / "tensorboard", "x") == [(0, 0), (1, 1), (2, 20)]
     assert [r["x"] for r in rows(tmp_path / "metrics.jsonl")] == [0, 1, 20]
-    assert texts(tmp_path / "tensorboard", "documents/config.gin") == [(0, "    a = 1")]
+    assert texts(tmp_path / "tensorboard", "config") == [(0, "a = 1")]
 
 
 STEP = {
     "reward/mean": 0.4125,
-    "policy/entropy": 1.25,
+    "entropy/mean": 1.25,
     "kl/reference": 0.00002,
-    "speed/tokens_per_second": 15300.0,
+    "speed/tokens_per_s": 15300.0,
     "time/step_s": 2.0,
+    "time/collect_s": 0.5,  # not shown: its parts are
     "time/sample_s": 0.5,
     "time/update_s": 1.4,
     "count/truncated": 3.0,
@@ -149,16 +151,16 @@ STEP = {
 
 def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp_path):
     writer = Console(bar=False).open(tmp_path, None, 20)
+    writer.write(0, {"eval/heldout/greedy": 0.25})
     writer.write(1, STEP)
-    writer.write(2, STEP)
-    writer.write(2, {"eval/heldout/greedy": 0.5})
+    writer.write(2, {"eval/heldout/greedy": 0.5, **STEP})
     writer.close()
     line = "reward 0.412  entropy 1.250  kl 2.0e-05  tok/s 15.3k  2.00 s (sample 25%, update 70%)  truncated 3"
     assert capsys.readouterr().out.splitlines() == [
+        "step 0/20  eval/heldout/greedy 0.250",
         f"step 1/20  {line}",
         FIRST_STEP,
-        f"step 2/20  {line}",
-        "step 2/20  eval/heldout/greedy 0.500",
+        f"step 2/20  {line.replace('  2.00 s', '  eval/heldout/greedy 0.500  2.00 s')}",
         "counted: truncated 6",
     ]
 
@@ -166,9 +168,9 @@ def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp
 def test_a_resumed_run_is_not_told_of_its_first_step_and_prints_every_second_line(capsys, tmp_path):
     writer = Console(bar=False, every=2).open(tmp_path, 2)
     for step in (3, 4, 5):
-        writer.write(step, {"loss/total": 0.5})
+        writer.write(step, {"reward/mean": 0.5, "loss/total": -0.25})
     writer.close()
-    assert capsys.readouterr().out.splitlines() == ["step 4  loss 0.500", "counted: nothing"]
+    assert capsys.readouterr().out.splitlines() == ["step 4  reward 0.500  loss -0.250", "counted: nothing"]
 
 
 def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch, tmp_path):
@@ -190,10 +192,6 @@ def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch,
 )
 def test_numbers_are_said_shortly(value, said):
     assert short(value) == said
-
-
-def test_times_without_a_whole_make_it_up():
-    assert time_split({"sample_s": 1.0, "update_s": 3.0}) == "4.00 s (sample 25%, update 75%)"
 
 
 def test_a_console_that_never_prints_is_refused():
@@ -237,7 +235,7 @@ def test_wandb_gets_one_run_that_a_resumed_one_rewinds(wandb, tmp_path):
     first.write(1, {"x": 1.0})
     first.rollouts(1, [{"id": "a", "reward": 0.5}, {"id": "b", "finish": "stop"}])
     first.image(1, "flow", np.zeros((2, 3, 3), np.uint8))
-    first.text("config.gin", "a = 1")
+    first.text("config", "a = 1")
     first.close()
     settings = wandb[0][1]
     run_id = settings["id"]
@@ -246,7 +244,7 @@ def test_wandb_gets_one_run_that_a_resumed_one_rewinds(wandb, tmp_path):
         ("log", 1, {"x": 1.0}),
         ("log", 1, {"rollouts": (["id", "reward", "finish"], [["a", "0.5", ""], ["b", "", "stop"]])}),
         ("log", 1, {"flow": (2, 3, 3)}),
-        ("finish", {"documents/config.gin": "a = 1"}),
+        ("finish", {"config": "a = 1"}),
     ]
     wandb.clear()
     WandB(project="p").open(tmp_path / "run7", 10)
