@@ -14,6 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.linear import linear
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
@@ -72,7 +73,7 @@ class Projection(nnx.Module):
         self.bias = bias if architecture.qkv_bias else None
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads C"]:
-        y = jnp.einsum("btd,dhc->bthc", x, self.kernel[...].astype(x.dtype))
+        y = linear(x, self.kernel[...])
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -100,7 +101,7 @@ class Attention(nnx.Module):
 
     def merge(self, heads: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
         """The heads' outputs brought back to the residual stream."""
-        return jnp.einsum("bthc,hcd->btd", heads, self.output[...].astype(heads.dtype))
+        return linear(heads, self.output[...], 2)
 
 
 class MLP(nnx.Module):
@@ -113,5 +114,4 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+        return linear(jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
