@@ -28,7 +28,7 @@ class EmbeddedSampler:
 
     slots: int = 512
     decode_chunk: int = 16
-    prefill_tokens: int = 16384
+    prefill_tokens: int = 8192
     share_weights: bool = True
     gather_weights: bool = False
 

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.samplers.requests import Request
-from jaxrl_llm.samplers.slot_batch import Capacity, Prefix, SlotBatch, bucket
+from jaxrl_llm.samplers.slot_batch import Capacity, Prefix, SlotBatch
 from jaxrl_llm.samplers.weights import deleted
 
 Group = tuple[int, list[Completion]]
@@ -192,7 +193,8 @@ class Engine:
         while self._waiting:
             request, index = self._waiting[0]
             longest = max(longest, len(request.prefixes[index]))
-            if (block and bucket(len(block) + 1) * bucket(longest) > self.prefill_tokens) or not self._fits(batch):
+            full = bool(block) and prod(batch.block_shape(len(block) + 1, longest)) > self.prefill_tokens
+            if full or not self._fits(batch):
                 break
             self._waiting.popleft()
             if request.open:

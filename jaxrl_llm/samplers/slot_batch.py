@@ -96,12 +96,15 @@ class SlotBatch:
                 self._release(slot)
         return [slot for slot, draft in enumerate(self._drafts) if draft is None]
 
-    def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> None:
-        """Prefills prompts, at most one block at a time; their sequences take slots at the next `place`."""
-        shards = self.policy.partitioner.batch_shards
-        longest = max(len(request.prefixes[index]) for request, index in prefixes)
+    def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
+        """Rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
         length = min(bucket(longest, _SHORTEST), self.capacity.length)
-        tokens = np.full((bucket(len(prefixes), shards), length), decode.NO_TOKEN, np.int32)
+        return bucket(rows, self.policy.partitioner.batch_shards), length
+
+    def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> None:
+        """Prefills prompts, one block at a time; their sequences take slots at the next `place`."""
+        longest = max(len(request.prefixes[index]) for request, index in prefixes)
+        tokens = np.full(self.block_shape(len(prefixes), longest), decode.NO_TOKEN, np.int32)
         drafts: deque[tuple[int, Draft]] = deque()
         for row, (request, index) in enumerate(prefixes):
             tokens[row, : len(request.prefixes[index])] = request.prefixes[index]

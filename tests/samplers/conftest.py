@@ -2,60 +2,17 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from sampler_cases import VOCABULARY, Tiny, sample
 
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded import EmbeddedSampler
-from jaxrl_llm.samplers.engine import Engine
-
-VOCABULARY = 24
-MAX_LENGTH = 32
-ROWS = 32
-
-
-class Letters:
-    """Token ids are the letters from "a" on, but for 20, which is "ab"."""
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join("ab" if token == 20 else chr(ord("a") + token) for token in tokens)
-
-
-@partial(jax.jit, static_argnames=("policy",))
-def forward(params: dict[str, Any], tokens: jax.Array, lengths: jax.Array, *, policy: Policy) -> jax.Array:
-    """The learner's hidden states of right-padded rows."""
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return policy.hidden(params, tokens, positions, (positions < lengths[:, None]).astype(jnp.int32))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tiny:
-    """A policy with its parameters, and what the tests ask of them."""
-
-    policy: Policy
-    params: dict[str, Any]
-
-    def start(self, **fields: Any) -> Engine:
-        return EmbeddedSampler(**fields).start(self.policy, Letters(), max_length=MAX_LENGTH)
-
-    def logits(self, sequences: list[np.ndarray]) -> np.ndarray:
-        """float64 [S, T, V] logits of at most ROWS sequences, right-padded, by the learner's forward pass."""
-        tokens = np.zeros((ROWS, MAX_LENGTH), np.int32)
-        for row, sequence in enumerate(sequences):
-            tokens[row, : len(sequence)] = sequence
-        lengths = np.array([len(s) for s in sequences] + [0] * (ROWS - len(sequences)), np.int32)
-        hidden = forward(self.params, tokens, lengths, policy=self.policy)
-        head = np.asarray(self.policy.head(self.params), np.float64)
-        return np.asarray(hidden, np.float64)[: len(sequences)] @ head.T
 
 
 @pytest.fixture(scope="session")
@@ -90,19 +47,6 @@ def prefixes() -> list[np.ndarray]:
     """Ten prompts of 1 to 12 tokens."""
     rng = np.random.default_rng(7)
     return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in (5, 12, 1, 7, 7, 2, 9, 3, 11, 4)]
-
-
-async def sample(
-    engine: Engine, prefixes: list[np.ndarray], n: int, settings: SamplingSettings, seeds: list[int] | None = None
-) -> list[list[Completion]]:
-    """All groups of one call, by prefix."""
-    groups: dict[int, list[Completion]] = {}
-    async for index, group in engine.sample(
-        prefixes, n, settings, list(range(len(prefixes))) if seeds is None else seeds
-    ):
-        assert index not in groups and len(group) == n
-        groups[index] = group
-    return [groups[index] for index in range(len(prefixes))]
 
 
 @pytest.fixture(scope="session")
