@@ -73,3 +73,88 @@ def on_last_token(reward: Float[Array, " S"], mask: Bool[Array, "S T"]) -> Float
     """The reward of a sequence at the last token of its mask, 0 elsewhere."""
     after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
     return jnp.where(mask & (after == 1), reward[:, None], 0.0)
+
+
+def _backward(x: Float[Array, "S T"], carry: Float[Array, "S T"]) -> Float[Array, "S T"]:
+    """y_t = x_t + carry_t y_{t+1}, from the last token to the first."""
+
+    def join(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
+        return earlier[0] + earlier[1] * later[0], earlier[1] * later[1]
+
+    return jax.lax.associative_scan(join, (x, carry), reverse=True, axis=1)[0]
+
+
+def returns_to_go(rewards: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float = 1.0) -> Float[Array, "S T"]:
+    """Discounted sum of the rewards from each token on; tokens outside the mask are skipped as if they were not
+    there."""
+    rewards = jnp.where(mask, rewards, 0.0)
+    return jnp.where(mask, _backward(rewards, jnp.where(mask, gamma, 1.0).astype(rewards.dtype)), 0.0)
+
+
+def gae(
+    rewards: Float[Array, "S T"], values: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float, lam: float
+) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
+    """Generalised advantage estimates and returns (https://arxiv.org/abs/1506.02438), 0 outside the mask.
+
+    delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V. t + 1 is the next token
+    of the mask; after the last one V and A are 0.
+    """
+    values = jnp.where(mask, values, 0.0)
+    held = _backward(values, jnp.where(mask, 0.0, 1.0).astype(values.dtype))
+    following = jnp.pad(held[:, 1:], ((0, 0), (0, 1)))
+    delta = jnp.where(mask, rewards + gamma * following - values, 0.0)
+    advantages = jnp.where(mask, _backward(delta, jnp.where(mask, gamma * lam, 1.0).astype(delta.dtype)), 0.0)
+    return advantages, advantages + values
+
+
+def leave_one_out(reward: Float[Array, " S"], stats: Group, singleton: Singleton) -> Float[Array, " S"]:
+    """RLOO: the reward less the mean of the other members' rewards, n / (n - 1) x (r - mean)."""
+    scaled = stats.centered * stats.size / jnp.maximum(stats.size - 1.0, 1.0)
+    return settle_singletons(scaled, reward, stats.size, singleton)
+
+
+def length_weighted(
+    reward: Float[Array, " S"],
+    length: Float[Array, " S"],
+    group: Int[Array, " S"],
+    counted: Bool[Array, " S"],
+    groups: int,
+) -> Float[Array, " S"]:
+    """OPO: the reward less sum(length r) / sum(length) of the group; 0 where not counted."""
+    low = jax.ops.segment_min(jnp.where(counted, reward, jnp.inf), group, groups)[group]
+    shifted = jnp.where(counted, reward - low, 0.0)
+    total = group_sum(length, group, counted, groups)
+    baseline = group_sum(length * shifted, group, counted, groups) / jnp.maximum(total, 1.0)
+    return jnp.where(counted, shifted - baseline, 0.0)
+
+
+def best_over_second(
+    reward: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
+) -> Float[Array, " S"]:
+    """The group's best reward less its second best, at the one best member; 0 elsewhere, with a tie, and alone."""
+    known = jnp.where(counted, reward, -jnp.inf)
+    best = jax.ops.segment_max(known, group, groups)[group]
+    leads = counted & (known == best)
+    second = jax.ops.segment_max(jnp.where(leads, -jnp.inf, known), group, groups)[group]
+    leaders = group_sum(jnp.ones_like(reward), group, leads, groups)
+    alone = (leaders == 1) & jnp.isfinite(second)
+    return jnp.where(leads & alone, best - jnp.where(alone, second, 0.0), 0.0)
+
+
+def token_baseline(
+    returns: Float[Array, "S T"],
+    energy: Float[Array, "S T"],
+    mask: Bool[Array, "S T"],
+    group: Int[Array, " S"],
+    groups: int,
+) -> Float[Array, "S T"]:
+    """The optimal token baseline: the group's mean return at each step, weighted by the energy spent up to it.
+
+    W_t = sum_{s <= t} energy_s;  B_t = sum_G W_t R_t / sum_G W_t over the members with a token at t. Where only one
+    member has one, the baseline is 0.
+    """
+    spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
+    weighted = jax.ops.segment_sum(jnp.where(mask, spent * returns, 0.0), group, groups)
+    total = jax.ops.segment_sum(spent, group, groups)
+    members = jax.ops.segment_sum(mask.astype(jnp.float32), group, groups)
+    return jnp.where(members > 1, weighted / jnp.maximum(total, 1e-8), 0.0)[group]

@@ -17,6 +17,11 @@ Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
 
+def absolute(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """|x| with gradient 0 at 0, so that a policy that has not moved is not pushed either way."""
+    return x * stop_gradient(jnp.sign(x))
+
+
 def divergence(
     logprob: Float[Array, "*shape"], reference: Float[Array, "*shape"], estimator: Estimator
 ) -> Float[Array, "*shape"]:
@@ -30,7 +35,7 @@ def divergence(
     d = jnp.clip(reference - logprob, -20.0, 20.0)
     k2 = 0.5 * jnp.square(d)
     name = estimator.removesuffix("+")
-    value = {"k1": -d, "abs": jnp.abs(d), "k2": k2, "k3": jnp.minimum(jnp.expm1(d) - d, 10.0)}[name]
+    value = {"k1": -d, "abs": absolute(d), "k2": k2, "k3": jnp.minimum(jnp.expm1(d) - d, 10.0)}[name]
     return k2 + stop_gradient(value - k2) if estimator.endswith("+") else value
 
 

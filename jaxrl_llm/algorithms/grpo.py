@@ -11,26 +11,22 @@ settings.
 
 from dataclasses import dataclass
 
-import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.group_relative import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(PolicyGradient):
+class GRPO(GroupRelative):
     """Group-relative policy optimisation.
 
     Attributes:
-      std: divide by the group's standard deviation.
       clip_low: how far below 1 the ratio still has a gradient.
       clip_high: how far above 1 the ratio still has a gradient.
       clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
     """
 
-    std: bool = True
     clip_low: float = 0.2
     clip_high: float = 0.28
     clip_dual: float | None = None
@@ -39,12 +35,5 @@ class GRPO(PolicyGradient):
         super().__post_init__()
         surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        reward = jnp.sum(rewards, axis=1)
-        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
-        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
-        return Estimate(advantages.to_tokens(credit, view.learned))
-
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        ratio = jnp.exp(tokens.log_ratio)
-        return surrogate.clip(ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)
+        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

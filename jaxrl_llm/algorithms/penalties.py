@@ -3,8 +3,11 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.masked import masked_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,34 +15,34 @@ class Overlong:
     """What becomes of responses near the length limit, in DAPO's two ways (https://arxiv.org/abs/2503.14476, section
     3.4).
 
-    "linear": a penalty that grows from 0 at max_length - buffer to `weight` at max_length and stays there beyond;
+    "linear": a penalty that grows from 0 at (1 - buffer) max_length to `weight` at max_length and stays there beyond;
     "mask": responses of max_length tokens or more were cut off and leave the loss, with their reward kept in the
     statistics.
 
     Attributes:
       how: "linear" or "mask".
       max_length: most tokens the policy may choose in one response.
-      buffer: tokens before max_length over which the penalty grows.
+      buffer: share of max_length, at its end, over which the penalty grows.
       weight: largest penalty, in units of reward.
     """
 
     how: Literal["linear", "mask"] = "linear"
     max_length: int
-    buffer: int = 1
+    buffer: float = 0.2
     weight: float = 1.0
 
     def __post_init__(self) -> None:
         if self.how not in ("linear", "mask"):
             raise ValueError(f"penalties.Overlong.how must be 'linear' or 'mask' (got {self.how!r})")
-        if not 1 <= self.buffer <= self.max_length:
-            raise ValueError(
-                f"penalties.Overlong.buffer must be between 1 and max_length={self.max_length} (got {self.buffer})"
-            )
+        if self.max_length < 1:
+            raise ValueError(f"penalties.Overlong.max_length must be >= 1 (got {self.max_length})")
+        if not 0 < self.buffer <= 1:
+            raise ValueError(f"penalties.Overlong.buffer must be in (0, 1] (got {self.buffer})")
 
     def penalty(self, mask: Bool[Array, "S T"]) -> Float[Array, " S"]:
         """What is added to the rewards: between -weight and 0."""
         length = jnp.sum(mask, axis=1, dtype=jnp.float32)
-        excess = jnp.clip((length - (self.max_length - self.buffer)) / self.buffer, 0.0, 1.0)
+        excess = jnp.clip(1.0 + (length / self.max_length - 1.0) / self.buffer, 0.0, 1.0)
         return -self.weight * excess if self.how == "linear" else jnp.zeros_like(length)
 
     def keep(self, mask: Bool[Array, "S T"]) -> Bool[Array, " S"]:
@@ -59,3 +62,25 @@ def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> B
     ranked = jnp.sort(jnp.where(mask, x, -jnp.inf).ravel(), descending=True)
     count = jnp.maximum(jnp.floor(share * jnp.sum(mask)).astype(jnp.int32), 1)
     return mask & (x >= ranked[count - 1])
+
+
+def covariance(
+    logprob: Float[Array, "S T"], advantages: Float[Array, "S T"], mask: Bool[Array, "S T"]
+) -> Float[Array, "S T"]:
+    """(A - mean A)(log pi - mean log pi) of each token, means over the mask; 0 outside it."""
+    logprob, advantages = jnp.where(mask, logprob, 0.0), jnp.where(mask, advantages, 0.0)
+    centered = (advantages - masked_mean(advantages, mask)) * (logprob - masked_mean(logprob, mask))
+    return jnp.where(mask, centered, 0.0)
+
+
+def draw(eligible: Bool[Array, "S T"], count: Int[Array, ""], *seeds: Float[Array, "S T"]) -> Bool[Array, "S T"]:
+    """`count` eligible tokens (all, if there are fewer), drawn by a hash of the bits that `seeds` have at each
+    token."""
+    bits = jnp.zeros(eligible.shape, jnp.uint32)
+    for seed in seeds:
+        word = jax.lax.bitcast_convert_type(seed.astype(jnp.float32), jnp.uint32)
+        bits = (bits ^ word) * jnp.uint32(0x9E3779B1)
+        bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA77)
+        bits = bits ^ (bits >> 13)
+    ranked = jnp.sort(jnp.where(eligible, bits, jnp.uint32(0xFFFFFFFF)).ravel())
+    return eligible & (bits <= ranked[count - 1])

@@ -12,13 +12,13 @@ splitting a batch changes nothing.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms.advantages import Singleton, group_sum, on_last_token
+from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
 from jaxrl_llm.algorithms.penalties import Overlong, high_entropy
@@ -51,7 +51,6 @@ class PolicyGradient(ABC):
       aggregation: what a loss is averaged over: "token-mean", "token-sum", "seq-mean-token-sum",
         "seq-mean-token-mean" or "constant" (sum divided by sequences x constant_length).
       constant_length: tokens a sequence counts as under aggregation "constant".
-      singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").
       correction: weights for the mismatch of sampler and learner; None for 1.
       rejections: tests that tokens must pass, all of them, to be learned from.
       kl_coef: weight of the divergence from the reference policy; 0 needs no reference.
@@ -65,7 +64,6 @@ class PolicyGradient(ABC):
 
     aggregation: Aggregation = "token-mean"
     constant_length: int = 1024
-    singleton: Singleton = "zero"
     correction: Correction | None = field(default_factory=Correction)
     rejections: tuple[Rejection, ...] = ()
     kl_coef: float = 0.0
@@ -79,7 +77,6 @@ class PolicyGradient(ABC):
     def __post_init__(self) -> None:
         choices = {
             "aggregation": AGGREGATIONS,
-            "singleton": ("zero", "raw"),
             "kl_estimator": ESTIMATORS,
             "kl_in": ("loss", "reward"),
         }
@@ -111,12 +108,24 @@ class PolicyGradient(ABC):
 
     @property
     def group_size_at_least(self) -> int:
-        return 1 if self.singleton == "raw" else 2
+        return 1
 
     @property
     def constant(self) -> float:
         """What a sequence adds to the count "constant"."""
         return float(self.constant_length)
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """The KL coefficient, where there is one."""
+        return {"kl_coef": self.kl_coef} if self.kl_coef > 0 else {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """The KL coefficient after a step, moved by `kl_controller`."""
+        if self.kl_controller is None:
+            return controls
+        coef = self.kl_controller.update(controls["kl_coef"], metrics["kl/reference_before"], sequences)
+        return {**controls, "kl_coef": coef}
 
     @abstractmethod
     def estimate(self, view: View, rewards: Array) -> Estimate:
@@ -132,15 +141,17 @@ class PolicyGradient(ABC):
 
     def advantages(self, view: View) -> Credit:
         mask, metrics = view.learned, _group_metrics(view)
-        rewards = on_last_token(jnp.where(view.counted, view.reward, 0.0), mask)
         if self.overlong is not None:
             penalty = self.overlong.penalty(view.mask)
-            rewards += on_last_token(penalty, mask)
             metrics["reward/overlong"] = masked_mean(penalty, view.counted)
+            view = replace(view, reward=view.reward + penalty, parts={**view.parts, "overlong": penalty})
+        rewards = on_last_token(jnp.where(view.counted, view.reward, 0.0), mask)
         coef = view.controls.get("kl_coef", jnp.asarray(self.kl_coef, jnp.float32))
         if self.kl_coef > 0:
             metrics["kl/coef"] = coef
-            kl = divergence(_clean(view.old_logprobs, mask), _clean(view.ref_logprobs, mask), self.kl_estimator)
+            kl = divergence(
+                _clean(view.old_logprobs, mask), _clean(given(view.ref_logprobs, "reference"), mask), self.kl_estimator
+            )
             metrics["kl/reference_before"] = masked_mean(kl, mask)
             if self.kl_in == "reward":
                 rewards -= jnp.where(mask, coef * kl, 0.0)
@@ -192,15 +203,14 @@ class PolicyGradient(ABC):
         if batch.weights is not None:
             losses = losses * _clean(batch.weights, mask)
         terms = {"policy": self._aggregate(losses, batch)}
-        ratio = jnp.exp(tokens.log_ratio)
-        streams |= {"ratio/mean": ratio, "kl/k3_to_old": ratio - 1.0 - tokens.log_ratio}
+        streams |= {"ratio/mean": tokens.ratio, "kl/k3_to_old": tokens.ratio - 1.0 - tokens.log_ratio}
         if "entropy" in policy:
             entropy = _clean(policy["entropy"], mask)
             streams["entropy"] = entropy
             if self.entropy_coef:
                 terms["entropy"] = self._aggregate(-self.entropy_coef * entropy, batch)
         if "kl_coef" in tokens.aux:
-            kl = divergence(tokens.logprob, _clean(batch.ref_logprobs, mask), self.kl_estimator)
+            kl = divergence(tokens.logprob, _clean(given(batch.ref_logprobs, "reference"), mask), self.kl_estimator)
             streams["kl/reference"] = kl
             terms["kl"] = self._aggregate(tokens.aux["kl_coef"] * kl, batch)
         metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "tokens") for name, x in streams.items()}
@@ -209,6 +219,13 @@ class PolicyGradient(ABC):
 
     def _aggregate(self, losses: Array, batch: Batch) -> Term:
         return aggregate(losses, batch.mask, batch.sequence, batch.sequences, self.aggregation)
+
+
+def given(stream: Array | None, need: str) -> Array:
+    """The stream of the view or the batch; raises ValueError where the run does not give what the algorithm needs."""
+    if stream is None:
+        raise ValueError(f"this algorithm needs {need!r}, which the run does not give: configure the {need}")
+    return stream
 
 
 def _clean(x: Any, mask: Array) -> Array:

@@ -41,6 +41,14 @@ class SFT:
         """What a sequence adds to the count "constant"."""
         return float(self.constant_length)
 
+    @property
+    def controls(self) -> Mapping[str, float]:
+        return {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        del metrics, sequences
+        return controls
+
     def advantages(self, view: View) -> Credit:
         """All tokens weigh the same."""
         return Credit(advantages=view.learned.astype(jnp.float32), loss_mask=view.learned)

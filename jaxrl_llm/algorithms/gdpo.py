@@ -1,0 +1,98 @@
+"""GDPO: rewards of several parts, each compared within its group on its own, then summed and normalised over the batch.
+
+    A_i = normalise(sum_k w_k g(r_ik)),  g(r) = r - mean_G r, divided by std_G r + 1e-6 with `std`
+
+https://arxiv.org/abs/2601.05242. Normalising the parts one by one keeps their resolution, which the sum of rewards
+loses. Over the batch, "tokens" whitens over all tokens (long responses count more), "sequences" takes the mean and
+the standard deviation (n - 1) of the sequences, "none" does neither. With `span`, the parts named in `span_parts`
+credit the tokens of that span alone: the normalised sum of all parts stands there, and the sum of the other parts,
+not normalised, on all other tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.batch import View
+from jaxrl_llm.masked import masked_mean, masked_var, whiten
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO(Grouped):
+    """Group reward-decoupled normalisation policy optimisation.
+
+    Attributes:
+      parts: names of the reward's parts; empty for all.
+      weights: weight of each part in `parts`; empty for 1.
+      std: divide each part by its group's standard deviation (n - 1).
+      normalize: what the sum is normalised over: "tokens", "sequences" or "none".
+      span: token range that `span_parts` credit; empty for the whole response.
+      span_parts: names of the parts that credit the span alone.
+      clip_low: how far below 1 the ratio still has a gradient.
+      clip_high: how far above 1 the ratio still has a gradient.
+    """
+
+    parts: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
+    std: bool = True
+    normalize: Literal["tokens", "sequences", "none"] = "tokens"
+    span: str = ""
+    span_parts: tuple[str, ...] = ()
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        surrogate.check_clip(self, self.clip_low, self.clip_high)
+        if self.normalize not in ("tokens", "sequences", "none"):
+            self._refuse("normalize", "'tokens', 'sequences' or 'none'")
+        if self.weights and len(self.weights) != len(self.parts):
+            self._refuse("weights", f"one number for each of parts={self.parts}, or empty")
+        if bool(self.span) != bool(self.span_parts):
+            self._refuse("span_parts", f"given with `span` and only then (span={self.span!r})")
+        if self.kl_coef > 0 and self.kl_in == "reward":
+            self._refuse("kl_in", "'loss': the divergence is no part of the reward")
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        credit = self._parts(view)
+        total = sum(credit.values(), start=jnp.zeros_like(view.reward))
+        whole = self._normalized(total, view)
+        if not self.span:
+            return Estimate(whole)
+        if self.span not in view.spans:
+            raise ValueError(
+                f"gdpo.GDPO.span must be one of {sorted(view.spans)}, which rollouts have (got {self.span!r})"
+            )
+        rest = total - sum((credit[name] for name in self.span_parts), start=jnp.zeros_like(total))
+        return Estimate(jnp.where(view.spans[self.span], whole, advantages.to_tokens(rest, view.learned)))
+
+    def _parts(self, view: View) -> dict[str, Array]:
+        """{name: [S]} the weighted advantage of each part within its group."""
+        names = self.parts or tuple(view.parts)
+        if unknown := {*names, *self.span_parts} - set(view.parts):
+            raise ValueError(
+                f"gdpo.GDPO.parts and .span_parts must be among the reward's parts {sorted(view.parts)} "
+                f"(got {sorted(unknown)})"
+            )
+        credit = {}
+        for name, weight in zip(names, self.weights or (1.0,) * len(names)):
+            part = jnp.where(view.counted, view.parts[name], 0.0)
+            stats = advantages.group_statistics(part, view.group, view.counted, view.groups)
+            credit[name] = weight * advantages.group_relative(part, stats, std=self.std, singleton=self.singleton)
+        return credit
+
+    def _normalized(self, total: Array, view: View) -> Array:
+        if self.normalize == "tokens":
+            return whiten(advantages.to_tokens(total, view.learned), view.learned)
+        if self.normalize == "sequences":
+            deviation = jnp.sqrt(masked_var(total, view.counted, ddof=1))
+            total = (total - masked_mean(total, view.counted)) / (deviation + 1e-6)
+        return advantages.to_tokens(total, view.learned)
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

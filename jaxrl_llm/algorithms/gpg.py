@@ -1,0 +1,48 @@
+"""GPG: group policy gradient without ratio, clip or reference; batches with little signal are scaled up.
+
+    A_i = alpha (r_i - mean_G r) / F,  alpha = sequences / sequences with a signal,  F = 1 or std_G r + 1e-6
+
+https://arxiv.org/abs/2504.02546. A sequence has a signal where its group's rewards differ; signal="reward" counts
+non-zero rewards instead.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.batch import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPG(Grouped):
+    """Group policy gradient.
+
+    Attributes:
+      std: divide by the group's standard deviation (n - 1).
+      signal: which sequences count as having one: those of a "group" with differing rewards, or with a non-zero
+        "reward".
+    """
+
+    std: bool = False
+    signal: Literal["group", "reward"] = "group"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.signal not in ("group", "reward"):
+            self._refuse("signal", "'group' or 'reward'")
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        reward = jnp.sum(rewards, axis=1)
+        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
+        differs = (stats.size > 1) & (stats.std > 0) if self.signal == "group" else reward != 0
+        alpha = jnp.sum(view.counted) / jnp.maximum(jnp.sum(view.counted & differs), 1)
+        return Estimate(advantages.to_tokens(alpha * credit, view.learned))
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

@@ -1,0 +1,38 @@
+"""GSPO: GRPO with one importance ratio a sequence, the geometric mean of its tokens' ratios.
+
+    s_i = exp(mean_t l_t)        L_i = max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))
+
+https://arxiv.org/abs/2507.18071. Each token carries the gradient of its own log-prob, which for equal advantages in a
+sequence is the gradient of s_i (the paper's GSPO-token). Sequences weigh the same, as the paper's objective has it.
+"""
+
+from dataclasses import dataclass
+
+from jax import Array
+
+from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.masked import Aggregation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSPO(GroupRelative):
+    """Group sequence policy optimisation.
+
+    Attributes:
+      clip_low: how far below 1 the sequence's ratio still has a gradient.
+      clip_high: how far above 1 the sequence's ratio still has a gradient.
+    """
+
+    aggregation: Aggregation = "seq-mean-token-mean"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        surrogate.check_clip(self, self.clip_low, self.clip_high)
+        if self.aggregation != "seq-mean-token-mean":
+            self._refuse("aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.clip(surrogate.sequence_ratio(tokens), tokens.advantages, self.clip_low, self.clip_high)

@@ -1,0 +1,67 @@
+"""KTO: each answer is desirable or not on its own, valued against a common point of reference.
+
+    L_w = desirable (1 - sigmoid(beta (h_w - z)));  L_l = undesirable (1 - sigmoid(beta (z - h_l)))
+    h = log pi - log ref of the answer;  z = max(0, mean of h)
+
+https://arxiv.org/abs/2402.01306. The paper estimates z = KL(pi || ref) on mismatched prompts and answers of the
+batch, under the policy now. Here z is the mean of h over all answers of the global batch under the policy before the
+update, so that it costs no further forward pass and micro-batches do not matter; it carries no gradient in either.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.policy_gradient import given
+from jaxrl_llm.algorithms.preference import Preference
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.masked import masked_mean, masked_sum, sequence_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class KTO(Preference):
+    """Kahneman-Tversky optimisation.
+
+    Attributes:
+      desirable: weight of the preferred answers.
+      undesirable: weight of the rejected answers.
+    """
+
+    desirable: float = 1.0
+    undesirable: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("desirable", "undesirable"):
+            if not getattr(self, name) >= 0:
+                self._refuse(name, ">= 0")
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1
+
+    def advantages(self, view: View) -> Credit:
+        """All tokens of all answers; an answer needs no partner."""
+        learned = view.learned & (view.side != 0)[:, None]
+        log_ratio = masked_sum(view.old_logprobs - given(view.ref_logprobs, "reference"), learned, axis=1)
+        point = jnp.maximum(masked_mean(log_ratio, jnp.any(learned, axis=1)), 0.0)
+        return Credit(
+            advantages=learned.astype(jnp.float32),
+            loss_mask=learned,
+            aux={"point": jnp.where(learned, point, 0.0)},
+            metrics={"kto/point": point},
+        )
+
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        answers = self.answers(outputs, batch)
+        point = sequence_mean(batch.aux["point"], batch.sequence, batch.mask, batch.sequences)
+        present, sign = answers.tokens > 0, batch.side.astype(jnp.float32)
+        gain = jnp.where(present, answers.log_ratio - point, 0.0)
+        weight = jnp.where(batch.side > 0, self.desirable, self.undesirable)
+        losses = weight * jax.nn.sigmoid(-self.beta * sign * gain)
+        term = (jnp.sum(jnp.where(present, losses, 0.0)), "sequences")
+        right = jnp.sum(jnp.where(present & (sign * gain > 0), 1.0, 0.0))
+        return {"policy": term}, {"loss/policy": term, "kto/accuracy": (right, "sequences")}

@@ -1,0 +1,32 @@
+"""OPO: strictly on-policy REINFORCE with the variance-minimising baseline for equal gradients of all tokens.
+
+    A_i = r_i - sum_G (length r) / sum_G length
+
+https://arxiv.org/abs/2505.23585.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.batch import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class OPO(Grouped):
+    """On-policy RL with an optimal reward baseline; it has no settings of its own."""
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        reward = jnp.sum(rewards, axis=1)
+        length = jnp.sum(view.learned, axis=1, dtype=reward.dtype)
+        credit = advantages.length_weighted(reward, length, view.group, view.counted, view.groups)
+        size = advantages.group_sum(jnp.ones_like(reward), view.group, view.counted, view.groups)
+        credit = advantages.settle_singletons(credit, reward, size, self.singleton)
+        return Estimate(advantages.to_tokens(credit, view.learned))
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

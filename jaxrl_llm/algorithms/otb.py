@@ -1,0 +1,51 @@
+"""OTB: a baseline for every token, weighted by the gradient energy that each response has spent so far.
+
+    W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_s(v)^2);  B_t = sum_G W_t R_t / sum_G W_t;  A_t = R_t - B_t
+
+The optimal token baseline, https://arxiv.org/abs/2602.07078; R_t is the return to go. The energy is the squared norm
+of the gradient of a token's log-prob by its logits. Where only one response of the group is that long, B_t = 0.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate, given
+from jaxrl_llm.batch import View
+
+
+@dataclass(frozen=True, kw_only=True)
+class OTB(Grouped):
+    """Policy gradient with the optimal token baseline.
+
+    Attributes:
+      clip_low: how far below 1 the ratio still has a gradient.
+      clip_high: how far above 1 the ratio still has a gradient.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        surrogate.check_clip(self, self.clip_low, self.clip_high)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return super().needs | {"sum_p2"}
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        mask = view.learned
+        returns = advantages.returns_to_go(rewards, mask)
+        chosen = jnp.exp(jnp.where(mask, view.old_logprobs, 0.0))
+        energy = jnp.where(mask, 1.0 - 2.0 * chosen + jnp.where(mask, given(view.sum_p2, "sum_p2"), 0.0), 0.0)
+        credit = returns - advantages.token_baseline(returns, energy, mask, view.group, view.groups)
+        size = advantages.group_sum(jnp.ones_like(view.reward), view.group, view.counted, view.groups)
+        alone = credit if self.singleton == "raw" else jnp.zeros_like(credit)
+        return Estimate(jnp.where((size > 1)[:, None], credit, alone))
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

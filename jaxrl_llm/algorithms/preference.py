@@ -1,0 +1,155 @@
+"""What preference losses share: the two answers of a pair, told apart by `Batch.group` and `Batch.side`.
+
+A loss sees, for each pair, the preferred (w) and the rejected (l) answer's summed log-probs under the policy and the
+reference and their token counts. It is summed over the pairs of a micro-batch and divided by the global number of
+pairs; both answers of a pair are in one micro-batch. Each group holds one pair; a pair with one answer missing or
+invalid is left out whole.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.algorithms.policy_gradient import given
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.masked import sequence_sum
+
+
+class Answers(NamedTuple):
+    """One side of the pairs of a micro-batch; what stands beyond the pairs is finite and not used.
+
+    Attributes:
+      logprob: float32 [S] summed over the answer's tokens; carries the gradient.
+      reference: float32 [S] the same under the reference policy; 0 where none is asked for.
+      tokens: float32 [S].
+    """
+
+    logprob: Array
+    reference: Array
+    tokens: Array
+
+    @property
+    def mean(self) -> Array:
+        """float32 [S] log-prob per token."""
+        return self.logprob / jnp.maximum(self.tokens, 1.0)
+
+    @property
+    def log_ratio(self) -> Array:
+        """float32 [S] summed log-prob less the reference's."""
+        return self.logprob - self.reference
+
+
+def rejected_of(group: Int[Array, " S"], side: Int[Array, " S"], present: Bool[Array, " S"]) -> Float[Array, "S S"]:
+    """1 where column j is the rejected answer to row i's preferred one."""
+    pair = (group[:, None] == group[None, :]) & (side[:, None] == 1) & (side[None, :] == -1)
+    return (pair & present[:, None] & present[None, :]).astype(jnp.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preference(ABC):
+    """What all preference losses share.
+
+    Attributes:
+      beta: how strongly log-probs speak of rewards: reward = beta x log-prob (ratio).
+    """
+
+    beta: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            self._refuse("beta", "> 0")
+
+    def _refuse(self, name: str, allowed: str) -> None:
+        kind = type(self)
+        binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{name}"
+        raise ValueError(f"{binding} must be {allowed} (got {getattr(self, name)!r})")
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+        return "pairs"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reference"})
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 2
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the count "constant"."""
+        return 1.0
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """Nothing moves."""
+        return controls
+
+    @abstractmethod
+    def advantages(self, view: View) -> Credit: ...
+
+    @abstractmethod
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]: ...
+
+    def answers(self, outputs: Mapping[str, Any], batch: Batch) -> Answers:
+        """Both sides of a micro-batch, [S] each."""
+        total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
+        logprob = outputs["policy"]["logprob"]
+        reference = jnp.zeros_like(logprob)
+        if "reference" in self.needs:
+            reference = given(batch.ref_logprobs, "reference")
+        return Answers(total(logprob), total(reference), total(jnp.ones_like(logprob)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairwise(Preference):
+    """A preference loss of pairs; an algorithm gives `pair_loss`."""
+
+    @abstractmethod
+    def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
+        """Loss [S] of each pair."""
+
+    def margin(self, chosen: Answers, rejected: Answers) -> Array:
+        """[S] by how much the implicit reward of the preferred answer is the higher one."""
+        return self.beta * (chosen.log_ratio - rejected.log_ratio)
+
+    def advantages(self, view: View) -> Credit:
+        """All tokens of complete pairs."""
+        halves = [
+            jax.ops.segment_sum((view.counted & (view.side == side)).astype(jnp.int32), view.group, view.groups)
+            for side in (1, -1)
+        ]
+        complete = (halves[0] == 1) & (halves[1] == 1)
+        loss_mask = view.learned & (complete[view.group] & (view.side != 0))[:, None]
+        dropped = jnp.sum((halves[0] + halves[1] > 0) & ~complete).astype(jnp.float32)
+        return Credit(
+            advantages=loss_mask.astype(jnp.float32), loss_mask=loss_mask, metrics={"pairs/incomplete": dropped}
+        )
+
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        chosen = self.answers(outputs, batch)
+        pairing = rejected_of(batch.group, batch.side, chosen.tokens > 0)
+        rejected = Answers(*(jnp.dot(pairing, x, precision=jax.lax.Precision.HIGHEST) for x in chosen))
+        paired = jnp.any(pairing > 0, axis=1)
+        # Where there is no pair the loss is taken of zeros, which keeps its gradient finite.
+        chosen, rejected = (Answers(*(jnp.where(paired, x, 0.0) for x in side)) for side in (chosen, rejected))
+        term = (jnp.sum(jnp.where(paired, self.pair_loss(chosen, rejected), 0.0)), "pairs")
+        margin = self.margin(chosen, rejected)
+        streams = {
+            "pairs/accuracy": margin > 0,
+            "pairs/margin": margin,
+            "pairs/chosen_logprob": chosen.mean,
+            "pairs/rejected_logprob": rejected.mean,
+        }
+        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in streams.items()}
+        return {"policy": term}, {"loss/policy": term, **metrics}

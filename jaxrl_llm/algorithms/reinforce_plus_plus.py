@@ -1,0 +1,63 @@
+"""REINFORCE++: returns to go, whitened over the global batch, with PPO's clip and no critic.
+
+    A_t = whiten(sum_{s >= t} gamma^(s - t) r_s)
+
+https://arxiv.org/abs/2501.03262. The divergence from the reference enters the reward of each token (kl_in="reward").
+With `baseline`, A = whiten(r_i - mean_G r), the paper's form for groups. Whitening is by the mean and standard
+deviation (n - 1) of all tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.divergence import Estimator
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.batch import View
+from jaxrl_llm.masked import whiten
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReinforcePlusPlus(Grouped):
+    """REINFORCE with batch-normalised returns.
+
+    Attributes:
+      baseline: subtract the group's mean reward; otherwise groups play no part and `singleton` is not used.
+      gamma: discount per token of the returns to go; without a baseline only.
+      clip_low: how far below 1 the ratio still has a gradient.
+      clip_high: how far above 1 the ratio still has a gradient.
+    """
+
+    kl_in: Literal["loss", "reward"] = "reward"
+    kl_estimator: Estimator = "k1"
+    baseline: bool = False
+    gamma: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        surrogate.check_clip(self, self.clip_low, self.clip_high)
+        if not 0 < self.gamma <= 1:
+            self._refuse("gamma", "in (0, 1]")
+
+    @property
+    def group_size_at_least(self) -> int:
+        return super().group_size_at_least if self.baseline else 1
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        if self.baseline:
+            reward = jnp.sum(rewards, axis=1)
+            stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+            credit = advantages.settle_singletons(stats.centered, reward, stats.size, self.singleton)
+            returns = advantages.to_tokens(credit, view.learned)
+        else:
+            returns = advantages.returns_to_go(rewards, view.learned, self.gamma)
+        return Estimate(whiten(returns, view.learned))
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

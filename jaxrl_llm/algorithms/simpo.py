@@ -1,0 +1,40 @@
+"""SimPO: the average log-prob is the reward, with a target margin and no reference policy.
+
+    L = -log sigmoid(beta (mean log pi(w) - mean log pi(l)) - gamma)
+
+https://arxiv.org/abs/2405.14734.
+"""
+
+from dataclasses import dataclass
+
+import jax
+from jax import Array
+
+from jaxrl_llm.algorithms.preference import Answers, Pairwise
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimPO(Pairwise):
+    """Simple preference optimisation.
+
+    Attributes:
+      gamma: the margin that the preferred answer's reward should have.
+    """
+
+    beta: float = 2.0
+    gamma: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.gamma >= 0:
+            self._refuse("gamma", ">= 0")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    def margin(self, chosen: Answers, rejected: Answers) -> Array:
+        return self.beta * (chosen.mean - rejected.mean)
+
+    def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
+        return -jax.nn.log_sigmoid(self.margin(chosen, rejected) - self.gamma)
