@@ -1,12 +1,12 @@
 """Attention over packed rows: one function, several backends, the mask given by positions and segments."""
 
-import importlib
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
 BACKENDS = ("reference",)
@@ -81,6 +81,8 @@ def attention(
         backend that does not support the call.
     """
     _check_shapes(q, k, v, window, max_segments)
+    _check_rows({"q_positions": q_positions, "q_segments": q_segments}, q.shape[:2])
+    _check_rows({"k_positions": k_positions, "k_segments": k_segments}, k.shape[:2])
     call = Call(
         platform=jax.default_backend(),
         dtype=q.dtype.name,
@@ -94,32 +96,16 @@ def attention(
         scale=q.shape[3] ** -0.5 if scale is None else scale,
         max_segments=max_segments,
     )
-    return choose(call, backend).attend(q, k, v, (q_positions, k_positions), (q_segments, k_segments), call)
-
-
-def choose(call: Call, backend: str | None = None) -> Any:
-    """The module of the named backend, or of the first that supports the call; ValueError says why there is none."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown attention backend {backend!r}: use one of {BACKENDS}, or None to choose by device")
-    reasons = []
-    for name in BACKENDS if backend is None else (backend,):
-        module = importlib.import_module(f"jaxrl_llm.kernels.attention.{name}")
-        reason = module.refusal(call)
-        if reason is None:
-            return module
-        reasons.append(f"{name}: {reason}")
-    raise ValueError(f"no attention backend takes this call ({'; '.join(reasons)}); got {call}")
-
-
-def supports(backend: str, call: Call) -> bool:
-    """True where the named backend takes the call."""
-    return importlib.import_module(f"jaxrl_llm.kernels.attention.{backend}").refusal(call) is None
+    module = dispatch.choose("attention", BACKENDS, call, backend)
+    out: jax.Array = module.attend(q, k, v, (q_positions, k_positions), (q_segments, k_segments), call)
+    return out
 
 
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, max_segments: int | None) -> None:
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        shapes = f"{q.shape}, {k.shape}, {v.shape}"
         raise ValueError(
-            f"q [B, T, H, C] and k, v [B, S, K, C] must share B and C (got {q.shape}, {k.shape}, {v.shape})"
+            f"q [B, T, H, C] and k, v [B, S, K, C] must share B and C, and k and v all axes (got {shapes})"
         )
     if q.size == 0 or k.size == 0:
         raise ValueError(f"attention needs at least one row, token and head (got q {q.shape}, k {k.shape})")
@@ -133,3 +119,9 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None, 
         raise ValueError(f"window must be at least 1 token, or None to see all (got {window})")
     if max_segments is not None and max_segments < 1:
         raise ValueError(f"max_segments must be at least 1, or None (got {max_segments})")
+
+
+def _check_rows(arrays: dict[str, jax.Array], shape: tuple[int, ...]) -> None:
+    for name, x in arrays.items():
+        if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+            raise ValueError(f"{name} must be integers {shape} (got {x.dtype} {x.shape})")

@@ -1,6 +1,5 @@
 """Per-token statistics of the next-token distribution from hidden states and head: one function, several backends."""
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 from jax.experimental import checkify
 from jaxtyping import Array, Float, Int, Key, UInt32
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats.definition import DTYPES, OUTPUTS, Call
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `compute(...)`.
@@ -73,7 +73,7 @@ def token_stats(
         chunk=chunk,
         shards=1 if mesh is None else mesh.size,
     )
-    module = choose(call, backend)
+    module = dispatch.choose("token_stats", BACKENDS, call, backend)
     checkify.debug_check(
         jnp.all((targets >= -1) & (targets < head.shape[0])),
         f"a target lies outside [0, {head.shape[0]}) and is not -1 (a skipped row)",
@@ -82,30 +82,13 @@ def token_stats(
     return module.compute(hidden, head, targets, bias, words, call, mesh)
 
 
-def choose(call: Call, backend: str | None = None) -> Any:
-    """The module of the named backend, or of the first that supports the call; ValueError says why there is none."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"unknown token_stats backend {backend!r}: use one of {BACKENDS}, or None to choose by device")
-    reasons = []
-    for name in BACKENDS if backend is None else (backend,):
-        module = importlib.import_module(f"jaxrl_llm.kernels.token_stats.{name}")
-        reason = module.refusal(call)
-        if reason is None:
-            return module
-        reasons.append(f"{name}: {reason}")
-    raise ValueError(f"no token_stats backend takes this call ({'; '.join(reasons)}); got {call}")
-
-
-def supports(backend: str, call: Call) -> bool:
-    """True where the named backend takes the call."""
-    return importlib.import_module(f"jaxrl_llm.kernels.token_stats.{backend}").refusal(call) is None
-
-
 def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, bias: jax.Array | None) -> None:
     if hidden.shape[1] != head.shape[1]:
         raise ValueError(f"hidden [T, D] and head [V, D] must share D (got {hidden.shape} and {head.shape})")
     if targets.shape != hidden.shape[:1]:
         raise ValueError(f"targets must be [T] = {hidden.shape[:1]} (got {targets.shape})")
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"targets must be integers (got {targets.dtype})")
     if bias is not None and bias.shape != head.shape[:1]:
         raise ValueError(f"bias must be [V] = {head.shape[:1]} (got {bias.shape})")
     if 0 in hidden.shape or 0 in head.shape:

@@ -1,8 +1,9 @@
 """What all backends of token_stats agree on: the static description of a call, the logits, and the noise.
 
-    z_v = (cap(h . w_v) + bias_v) / temperature,   cap(x) = x, or soft_cap tanh(x / soft_cap)
+    z_v = cap(h . w_v) + bias_v,   cap(x) = x, or soft_cap tanh(x / soft_cap),   p = softmax(z / temperature)
 
-A bias of -inf takes an entry out of the softmax.
+A bias of -inf takes an entry out of the softmax. Differences of logits are taken before they are divided by the
+temperature: the quotients of large logits are rounded too coarsely for it.
 """
 
 from dataclasses import dataclass
@@ -56,8 +57,7 @@ def product(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Arr
 def logits(raw: Float[Array, "T V"], bias: Float[Array, " V"] | None, call: Call) -> Float[Array, "T V"]:
     """The float32 logits z of the module's equation from the products h . w_v."""
     z = raw if call.soft_cap is None else call.soft_cap * jnp.tanh(raw / call.soft_cap)
-    z = z if bias is None else z + bias.astype(jnp.float32)
-    return z if call.temperature == 1.0 else z / call.temperature
+    return z if bias is None else z + bias.astype(jnp.float32)
 
 
 def noise(words: UInt32[Array, "2"], tokens: Int[Array, " T"], entries: Int[Array, " V"]) -> Float[Array, "T V"]:

@@ -163,7 +163,7 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
     sums, saved = backend.forward(inputs, call)
     count = jnp.float32(local_entries) if inputs.finite is None else inputs.finite.sum(dtype=jnp.float32)
     if entries is not None:
-        sums = rescale(sums, jax.lax.pmax(sums["maximum"], entries))
+        sums = rescale(sums, jax.lax.pmax(sums["maximum"], entries), call)
         vocabulary = local_entries * jax.lax.axis_size(entries)
         summed = {name: x for name, x in sums.items() if name != "maximum"}
         summed, count = jax.lax.psum((summed, count), entries)
@@ -206,18 +206,18 @@ def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
     log_total = jnp.log(total)
     out = {}
     if "logprob" in call.outputs:
-        logprob = (sums["target"] - maximum) - log_total
+        logprob = (sums["target"] - maximum) / call.temperature - log_total
         out["logprob"] = jnp.where(logprob < FLOOR * 1e-10, -jnp.inf, logprob)
     if "entropy" in call.outputs:
         out["entropy"] = log_total - sums["first"] / total
     if "sum_p2" in call.outputs:
         out["sum_p2"] = sums["square"] / total**2
     if "uniform_logprob" in call.outputs:
-        out["uniform_logprob"] = (sums["logit_sum"] / count - maximum) - log_total
+        out["uniform_logprob"] = (sums["logit_sum"] / count - maximum) / call.temperature - log_total
     if "noise_logprob" in call.outputs:
         drawn = sums["noise_total"] > 0
         mean = sums["noise_sum"] / jnp.maximum(sums["noise_total"], 1e-30)
-        out["noise_logprob"] = jnp.where(drawn, (mean - maximum) - log_total, 0.0)
+        out["noise_logprob"] = jnp.where(drawn, (mean - maximum) / call.temperature - log_total, 0.0)
     return out
 
 
@@ -245,9 +245,9 @@ def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str
     return rows
 
 
-def rescale(sums: Tree, maximum: Float[Array, " T"]) -> dict[str, jax.Array]:
+def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, jax.Array]:
     """Sums that were taken relative to their own maximum, relative to a larger one."""
-    shift = sums["maximum"] - maximum
+    shift = (sums["maximum"] - maximum) / call.temperature
     scale = jnp.exp(shift)
     out = {**sums, "maximum": maximum, "total": sums["total"] * scale}
     if "first" in sums:
@@ -257,8 +257,8 @@ def rescale(sums: Tree, maximum: Float[Array, " T"]) -> dict[str, jax.Array]:
     return out
 
 
-def merge(a: Tree, b: Tree) -> dict[str, jax.Array]:
+def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
     """The sums of the entries of `a` and of `b` together."""
     maximum = jnp.maximum(a["maximum"], b["maximum"])
-    a, b = rescale(a, maximum), rescale(b, maximum)
+    a, b = rescale(a, maximum, call), rescale(b, maximum, call)
     return {name: maximum if name == "maximum" else a[name] + b[name] for name in a}

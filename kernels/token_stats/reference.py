@@ -1,6 +1,6 @@
 """token_stats in plain jnp, the specification: all logits in memory, gradients by automatic differentiation.
 
-With z of `definition`, p = softmax(z), y the target, F the entries with a finite bias:
+With z of `definition`, p = softmax(z / temperature), y the target, F the entries with a finite bias:
 
     logprob = log p_y                          entropy = -sum_v p_v log p_v           sum_p2 = sum_v p_v^2
     uniform_logprob = mean_{v in F} log p_v    noise_logprob = sum_v n_v log p_v
@@ -33,7 +33,8 @@ def compute(
     """The statistics named by `call.outputs`; skipped rows (target -1) are 0, targets outside V give NaN log-probs."""
     keep = targets != -1
     z = logits(product(jnp.where(keep[:, None], hidden, 0), head), bias, call)
-    logp = jax.nn.log_softmax(z)
+    shifted = (z - jax.lax.stop_gradient(z.max(axis=1, keepdims=True))) / call.temperature
+    logp = shifted - jnp.log(jnp.exp(shifted).sum(axis=1, keepdims=True))
     p = jnp.exp(logp)
     finite = jnp.isfinite(jnp.zeros(head.shape[0]) if bias is None else bias)
     known = (targets >= 0) & (targets < head.shape[0])

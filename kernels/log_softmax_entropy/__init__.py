@@ -1,0 +1,1 @@
+"""Per-token log-prob and entropy of logits that exist already."""
