@@ -1,0 +1,54 @@
+"""The model files under gin/models build policies of the sizes that their names promise."""
+
+from pathlib import Path
+
+import gin
+import jax
+import pytest
+
+from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.policy_source import PolicySource
+
+FOLDER = Path(__file__).parents[2] / "gin" / "models"
+# Parameters as the model cards count them (safetensors metadata); the tiny one is counted by hand:
+# 320*160 + 4*(160*32*(4+2+2+4) + 3*160*480 + 2*32 + 2*160) + 160.
+PARAMETERS = {
+    "qwen3_tiny": 51_200 + 4 * (61_440 + 230_400 + 64 + 320) + 160,
+    "qwen2p5_0p5b": 494_032_768,
+    "qwen2p5_1p5b": 1_543_714_304,
+    "qwen3_0p6b": 596_049_920,
+    "llama3p2_1b": 1_235_814_400,
+    "smollm2_135m": 134_515_008,
+    "ministral_8b": 8_019_808_256,
+}
+
+
+def source(name, *bindings):
+    gin.parse_config_files_and_bindings([str(FOLDER / f"{name}.gin")], list(bindings))
+    return gin.get_configurable("MODEL/gin.macro")()
+
+
+def test_every_model_file_is_counted_here():
+    assert {file.stem for file in FOLDER.glob("*.gin")} == {*PARAMETERS, "pretrained"}
+
+
+@pytest.mark.parametrize("name", list(PARAMETERS))
+def test_a_model_file_builds_a_policy_of_its_size(name):
+    policy = source(name).policy(Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
+    assert sum(leaf.size for leaf in jax.tree.leaves(policy.abstract())) == PARAMETERS[name]
+
+
+def test_one_layer_in_four_of_ministral_sees_everything():
+    windows = source("ministral_8b").architecture.windows
+    assert windows == (None, 32768, 32768, 32768) * 9
+
+
+def test_a_pretrained_model_is_named_by_one_macro():
+    assert source("pretrained", "PRETRAINED = 'owner/name'") == PolicySource(
+        pretrained="owner/name", compute_dtype="bfloat16", remat="full"
+    )
+
+
+def test_a_pretrained_model_without_a_name_is_refused():
+    with pytest.raises(ValueError, match=r"PRETRAINED.* set to `%gin.REQUIRED`"):
+        source("pretrained")
