@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +14,21 @@ ROOT = Path(__file__).parent.parent
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "plan", "doctor", "bench", "export", "chat", "bindings_page"),
-    ("train", "collect", "rollouts", "phases", "stages", "evaluation"),
+    ("train", "stage_run", "stages", "feeds"),
     ("eval.",),
-    ("learner", "train_state", "minibatch", "samplers.", "checkpoint", "metrics", "console", "event_files"),
+    (
+        "diagnostics",
+        "collect",
+        "rollouts",
+        "learner",
+        "train_state",
+        "global_batch",
+        "samplers.",
+        "checkpoint",
+        "metrics",
+        "console",
+        "event_files",
+    ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards."),
@@ -118,6 +131,26 @@ def test_parts_import_only_the_distributions_they_may(module):
 def test_entries_of_the_table_are_named_once():
     entries = [entry for entries in LAYERS for entry in entries]
     assert len(entries) == len(set(entries))
+
+
+# Import names that differ from their distributions' names (with - for _).
+DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-checkpoint"}
+
+
+def declared(*extras: str) -> set[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = project["dependencies"] + [line for e in extras for line in project["optional-dependencies"][e]]
+    return {line.partition(">")[0].partition("[")[0] for line in lines}
+
+
+def test_every_imported_distribution_is_declared():
+    known = declared("serve", "wandb", "datasets")
+    for module, file in sorted(MODULES.items()):
+        for line, name in imports(file, module):
+            head = name.partition(".")[0]
+            distribution = DISTRIBUTIONS.get(head, head.replace("_", "-"))
+            ours = head == "jaxrl_llm" or head in sys.stdlib_module_names
+            assert ours or distribution in known, f"jaxrl_llm.{module}:{line}: declare {distribution} in pyproject.toml"
 
 
 HOST_ONLY = [m for m in sorted(MODULES) if any(within(m, p) for p in ("data.", "rewards.", "experience", "protocols"))]
