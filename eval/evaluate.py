@@ -38,12 +38,16 @@ class Evaluation:
 
     def __post_init__(self) -> None:
         if not self.greedy and self.samples < 1:
-            raise ValueError(f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1")
+            raise ValueError(
+                f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1"
+            )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"Evaluation.limit must be >= 1, or None for all prompts (got {self.limit})")
 
 
-async def evaluate(evaluation: Evaluation, prompts: Sequence[Prompt], asking: Asking, reward: Reward) -> tuple[dict[str, float], list[ScoredGroup]]:
+async def evaluate(
+    evaluation: Evaluation, prompts: Sequence[Prompt], asking: Asking, reward: Reward
+) -> tuple[dict[str, float], list[ScoredGroup]]:
     """Metrics of encoded `prompts`, and the scored groups (greedy ones first where both were asked for).
 
     Returns:
@@ -76,4 +80,3 @@ def summary(groups: Sequence[ScoredGroup]) -> dict[str, float]:
         "_distinct": float(len({r.text for r in answers})),
     }
     return values | ({"_invalid": float(invalid)} if invalid else {})
-

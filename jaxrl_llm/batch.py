@@ -1,4 +1,7 @@
-"""The device data of an update: the unpacked global view that credit is assigned on, and the packed batch that is learned from."""
+"""The data of an update: the unpacked global view that credit is assigned on, and the packed batch that is learned from.
+
+Fields are jax.Arrays under jit and NumPy arrays on the host, where views are built and batches are filled.
+"""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -6,10 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+
+Array = Any  # jax.Array or np.ndarray
 
 # A sum, with the name of the global count that divides it: "tokens", "sequences", "pairs", "constant" or "one".
-Term = tuple[Array, str]
+Term = tuple[jax.Array, str]
 
 
 @partial(

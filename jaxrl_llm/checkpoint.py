@@ -30,7 +30,9 @@ class Checkpointing:
 
     def __post_init__(self) -> None:
         if self.every < 1 or self.keep < 1:
-            raise ValueError(f"Checkpointing.every and Checkpointing.keep must be >= 1 (got {self.every} and {self.keep})")
+            raise ValueError(
+                f"Checkpointing.every and Checkpointing.keep must be >= 1 (got {self.every} and {self.keep})"
+            )
 
 
 class Checkpoints:
@@ -88,7 +90,9 @@ class Checkpoints:
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True)
+    options = ocp.CheckpointManagerOptions(
+        max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
+    )
     return ocp.CheckpointManager(folder, options=options)
 
 

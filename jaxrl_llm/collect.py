@@ -37,7 +37,7 @@ class Collector:
     filter: Filter | None = None
     seed: int = 0
     counters: Counter[str] = field(default_factory=Counter)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"sample": 0.0, "reward": 0.0})
 
     async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[ScoredGroup]:
         """`count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not give them.
@@ -99,8 +99,9 @@ class Collector:
         """Counters since the last call, and starts them anew."""
         counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.asking.counters}.items()}
         counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
-        for counter in (self.counters, self.asking.counters, self.seconds):
-            counter.clear()
+        self.counters.clear()
+        self.asking.counters.clear()
+        self.seconds.update(dict.fromkeys(self.seconds, 0.0))
         return counts
 
 

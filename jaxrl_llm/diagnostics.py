@@ -29,7 +29,9 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
         "response/length": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([r.finish == "length" for r, _, _ in counted])),
-        "groups/no_signal": float(np.mean([np.ptp(g.total()[g.valid()]) == 0 if g.valid().any() else 1.0 for g in batch.groups])),
+        "groups/no_signal": float(
+            np.mean([np.ptp(g.total()[g.valid()]) == 0 if g.valid().any() else 1.0 for g in batch.groups])
+        ),
     }
     names = {n for _, _, parts in counted for n in parts}
     for name in sorted(names):

@@ -82,7 +82,13 @@ class SamplingSettings:
     @property
     def plain(self) -> bool:
         """True for the tempered softmax alone: the distribution whose log-probs the learner computes."""
-        return self.temperature > 0 and self.top_k == 0 and self.top_p == 1 and self.min_p == 0 and self.repetition_penalty == 1
+        return (
+            self.temperature > 0
+            and self.top_k == 0
+            and self.top_p == 1
+            and self.min_p == 0
+            and self.repetition_penalty == 1
+        )
 
     def greedy(self) -> "SamplingSettings":
         """The same limits and stops, with the likeliest token at each step."""

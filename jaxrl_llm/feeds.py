@@ -94,13 +94,17 @@ def pairs(encoder: Encoder, rows: Sequence[Prompt]) -> list[Sequence[Rollout]]:
     found: list[Sequence[Rollout]] = []
     for row in rows:
         if "rejected" not in row.extra:
-            raise ValueError(f"row {row.id!r} has no rejected response: pairs need Prompt.response and Prompt.extra['rejected']")
+            raise ValueError(
+                f"row {row.id!r} has no rejected response: pairs need Prompt.response and Prompt.extra['rejected']"
+            )
         chosen = encoder.demonstration(row)
         rejected = encoder.demonstration(replace(row, response=str(row.extra["rejected"])))
         if chosen is not None and rejected is not None:
             found.append((chosen, rejected))
     if not found:
-        raise ValueError(f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits")
+        raise ValueError(
+            f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits"
+        )
     return found
 
 
@@ -112,7 +116,10 @@ def stats_of(groups: Sequence[ScoredGroup], streams: Mapping[str, np.ndarray]) -
         start += len(group.rollouts)
         stats = {}
         for name, stream in streams.items():
-            means = [stream[i, : len(r.mask)][r.mask].mean() if r.mask.any() else 0.0 for i, r in zip(rows, group.rollouts, strict=True)]
+            means = [
+                stream[i, : len(r.mask)][r.mask].mean() if r.mask.any() else 0.0
+                for i, r in zip(rows, group.rollouts, strict=True)
+            ]
             stats[name] = np.asarray(means, np.float64)
         out.append(stats)
     return out

@@ -36,7 +36,14 @@ class GlobalBatch:
 
     @classmethod
     def build(
-        cls, groups: Sequence[ScoredGroup], packing: Packing, *, minibatches: int, sources: Sequence[str], response_tokens: int, capacity: int
+        cls,
+        groups: Sequence[ScoredGroup],
+        packing: Packing,
+        *,
+        minibatches: int,
+        sources: Sequence[str],
+        response_tokens: int,
+        capacity: int,
     ) -> "GlobalBatch":
         """Packs each mini-batch, which is a set of whole groups, on its own.
 
@@ -52,7 +59,9 @@ class GlobalBatch:
         for part in parts:
             atoms = [list(range(starts[g], starts[g + 1])) for g in part]
             packed.append(_pack(packing, rollouts, atoms, together=_paired(groups[part[0]])))
-        return cls(groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed)
+        return cls(
+            groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed
+        )
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -89,7 +98,9 @@ class GlobalBatch:
             "parts": {n: self.per_sequence(part(n), np.float32) for n in sorted(names) if not n.startswith("log/")},
             "valid": self.per_sequence(flat(lambda g: g.valid()), bool, False),
             "greedy": self.per_sequence([r.role == "greedy" for r in self.rollouts], bool, False),
-            "group": self.per_sequence([i for i, g in enumerate(self.groups) for _ in g.rollouts], np.int32, max(len(self.groups) - 1, 0)),
+            "group": self.per_sequence(
+                [i for i, g in enumerate(self.groups) for _ in g.rollouts], np.int32, max(len(self.groups) - 1, 0)
+            ),
             "source": self.per_sequence([self.sources.index(r.prompt.source) for r in self.rollouts], np.int32),
             "side": self.per_sequence(part("log/side"), np.int32),
             "mask": self.tokenwise([r.mask for r in self.rollouts], bool),
@@ -99,9 +110,11 @@ class GlobalBatch:
 
     def view(self, streams: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> View:
         """The view with the learner's streams [S, T]; `groups` is the static number of groups."""
-        absent = dict.fromkeys(("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs"))
+        absent: dict[str, Any] = dict.fromkeys(
+            ("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs")
+        )
         zeros = np.zeros((self.capacity, self.response_tokens), np.float32)
-        known = {"old_logprobs": zeros, "entropy": zeros, **absent, **streams}
+        known: dict[str, Any] = {"old_logprobs": zeros, "entropy": zeros, **absent, **streams}
         return View(**self.fields, **known, controls={n: np.float32(c) for n, c in controls.items()}, groups=groups)
 
     def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
@@ -129,11 +142,11 @@ def filled(mini: Sequence[PackedRows], view: View, credit: Credit, constant: flo
         "constant": sequences * constant,
         "one": 1.0,
     }
-    counts = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
-    return [_fill(rows, view, credit, counts) for rows in mini]
+    denominators = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
+    return [_fill(rows, view, credit, denominators) for rows in mini]
 
 
-def _fill(rows: PackedRows, view: View, credit: Credit, counts: dict[str, np.float32]) -> Batch:
+def _fill(rows: PackedRows, view: View, credit: Credit, counts: dict[str, Any]) -> Batch:
     def stream(x: np.ndarray | None) -> Any:
         return None if x is None else rows.scatter(x).astype(x.dtype)
 
@@ -146,7 +159,7 @@ def _fill(rows: PackedRows, view: View, credit: Credit, counts: dict[str, np.flo
         advantages=stream(credit.advantages), ref_logprobs=stream(view.ref_logprobs), old_values=stream(view.values),
         returns=stream(credit.returns), weights=stream(credit.weights), aux={n: stream(x) for n, x in credit.aux.items()},
         group=members(view.group), side=members(view.side), counts=counts,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def bare(rows: PackedRows) -> Batch:
@@ -157,7 +170,7 @@ def bare(rows: PackedRows) -> Batch:
         tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
         mask=rows.targets >= 0, sampler_logprobs=zeros, old_logprobs=zeros, advantages=zeros, ref_logprobs=None, old_values=None,
         returns=None, weights=None, aux={}, group=none, side=none, counts={},
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def to_device(batch: Batch, partitioner: Partitioner) -> Batch:
@@ -176,9 +189,9 @@ def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]],
     local = {i: k for k, i in enumerate(members)}
     prompts = [rollouts[i].prompt.tokens for i in members]
     responses = [rollouts[i].tokens for i in members]
-    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]  # type: ignore[arg-type]
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     placements = packing.place(lengths, [[local[i] for i in atom] for atom in atoms] if together else None)
-    packed = [PackedRows.build(packing, p, prompts, responses) for p in placements]  # type: ignore[arg-type]
+    packed = [PackedRows.build(packing, p, prompts, responses) for p in placements]
     number = np.asarray(members, np.int32)
     globally = lambda x: np.where(x >= 0, number[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
     return [replace(rows, row_of=globally(rows.row_of), members=globally(rows.members)) for rows in packed]
@@ -198,4 +211,6 @@ def unscored(rollouts: Sequence[Rollout], sides: Sequence[int] | None = None) ->
     if sides is None:
         return ScoredGroup(rollouts=rollouts, scores=Scores(parts={}, valid={}))
     side = np.asarray(sides, float)
-    return ScoredGroup(rollouts=rollouts, scores=Scores(parts={"log/side": side}, valid={"log/side": np.ones(len(side), bool)}))
+    return ScoredGroup(
+        rollouts=rollouts, scores=Scores(parts={"log/side": side}, valid={"log/side": np.ones(len(side), bool)})
+    )

@@ -20,8 +20,16 @@ EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError)
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.launch", description=__doc__)
-    parser.add_argument("--gin_file", action="append", required=True, metavar="FILE", help="gin file, or a run folder to go on from; may be repeated")
-    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files, such as SEED=1")
+    parser.add_argument(
+        "--gin_file",
+        action="append",
+        required=True,
+        metavar="FILE",
+        help="gin file, or a run folder to go on from; may be repeated",
+    )
+    parser.add_argument(
+        "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files, such as SEED=1"
+    )
     parser.add_argument("--dry_run", action="store_true", help="print the resolved plan and leave")
     parser.add_argument("--debug", action="store_true", help="show the stack of every error")
     return parser.parse_args(argv)

@@ -63,7 +63,9 @@ class Learner:
         """The state that training starts from; it owns `params` from here on."""
         shardings = self.shardings
         scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
-        moments = {n: jax.jit(t.init, out_shardings=shardings.moments[n])(params[n]) for n, t in self.transforms.items()}
+        moments = {
+            n: jax.jit(t.init, out_shardings=shardings.moments[n])(params[n]) for n, t in self.transforms.items()
+        }
         return TrainState(step=scalar(), skipped=scalar(), params=dict(params), moments=moments)
 
     @cached_property
@@ -72,11 +74,11 @@ class Learner:
         one = self.partitioner.replicated
         abstract = {n: m.abstract() for n, m in self.models.items()}
         return TrainState(
-            step=one,
-            skipped=one,
+            step=one,  # type: ignore[arg-type]
+            skipped=one,  # type: ignore[arg-type]
             params={n: jax.tree.map(lambda x: x.sharding, a) for n, a in abstract.items()},
             moments={n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()},
-        )  # type: ignore[arg-type]  # a TrainState of shardings
+        )
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -89,7 +91,9 @@ class Learner:
 
     # -- what the models say of a batch --------------------------------------------------------------------------------
 
-    def outputs(self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str]) -> dict[str, dict[str, Array]]:
+    def outputs(
+        self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str]
+    ) -> dict[str, dict[str, Array]]:
         """Per-token float32 streams [B, T] by model name; 0 where nothing is predicted."""
         hidden = self.policy.hidden(
             params["policy"], batch.tokens, batch.positions, batch.segments, max_segments=self.max_segments
@@ -101,7 +105,9 @@ class Learner:
         outputs = {"policy": {name: x.reshape(batch.targets.shape) for name, x in stats.items()}}
         if "critic" in params:
             critic = self.models["critic"]
-            outputs["critic"] = {"value": critic.values(params["critic"], batch.tokens, batch.positions, batch.segments)}
+            outputs["critic"] = {
+                "value": critic.values(params["critic"], batch.tokens, batch.positions, batch.segments)
+            }
         return outputs
 
     @cached_property

@@ -48,10 +48,14 @@ class MeshConfig:
         """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
         sizes = [self.data, self.fsdp, self.tensor, self.context]
         if any(s == 0 or s < -1 for s in sizes) or sizes.count(-1) > 1:
-            raise ValueError(f"mesh sizes must be positive, with at most one -1 (got {dict(zip(MESH_AXES, sizes))}): set mesh.MeshConfig")
+            raise ValueError(
+                f"mesh sizes must be positive, with at most one -1 (got {dict(zip(MESH_AXES, sizes))}): set mesh.MeshConfig"
+            )
         known = math.prod(s for s in sizes if s != -1)
         if devices % known or (-1 not in sizes and known != devices):
-            raise ValueError(f"mesh {dict(zip(MESH_AXES, sizes))} does not fit {devices} devices: set mesh.MeshConfig so that the product is {devices}")
+            raise ValueError(
+                f"mesh {dict(zip(MESH_AXES, sizes))} does not fit {devices} devices: set mesh.MeshConfig so that the product is {devices}"
+            )
         return tuple(devices // known if s == -1 else s for s in sizes)
 
 

@@ -38,7 +38,9 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         if self.learning_rate < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
-            raise ValueError(f"Optimizer needs learning_rate, max_grad_norm and warmup_steps >= 0 (got {self.learning_rate}, {self.max_grad_norm}, {self.warmup_steps})")
+            raise ValueError(
+                f"Optimizer needs learning_rate, max_grad_norm and warmup_steps >= 0 (got {self.learning_rate}, {self.max_grad_norm}, {self.warmup_steps})"
+            )
         if self.schedule not in ("constant", "linear", "cosine"):
             raise ValueError(f"Optimizer.schedule {self.schedule!r} is not one of constant, linear, cosine")
 
@@ -48,7 +50,9 @@ class Optimizer:
         after = {
             "constant": optax.constant_schedule(self.learning_rate),
             "linear": optax.linear_schedule(self.learning_rate, self.learning_rate * self.final_fraction, decay),
-            "cosine": optax.cosine_decay_schedule(self.learning_rate, decay, self.final_fraction) if self.learning_rate else optax.constant_schedule(0.0),
+            "cosine": optax.cosine_decay_schedule(self.learning_rate, decay, self.final_fraction)
+            if self.learning_rate
+            else optax.constant_schedule(0.0),
         }[self.schedule]
         # The first update of a warm-up of n takes 1/n of the peak: a rate of 0 would waste it.
         warmup = lambda step: self.learning_rate * (step + 1) / self.warmup_steps  # noqa: E731
@@ -64,7 +68,9 @@ class Optimizer:
 
 def decays(params: Any) -> Any:
     """True for the leaves that weight decay acts on: matrices, stacked over layers or not, never norms and biases."""
-    return jax.tree_util.tree_map_with_path(lambda path, x: not any("norm" in str(p) or "bias" in str(p) or "scale" in str(p) for p in path), params)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: not any("norm" in str(p) or "bias" in str(p) or "scale" in str(p) for p in path), params
+    )
 
 
 def state_shardings(transform: optax.GradientTransformation, params: Any, replicated: Any) -> Any:

@@ -49,26 +49,34 @@ class Packing:
             return []
         longest = max(lengths)
         if longest > self.row_tokens:
-            raise ValueError(f"a sequence of {longest} positions does not fit a row: set packing.Packing.row_tokens >= {longest} (got {self.row_tokens})")
-        atoms = [[i] for i in range(len(lengths))] if atoms is None else [list(a) for a in atoms]
-        most = max(len(a) for a in atoms)
+            raise ValueError(
+                f"a sequence of {longest} positions does not fit a row: set packing.Packing.row_tokens >= {longest} (got {self.row_tokens})"
+            )
+        units = [[i] for i in range(len(lengths))] if atoms is None else [list(a) for a in atoms]
+        most = max(len(a) for a in units)
         if most > self.sequences:
-            raise ValueError(f"{most} sequences must share a micro-batch that holds {self.sequences}: set packing.Packing.rows or sequences_per_row higher")
+            raise ValueError(
+                f"{most} sequences must share a micro-batch that holds {self.sequences}: set packing.Packing.rows or sequences_per_row higher"
+            )
         tokens = -(-sum(lengths) // (self.rows * self.row_tokens))
         count = max(tokens, -(-len(lengths) // self.sequences), 1)
-        while (placed := self._try(lengths, atoms, count)) is None:
+        while (placed := self._try(lengths, units, count)) is None:
             count += 1
         return placed
 
     def _try(self, lengths: Sequence[int], atoms: list[list[int]], count: int) -> list["Placement"] | None:
         """Atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
-        members = _spread(atoms, [sum(lengths[i] for i in a) for a in atoms], count, self.rows * self.row_tokens, self.sequences)
+        members = _spread(
+            atoms, [sum(lengths[i] for i in a) for a in atoms], count, self.rows * self.row_tokens, self.sequences
+        )
         if members is None:
             return None
         placements = []
         for atom_list in members:
             inside = [i for a in atom_list for i in a]
-            rows = _spread([[i] for i in inside], [lengths[i] for i in inside], self.rows, self.row_tokens, self.sequences_per_row)
+            rows = _spread(
+                [[i] for i in inside], [lengths[i] for i in inside], self.rows, self.row_tokens, self.sequences_per_row
+            )
             if rows is None:
                 return None
             placements.append(Placement([[i for atom in row for i in atom] for row in rows]))
@@ -91,7 +99,9 @@ class Placement:
         return [i for row in self.rows for i in row]
 
 
-def _spread(items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int) -> list[list[list[int]]] | None:
+def _spread(
+    items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
+) -> list[list[list[int]]] | None:
     """Longest first onto the least loaded of `bins`; None where a bin would pass its capacity or its number of sequences."""
     heap = [(0, b) for b in range(bins)]
     filled: list[list[list[int]]] = [[] for _ in range(bins)]
@@ -135,7 +145,9 @@ class PackedRows:
     members: np.ndarray
 
     @classmethod
-    def build(cls, packing: Packing, placement: Placement, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> "PackedRows":
+    def build(
+        cls, packing: Packing, placement: Placement, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> "PackedRows":
         """Fills the arrays; `placement` numbers `prompts` and `responses`, int32 token ids."""
         shape = (packing.rows, packing.row_tokens)
         tokens, positions, segments, sequence = (np.zeros(shape, np.int32) for _ in range(4))

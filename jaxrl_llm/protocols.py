@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
 
-Params = Mapping[str, Any]
+Params = dict[str, Any]
 
 # What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
 NEEDS = frozenset({"reference", "critic", "teacher", "greedy", "sum_p2", "uniform_logprob", "entropy"})

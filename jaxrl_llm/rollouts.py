@@ -76,7 +76,13 @@ class Asking:
             room = settings.max_tokens - len(rollout.tokens) - len(said)
             if room < 1:
                 return replace(rollout, finish="length")
-            rollout = _append(rollout, said, np.zeros(len(said), np.float32), np.full(len(said), self.sampler.version, np.int32), learned=False)
+            rollout = _append(
+                rollout,
+                said,
+                np.zeros(len(said), np.float32),
+                np.full(len(said), self.sampler.version, np.int32),
+                learned=False,
+            )
             prefix = np.concatenate([_tokens(rollout.prompt), rollout.tokens]).astype(np.int32)
             limits = replace(settings, max_tokens=room, min_tokens=min(settings.min_tokens, room))
             async for _, (completion,) in self.sampler.sample([prefix], 1, limits, [seed_of(seed, turn)]):
@@ -91,7 +97,9 @@ def _tokens(prompt: Prompt) -> np.ndarray:
     return prompt.tokens
 
 
-def _append(rollout: Rollout, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, *, learned: bool) -> Rollout:
+def _append(
+    rollout: Rollout, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, *, learned: bool
+) -> Rollout:
     return replace(
         rollout,
         tokens=np.concatenate([rollout.tokens, tokens]).astype(np.int32),

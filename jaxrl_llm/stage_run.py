@@ -20,7 +20,7 @@ from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, 
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
-from jaxrl_llm.protocols import Params, Sampler
+from jaxrl_llm.protocols import Params
 from jaxrl_llm.rollouts import Asking
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
@@ -69,7 +69,12 @@ class StageRun:
             truncation=config.truncation, template_kwargs=config.template_kwargs,
         )  # fmt: skip
         rows = config.data.rows()
-        asking = Asking(sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, max_turns=config.max_turns)
+        asking = Asking(
+            sampler=training.sampler,
+            tokenizer=training.tokenizer,
+            environment=config.environment,
+            max_turns=config.max_turns,
+        )
         seed = training.config.seed
         feed = _feed(config, encoder, rows, replace(asking), settings, seed)
         _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
@@ -139,7 +144,11 @@ class StageRun:
             return {}
         device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
         scored = [self.learner.score(state.params, b) for b in device]
-        streams = {VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored]) for m in scored[0] for n in scored[0][m]}
+        streams = {
+            VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
+            for m in scored[0]
+            for n in scored[0][m]
+        }
         if "reference" in self.frozen:
             reference = [self.learner.score_frozen(self.frozen["reference"], b) for b in device]
             streams["ref_logprobs"] = batch.unpack([to_host(x) for x in reference])
@@ -165,7 +174,9 @@ class StageRun:
         """The algorithm's credit, on the host."""
         return jax.device_get(self.learner.advantages(self.view(batch, streams)))
 
-    def update(self, state: TrainState, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> tuple[TrainState, dict[str, float]]:
+    def update(
+        self, state: TrainState, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit
+    ) -> tuple[TrainState, dict[str, float]]:
         """All updates of the step, and the mean of their metrics."""
         minis = batch.batches(self.view(batch, streams), credit, self.config.algorithm.constant, self.partitioner)
         found = []
@@ -195,7 +206,11 @@ class StageRun:
                 "is the sampler's model, dtype or temperature another one?"
             )
         if size > config.gap_warn:
-            _log.warning("learner and sampler disagree by %.3g nats a token on average (Stage.gap_warn=%g)", size, config.gap_warn)
+            _log.warning(
+                "learner and sampler disagree by %.3g nats a token on average (Stage.gap_warn=%g)",
+                size,
+                config.gap_warn,
+            )
 
     def adapt(self, metrics: Mapping[str, float], sequences: int) -> None:
         """Moves the controllers."""
@@ -207,14 +222,18 @@ class StageRun:
         for evaluation, prompts in zip(self.config.evaluations, self.held_out, strict=True):
             reward = evaluation.reward or self.config.reward
             if reward is None:
-                raise ValueError(f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}")
+                raise ValueError(
+                    f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}"
+                )
             asked = replace(evaluation, settings=_stopping(evaluation.settings, self.asking.tokenizer))
             found, _ = await evaluate(asked, prompts, self.asking, reward)
             metrics |= found
         return metrics
 
 
-def _feed(config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int) -> Feed:
+def _feed(
+    config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int
+) -> Feed:
     """The feed that the algorithm learns from."""
     count = config.prompts_per_step
     if config.samples:
@@ -232,7 +251,9 @@ def _stopping(settings: SamplingSettings, tokenizer: Any) -> SamplingSettings:
     """The settings with the tokenizer's end-of-sequence id among the stop ids."""
     end = tokenizer.eos_token_id
     if end is None and not settings.stop_token_ids and not settings.stop_strings:
-        raise ValueError("the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings")
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings"
+        )
     ids = settings.stop_token_ids if end is None or end in settings.stop_token_ids else (*settings.stop_token_ids, end)
     return replace(settings, stop_token_ids=ids)
 

@@ -72,7 +72,15 @@ class Stage:
     show_rollouts: int = 8
 
     def __post_init__(self) -> None:
-        positive = ("steps", "prompts_per_step", "group_size", "minibatches", "epochs", "max_prompt_tokens", "evaluate_every")
+        positive = (
+            "steps",
+            "prompts_per_step",
+            "group_size",
+            "minibatches",
+            "epochs",
+            "max_prompt_tokens",
+            "evaluate_every",
+        )
         for name in positive:
             if getattr(self, name) < 1:
                 raise ValueError(f"Stage.{name} of stage {self.name!r} must be >= 1 (got {getattr(self, name)})")
@@ -82,7 +90,9 @@ class Stage:
                 f"{self.minibatches} mini-batches of whole groups: set Stage.minibatches to a divisor of it"
             )
         if unknown := self.algorithm.needs - NEEDS:
-            raise ValueError(f"{type(self.algorithm).__name__}.needs names {sorted(unknown)}; known are {sorted(NEEDS)}")
+            raise ValueError(
+                f"{type(self.algorithm).__name__}.needs names {sorted(unknown)}; known are {sorted(NEEDS)}"
+            )
         if self.samples:
             self._check_sampling()
 
@@ -91,7 +101,9 @@ class Stage:
         if self.reward is None:
             raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
         if self.group_size < self.algorithm.group_size_at_least:
-            raise ValueError(f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE")
+            raise ValueError(
+                f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE"
+            )
         if not self.settings.plain:
             raise ValueError(
                 f"training samples of stage {self.name!r} must be drawn from the plain tempered softmax, whose log-probs the learner "

@@ -16,8 +16,8 @@ import jax
 import jaxrl_llm
 from jaxrl_llm import diagnostics
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
-from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.console import Console
+from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
 from jaxrl_llm.protocols import Sampler, SamplerFactory
 from jaxrl_llm.stage_run import StageRun
@@ -96,7 +96,9 @@ class Training:
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
-        self.sampler: Sampler = run.sampler.start(self.policy, self.tokenizer, max_length=run.max_length, run_dir=run_dir)
+        self.sampler: Sampler = run.sampler.start(
+            self.policy, self.tokenizer, max_length=run.max_length, run_dir=run_dir
+        )
         self.writers: Writers | None = None
         self.best: float | None = None
 
@@ -187,7 +189,9 @@ class Training:
             clock.lap("evaluate")
         metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
         metrics |= {"time/step_s": time.perf_counter() - begin, "update/step": float(step)}
-        metrics["speed/tokens_per_s"] = metrics["batch/tokens"] / max(metrics["time/step_s"] - metrics.get("time/evaluate_s", 0.0), 1e-9)
+        metrics["speed/tokens_per_s"] = metrics["batch/tokens"] / max(
+            metrics["time/step_s"] - metrics.get("time/evaluate_s", 0.0), 1e-9
+        )
         metrics |= {f"sampler/{n}": v for n, v in self.sampler.metrics().items()}
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
         stage.adapt(metrics, len(batch.rollouts))
@@ -237,7 +241,9 @@ def writable(run_dir: Path) -> Path:
         probe.write_text("")
         probe.unlink()
     except OSError as error:
-        raise OSError(f"the run folder {run_dir} cannot be written ({error.strerror}): set RUN_DIR to a folder that can") from error
+        raise OSError(
+            f"the run folder {run_dir} cannot be written ({error.strerror}): set RUN_DIR to a folder that can"
+        ) from error
     return run_dir
 
 
@@ -245,7 +251,13 @@ def provenance(run_dir: Path, seed: int, config: str) -> None:
     """Writes what reproduces the run: gin text, seed, version and commit."""
     if config:
         (run_dir / "config.gin").write_text(config)
-    facts = {"seed": seed, "version": jaxrl_llm.__version__, "commit": commit(), "jax": jax.__version__, "devices": [str(d) for d in jax.devices()]}
+    facts = {
+        "seed": seed,
+        "version": jaxrl_llm.__version__,
+        "commit": commit(),
+        "jax": jax.__version__,
+        "devices": [str(d) for d in jax.devices()],
+    }
     (run_dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
 
 
@@ -253,6 +265,11 @@ def commit() -> str | None:
     """The commit that the code is of, with "+changes" where files differ from it; None outside a git checkout."""
     here = Path(__file__).resolve().parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = lambda *args: subprocess.run(["git", *args], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()  # noqa: E731
-        return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--untracked-files=no") else "")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+        return _git(here, "rev-parse", "HEAD") + ("+changes" if changed else "")
     return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()

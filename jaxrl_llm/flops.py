@@ -1,0 +1,106 @@
+"""Model FLOPs of a forward pass and of an update, and MFU: the share of the devices' peak that they make up.
+
+The convention, so that figures of different systems can be compared:
+
+- A product of [m, k] and [k, n] counts 2 m k n. Only products are counted: no norms, softmaxes or elementwise work.
+- Counted are the projections of attention, the MLP, the scores and the weighted values of attention at the real head
+  width (heads x head_width need not be the width), and the head. The embedding is a lookup and counts nothing.
+- Causal attention counts half of the square: n tokens make n^2 / 2 pairs of query and key, and under a window of w
+  tokens n w - w^2 / 2. Packed rows count each sequence by its own length; padding counts nothing.
+- An update counts three forwards: the backward makes the gradients of the input and of the weight of each product.
+  What rematerialisation or a fused loss computes again is not counted (MFU, not hardware utilisation).
+- MFU divides by the dense bfloat16 peak of the devices, 989 TFLOP/s for H100 (SXM) and H200.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+# Dense bfloat16 FLOP/s by the start of a device's `device_kind`, from the vendors' data sheets; longer names first.
+PEAKS: dict[str, float] = {
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+}
+
+
+class Sizes(Protocol):
+    """What is read of an architecture."""
+
+    @property
+    def vocabulary_size(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_width(self) -> int: ...
+    @property
+    def mlp_width(self) -> int: ...
+    @property
+    def windows(self) -> tuple[int | None, ...]: ...
+
+
+def layer_weights(sizes: Sizes) -> int:
+    """Weights of one layer's products: the query, key, value and output projections and the gated MLP."""
+    queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
+    return sizes.width * (2 * queries + 2 * keys + 3 * sizes.mlp_width)
+
+
+def attention_pairs(length: int, window: int | None = None) -> float:
+    """Pairs of query and key of one sequence of `length` tokens: half of the square, or of the band of a window."""
+    seen = length if window is None else min(length, window)
+    return seen * length - seen**2 / 2
+
+
+def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, head: bool = True) -> float:
+    """FLOPs of one forward pass over sequences of these lengths.
+
+    Args:
+      sizes: an architecture.
+      lengths: tokens of each sequence, padding left out.
+      layers: only the first so many layers; None takes all.
+      head: whether the head is applied to every token.
+
+    Raises:
+      ValueError: a negative length, or more layers than there are.
+    """
+    if any(n < 0 for n in lengths):
+        raise ValueError(f"lengths are tokens of sequences, at least 0 (got {list(lengths)})")
+    depth = len(sizes.windows)
+    if layers is not None and not 0 <= layers <= depth:
+        raise ValueError(f"layers must be between 0 and the {depth} layers of the architecture (got {layers})")
+    windows = sizes.windows[:layers]
+    weights = len(windows) * layer_weights(sizes) + (sizes.vocabulary_size * sizes.width if head else 0)
+    pairs = sum(attention_pairs(n, window) for n in lengths for window in windows)
+    return 2.0 * weights * sum(lengths) + 4.0 * pairs * sizes.heads * sizes.head_width
+
+
+def update(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, head: bool = True) -> float:
+    """FLOPs of one forward and backward pass over sequences of these lengths; the arguments are those of `forward`."""
+    return 3.0 * forward(sizes, lengths, layers=layers, head=head)
+
+
+def peak(device_kind: str) -> float | None:
+    """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is not known (a CPU)."""
+    return next((flops for start, flops in PEAKS.items() if device_kind.startswith(start)), None)
+
+
+def mfu(flops: float, seconds: float, devices: int, device_peak: float) -> float:
+    """Share of the peak of all devices that `flops` model FLOPs in `seconds` make up.
+
+    Raises:
+      ValueError: a time, a number of devices or a peak that is not positive.
+    """
+    if seconds <= 0 or devices < 1 or device_peak <= 0:
+        raise ValueError(f"mfu needs a positive time, device count and peak (got {seconds}, {devices}, {device_peak})")
+    return flops / (seconds * devices * device_peak)
