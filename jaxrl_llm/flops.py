@@ -13,7 +13,7 @@ The convention, so that figures of different systems can be compared:
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 # Dense bfloat16 FLOP/s by the start of a device's `device_kind`, from the vendors' data sheets; longer names first.
 PEAKS: dict[str, float] = {
@@ -31,6 +31,7 @@ PEAKS: dict[str, float] = {
 }
 
 
+@runtime_checkable
 class Sizes(Protocol):
     """What is read of an architecture."""
 
