@@ -1,7 +1,8 @@
 """Sequences of any length into fixed-shape packed rows, with nothing learned twice and little padding.
 
 A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
-longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens.
+longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
+no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
 """
 
 import heapq
@@ -43,7 +44,7 @@ class Packing:
           atoms: sequences that must share a micro-batch, such as the halves of a pair; by default each stands alone.
 
         Raises:
-          ValueError: a sequence is longer than a row, or an atom has more sequences than a micro-batch.
+          ValueError: a sequence is longer than a row, or an atom does not fit a micro-batch.
         """
         if not len(lengths):
             return []
@@ -53,13 +54,16 @@ class Packing:
                 f"a sequence of {longest} positions does not fit a row: set packing.Packing.row_tokens >= {longest} (got {self.row_tokens})"
             )
         units = [[i] for i in range(len(lengths))] if atoms is None else [list(a) for a in atoms]
-        most = max(len(a) for a in units)
-        if most > self.sequences:
-            raise ValueError(
-                f"{most} sequences must share a micro-batch that holds {self.sequences}: set packing.Packing.rows or sequences_per_row higher"
-            )
+        for unit in units:
+            if len(unit) > 1 and self._rows(lengths, unit) is None:
+                raise ValueError(
+                    f"{len(unit)} sequences of {sum(lengths[i] for i in unit)} positions must share a micro-batch and do not fit its "
+                    f"{self.rows} rows of {self.row_tokens} positions and {self.sequences_per_row} sequences: set packing.Packing.rows, "
+                    "row_tokens or sequences_per_row higher"
+                )
         tokens = -(-sum(lengths) // (self.rows * self.row_tokens))
-        count = max(tokens, -(-len(lengths) // self.sequences), 1)
+        alone = sum(2 * n > self.row_tokens for n in lengths)  # no two of these share a row
+        count = max(tokens, -(-len(lengths) // self.sequences), -(-alone // self.rows), 1)
         while (placed := self._try(lengths, units, count)) is None:
             count += 1
         return placed
@@ -74,13 +78,18 @@ class Packing:
         placements = []
         for atom_list in members:
             inside = [i for a in atom_list for i in a]
-            rows = _spread(
-                [[i] for i in inside], [lengths[i] for i in inside], self.rows, self.row_tokens, self.sequences_per_row
-            )
+            rows = self._rows(lengths, inside)
             if rows is None:
                 return None
-            placements.append(Placement([[i for atom in row for i in atom] for row in rows]))
+            placements.append(Placement(rows))
         return placements
+
+    def _rows(self, lengths: Sequence[int], inside: list[int]) -> list[list[int]] | None:
+        """The sequences of one micro-batch by row; None where they do not fit."""
+        alone, loads = [[i] for i in inside], [lengths[i] for i in inside]
+        limits = (self.rows, self.row_tokens, self.sequences_per_row)
+        rows = _spread(alone, loads, *limits) or _fit(alone, loads, *limits)
+        return None if rows is None else [[i for (i,) in row] for row in rows]
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,24 @@ def _spread(
         counts[b] += len(items[item])
         for entry in (*aside, (load + loads[item], b)):
             heapq.heappush(heap, entry)
+    return filled
+
+
+def _fit(
+    items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
+) -> list[list[list[int]]] | None:
+    """Longest first into the fullest of `bins` that still takes it; None where none does."""
+    filled: list[list[list[int]]] = [[] for _ in range(bins)]
+    load, counts = [0] * bins, [0] * bins
+    for item in sorted(range(len(items)), key=lambda i: (-loads[i], i)):
+        n = len(items[item])
+        open_bins = [b for b in range(bins) if load[b] + loads[item] <= capacity and counts[b] + n <= most]
+        if not open_bins:
+            return None
+        fullest = max(open_bins, key=lambda b: load[b])
+        filled[fullest].append(items[item])
+        load[fullest] += loads[item]
+        counts[fullest] += n
     return filled
 
 
