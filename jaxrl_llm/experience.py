@@ -38,6 +38,13 @@ class Prompt:
         if (self.messages is None) == (self.text is None) and self.tokens is None:
             raise ValueError(f"prompt {self.id!r} needs either `messages` or `text`, and got both or neither")
 
+    @property
+    def prefix(self) -> np.ndarray:
+        """The token ids, int32 [T]; raises ValueError before encoding."""
+        if self.tokens is None:
+            raise ValueError(f"prompt {self.id!r} was not encoded: pass it through data.pipeline.Encoder first")
+        return self.tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.batch import Batch, Credit, View
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
 from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.packing import PackedRows, Packing
 
@@ -187,7 +187,7 @@ def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]],
     """The micro-batches of the sequences of `atoms`; `together` keeps each atom in one micro-batch."""
     members = [i for atom in atoms for i in atom]
     local = {i: k for k, i in enumerate(members)}
-    prompts = [rollouts[i].prompt.tokens for i in members]
+    prompts = [rollouts[i].prompt.prefix for i in members]
     responses = [rollouts[i].tokens for i in members]
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
     placements = packing.place(lengths, [[local[i] for i in atom] for atom in atoms] if together else None)
@@ -195,15 +195,6 @@ def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]],
     number = np.asarray(members, np.int32)
     globally = lambda x: np.where(x >= 0, number[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
     return [replace(rows, row_of=globally(rows.row_of), members=globally(rows.members)) for rows in packed]
-
-
-def demonstration(prompt: Prompt, response: np.ndarray) -> Rollout:
-    """A given response, int32 [T], as a rollout that no policy version sampled."""
-    n = len(response)
-    return Rollout(
-        prompt=prompt, tokens=response.astype(np.int32), sampler_logprobs=np.zeros(n, np.float32), mask=np.ones(n, bool),
-        versions=np.full(n, -1, np.int32), finish="stop",
-    )  # fmt: skip
 
 
 def unscored(rollouts: Sequence[Rollout], sides: Sequence[int] | None = None) -> ScoredGroup:

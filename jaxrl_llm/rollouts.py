@@ -43,7 +43,7 @@ class Asking:
         self, prompts: Sequence[Prompt], n: int, settings: SamplingSettings, seeds: Sequence[int], role: Role = "sample"
     ) -> AsyncIterator[tuple[int, list[Rollout]]]:
         """Yields (index of the prompt, its n rollouts) as they finish; a prompt's group depends on its seed alone."""
-        prefixes = [_tokens(p) for p in prompts]
+        prefixes = [p.prefix for p in prompts]
         async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
             rollouts = [self._first(prompts[index], c, role) for c in completions]
             if self.environment is not None:
@@ -83,18 +83,12 @@ class Asking:
                 np.full(len(said), self.sampler.version, np.int32),
                 learned=False,
             )
-            prefix = np.concatenate([_tokens(rollout.prompt), rollout.tokens]).astype(np.int32)
+            prefix = np.concatenate([rollout.prompt.prefix, rollout.tokens]).astype(np.int32)
             limits = replace(settings, max_tokens=room, min_tokens=min(settings.min_tokens, room))
             async for _, (completion,) in self.sampler.sample([prefix], 1, limits, [seed_of(seed, turn)]):
                 rollout = _append(rollout, completion.tokens, completion.logprobs, completion.versions, learned=True)
                 rollout = replace(rollout, finish=completion.finish)
         return rollout
-
-
-def _tokens(prompt: Prompt) -> np.ndarray:
-    if prompt.tokens is None:
-        raise ValueError(f"prompt {prompt.id!r} was not encoded")
-    return prompt.tokens
 
 
 def _append(

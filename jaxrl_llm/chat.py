@@ -1,0 +1,98 @@
+"""Talks to a model on the terminal: python -m jaxrl_llm.chat DIR, where DIR is a Hugging Face folder or a run folder."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import export, launch
+from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.policy_source import PolicySource
+from jaxrl_llm.samplers.embedded import EmbeddedSampler
+
+
+def load(folder: Path) -> tuple[Any, Any, Any]:
+    """The policy, its parameters and the tokenizer of a run folder or a Hugging Face folder."""
+    if (folder / "config.gin").is_file():
+        return export.policy_of(folder)
+    import jax
+    from transformers import AutoTokenizer
+
+    source = PolicySource(pretrained=str(folder))
+    policy = source.policy(Partitioner.create(MeshConfig()))
+    return policy, source.params(policy, jax.random.key(0)), AutoTokenizer.from_pretrained(str(folder))
+
+
+def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
+    """Token ids int32 [T] of the talk so far; without a chat template, of the last line alone."""
+    if tokenizer.chat_template is None:
+        return np.asarray(tokenizer(turns[-1]["content"])["input_ids"], np.int32)
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingSettings, seed: int) -> np.ndarray:
+    """The sampled response, int32 [T]."""
+    async for _, (completion,) in sampler.sample([tokens], 1, settings, [seed]):
+        return completion.tokens
+    raise RuntimeError("the sampler gave no answer")
+
+
+async def talk(folder: Path, settings: SamplingSettings, max_length: int) -> None:
+    """Reads lines until the end of input and answers each."""
+    policy, params, tokenizer = load(folder)
+    longest = min(max_length, policy.architecture.max_positions)
+    sampler = EmbeddedSampler(slots=1).start(policy, tokenizer, max_length=longest)
+    await sampler.publish(params, 0)
+    turns: list[dict[str, str]] = []
+    for number, line in enumerate(iter(_line, None)):
+        turns.append({"role": "user", "content": line})
+        try:
+            tokens = prefix(tokenizer, turns)
+            response = await answer(sampler, tokens, settings, number)
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+            turns.clear()
+            continue
+        text = tokenizer.decode(response, skip_special_tokens=True)
+        turns.append({"role": "assistant", "content": text})
+        print(text, flush=True)
+    await sampler.close()
+
+
+def _line() -> str | None:
+    """The next line that is not empty, or None at the end of input."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return None
+        if line:
+            return line
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.chat", description=__doc__)
+    parser.add_argument("folder", type=Path, help="Hugging Face folder or run folder")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
+    parser.add_argument("--max_tokens", type=int, default=128, help="most tokens of an answer")
+    parser.add_argument("--max_length", type=int, default=2048, help="most tokens of the talk")
+    arguments = parser.parse_args(argv)
+    try:
+        if not arguments.folder.is_dir():
+            raise FileNotFoundError(f"{arguments.folder} is no folder: give a Hugging Face folder or a run folder")
+        settings = SamplingSettings(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
+        asyncio.run(talk(arguments.folder, settings, arguments.max_length))
+    except launch.EXPECTED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""What a run would do, before anything is compiled: mesh, parameters, batch arithmetic, memory by device, compile shapes."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.stages import Stage
+from jaxrl_llm.train import Run
+
+GIB = 2**30
+
+
+def plan(run: Run) -> str:
+    """The resolved plan of a run as text.
+
+    Raises:
+      ValueError: what cannot work, naming the binding to change.
+      OSError: a missing file.
+    """
+    partitioner = Partitioner.create(run.mesh)
+    tokenizer = run.tokenizer.load()
+    policy = run.policy.policy(partitioner)
+    shards = partitioner.batch_shards
+    parameters = policy.abstract()
+    lines = [
+        f"run folder   {Path(run.run_dir).absolute()} (seed {run.seed})",
+        f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_mesh(partitioner)}",
+        f"model        {type(policy.architecture).__name__}, {_count(parameters) / 1e6:.2f} M parameters, compute in {policy.compute_dtype}, "
+        f"remat {policy.remat}",
+        f"tokenizer    {len(tokenizer)} tokens of a vocabulary of {policy.architecture.vocabulary_size}",
+        f"sampler      {run.sampler!r}",
+    ]
+    for stage, start in zip(run.stages, run.starts, strict=False):
+        stage.check_devices(shards)
+        lines += ["", *_stage(stage, start), *_memory(stage, policy, parameters, shards)]
+    return "\n".join(lines)
+
+
+def _mesh(partitioner: Partitioner) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in partitioner.axis_sizes.items())
+
+
+def _count(tree: Any) -> int:
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))
+
+
+def _stage(stage: Stage, start: int) -> Iterable[str]:
+    """The batch arithmetic of a stage."""
+    name, packing = type(stage.algorithm).__name__, stage.packing
+    yield f"stage {stage.name}: {name}, steps {start + 1} to {start + stage.steps}, {stage.updates} updates"
+    rows = stage.data.rows()
+    yield f"  data         {len(rows)} rows, {stage.steps * stage.prompts_per_step / len(rows):.2f} epochs"
+    if stage.samples:
+        yield f"  batch        {stage.prompts_per_step} prompts x {stage.group_size} rollouts = {stage.sequences} sequences a step"
+        yield f"  lengths      prompt <= {stage.max_prompt_tokens}, response <= {stage.settings.max_tokens} tokens"
+    else:
+        yield f"  batch        {stage.prompts_per_step} rows = {stage.sequences} sequences a step"
+    yield f"  updates      {stage.minibatches} mini-batches x {stage.epochs} epochs, {stage.sequences // stage.minibatches} sequences each"
+    yield f"  shapes       micro-batch [{packing.rows}, {packing.row_tokens}], view [{stage.sequences}, {stage.response_tokens}]"
+    longest = stage.max_prompt_tokens + stage.settings.max_tokens - 1
+    full = -(-stage.sequences // stage.minibatches * longest // (packing.rows * packing.row_tokens))
+    yield f"  micro-batches at most about {max(full, 1)} a mini-batch (all sequences at their limits)"
+    for evaluation in stage.evaluations:
+        count = len(evaluation.data.rows())
+        yield f"  evaluation   {evaluation.name}: {min(count, evaluation.limit or count)} prompts every {stage.evaluate_every} steps"
+
+
+def _memory(stage: Stage, policy: Any, parameters: Any, shards: int) -> Iterable[str]:
+    """Bytes of state on one device; activations are a bound by the saved residual streams."""
+    one = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(parameters))
+    copies = 4 + ("reference" in stage.algorithm.needs)  # weights, gradient, two moments, and the reference
+    size, packing = policy.architecture, stage.packing
+    kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
+    width = 4 if policy.compute_dtype == "float32" else 2
+    activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
+    yield f"  memory       {one * copies / GIB:.3f} GiB of state ({copies} copies of the weights) + about {activations / GIB:.3f} GiB of activations a device"
