@@ -7,32 +7,23 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from sampler_cases import VOCABULARY, Tiny, sample
+from sampler_cases import SIZES, VOCABULARY, Tiny, sample
 
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.qwen3 import Qwen3
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Tiny]:
-    """Builds the tiny policy on `devices` devices of a mesh; the same random parameters on each."""
+    """Builds the tiny policy on `devices` devices of a mesh; a seed gives the same parameters on each."""
 
     def build(devices: int = 1, *, seed: int = 0, compute_dtype: str = "float32", **mesh: int) -> Tiny:
-        sizes = Qwen3(
-            vocabulary_size=VOCABULARY,
-            width=16,
-            layers=2,
-            heads=4,
-            kv_heads=2,
-            head_width=8,
-            mlp_width=32,
-            init_std=0.5,
-        )
         partitioner = Partitioner.create(MeshConfig(**mesh), jax.devices()[:devices])
-        policy = Policy(sizes, partitioner, compute_dtype)
-        return Tiny(policy=policy, params=policy.init(jax.random.key(seed)))
+        policy = Policy(SIZES, partitioner, compute_dtype)
+        rng = np.random.default_rng(seed)
+        values = jax.tree.map(lambda leaf: rng.normal(0.1, 0.5, leaf.shape).astype(leaf.dtype), policy.abstract())
+        return Tiny(policy=policy, params=partitioner.put(values, policy.axes()))
 
     return build
 

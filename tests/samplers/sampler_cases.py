@@ -10,12 +10,14 @@ import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
 from jaxrl_llm.samplers.engine import Engine
 
 VOCABULARY = 24
 MAX_LENGTH = 32
 ROWS = 32
+SIZES = Qwen3(vocabulary_size=VOCABULARY, width=16, layers=2, heads=4, kv_heads=2, head_width=8, mlp_width=32)
 
 
 class Letters:

@@ -25,7 +25,7 @@ def learner_logprobs(tiny, prefixes, completions, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_learners(tiny, prefixes, draw, temperature):
-    groups = draw(tiny, prefixes, 3, SamplingSettings(max_tokens=9, temperature=temperature), decode_chunk=4)
+    groups = draw(tiny, prefixes, 3, SamplingSettings(max_tokens=9, temperature=temperature))
     prompts = [prefix for prefix in prefixes for _ in range(3)]
     completions = [completion for group in groups for completion in group]
     for completion, expected in zip(completions, learner_logprobs(tiny, prompts, completions, temperature)):
@@ -72,15 +72,15 @@ def test_the_same_call_twice_is_equal_bit_for_bit(tiny, prefixes, draw, enough_s
             assert completion.logprobs.tolist() == other.logprobs.tolist()
 
 
-@pytest.mark.parametrize("fields", [{"slots": 3}, {"slots": 5, "decode_chunk": 3, "prefill_tokens": 32}])
+@pytest.mark.parametrize("fields", [{"slots": 4}, {"slots": 5, "prefill_tokens": 32}])
 def test_refilled_slots_draw_what_enough_slots_draw(tiny, prefixes, draw, enough_slots, fields):
     lengths = {len(completion.tokens) for group in enough_slots for completion in group}
     assert len(lengths) > 4  # else no slot is refilled while others go on
-    same(draw(tiny, prefixes, 3, ENDS_EARLY, **fields), enough_slots)
+    same(draw(tiny, prefixes, 3, ENDS_EARLY, decode_chunk=4, **fields), enough_slots)
 
 
 def test_draws_depend_on_neither_order_nor_company(tiny, prefixes, draw, enough_slots):
-    order = [4, 1, 7]
+    order = [4, 1, 7, 9, 0]
     some = draw(tiny, [prefixes[i] for i in order], 2, ENDS_EARLY, seeds=order)
     same(some, [enough_slots[i][:2] for i in order])
 
@@ -94,7 +94,7 @@ def test_samples_and_seeds_differ(tiny, prefixes, draw):
 
 def test_a_prompt_is_prefilled_once_for_all_its_samples(tiny, prefixes):
     async def run():
-        engine = tiny.start(slots=4, prefill_tokens=64)
+        engine = tiny.start(slots=4, decode_chunk=4, prefill_tokens=64)
         await engine.publish(tiny.params, 0)
         await sample(engine, prefixes, 6, ENDS_EARLY)
         return engine.metrics(), engine.metrics()
@@ -108,14 +108,14 @@ def test_metrics_count_kept_tokens_and_the_share_of_slot_steps(tiny, prefixes):
     async def run():
         engine = tiny.start()
         await engine.publish(tiny.params, 0)
-        await sample(engine, prefixes[:2], 1, SamplingSettings(max_tokens=6))
-        await sample(engine, prefixes[:3], 1, SamplingSettings(max_tokens=6))
+        await sample(engine, prefixes, 3, SamplingSettings(max_tokens=6))
+        await sample(engine, prefixes, 1, SamplingSettings(max_tokens=6))
         return engine.metrics()
 
     metrics = asyncio.run(run())
-    assert metrics["sampler/generated_tokens"] == 5 * 6
-    assert metrics["sampler/occupancy"] == pytest.approx(5 * 6 / (2 * 6 + 4 * 6))  # three sequences take four slots
-    assert metrics["sampler/tokens_per_s"] == pytest.approx(30 / metrics["sampler/seconds"])
+    assert metrics["sampler/generated_tokens"] == 40 * 6
+    assert metrics["sampler/occupancy"] == pytest.approx(40 / (32 + 16))  # 30 sequences take 32 slots, 10 take 16
+    assert metrics["sampler/tokens_per_s"] == pytest.approx(240 / metrics["sampler/seconds"])
 
 
 def test_a_stop_id_ends_a_response_from_min_tokens_on_and_is_kept(tiny, prefixes, draw):
@@ -141,7 +141,7 @@ def test_a_stop_string_ends_a_response_across_tokens_and_chunks(tiny, prefixes, 
     free = draw(tiny, prefixes, 3, settings)
     texts = [letters.decode(completion.tokens.tolist()) for group in free for completion in group]
     string = texts[0][5:8]  # three letters of the first response: three tokens, unless one is "ab"
-    for chunk in (3, 16):
+    for chunk in (4, 16):
         groups = draw(tiny, prefixes, 3, replace(settings, stop_strings=(string, "zzz")), decode_chunk=chunk)
         for group, free_group in zip(groups, free):
             for completion, other in zip(group, free_group):
@@ -153,10 +153,11 @@ def test_a_stop_string_ends_a_response_across_tokens_and_chunks(tiny, prefixes, 
         assert groups[0][0].finish == "stop"
 
 
-def test_a_response_ends_where_the_sequence_is_full(tiny, draw):
+def test_a_response_ends_where_the_sequence_is_full(tiny, prefixes, draw):
     prefix = np.arange(20, dtype=np.int32)
-    ((completion,),) = draw(tiny, [prefix], 1, SamplingSettings(max_tokens=500))
-    assert len(completion.tokens) == MAX_LENGTH - 20 and completion.finish == "length"
+    groups = draw(tiny, [*prefixes, prefix], 1, SamplingSettings(max_tokens=500))
+    for tokens, (completion,) in zip([*prefixes, prefix], groups):
+        assert len(completion.tokens) == MAX_LENGTH - len(tokens) and completion.finish == "length"
 
 
 @pytest.mark.parametrize(
