@@ -1,0 +1,144 @@
+"""Preference losses against float64 NumPy, pair by pair, with numeric gradients."""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from algorithm_cases import make_batch, make_outputs, make_view, numeric_gradient, value_and_gradient
+
+from jaxrl_llm.algorithms.cpo import CPO
+from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.algorithms.ipo import IPO
+from jaxrl_llm.algorithms.kto import KTO
+from jaxrl_llm.algorithms.orpo import ORPO
+from jaxrl_llm.algorithms.simpo import SimPO
+
+
+def logsigmoid(x):
+    return -np.log1p(np.exp(-x))
+
+
+def dpo_margin(w, rw, n, x, rx, k):
+    return 0.5 * ((w - rw) - (x - rx))
+
+
+def sigmoid_loss(eps=0.0):
+    return lambda *x: -(1 - eps) * logsigmoid(dpo_margin(*x)) - eps * logsigmoid(-dpo_margin(*x))
+
+
+def robust_loss(*x):
+    return (-0.8 * logsigmoid(dpo_margin(*x)) + 0.2 * logsigmoid(-dpo_margin(*x))) / 0.6
+
+
+def odds(mean):
+    p = np.exp(mean)
+    return np.log(p / (1 - p))
+
+
+# Sums of the preferred answer's log-probs, of its reference's, its tokens; the same of the rejected answer.
+CASES = {
+    "dpo": (DPO(beta=0.5), sigmoid_loss()),
+    "cdpo": (DPO(beta=0.5, label_smoothing=0.2), sigmoid_loss(0.2)),
+    "robust": (DPO(beta=0.5, label_smoothing=0.2, form="robust"), robust_loss),
+    "hinge": (DPO(beta=0.5, form="hinge"), lambda *x: max(0.0, 1 - dpo_margin(*x))),
+    "ipo": (IPO(beta=0.5), lambda w, rw, n, x, rx, k: ((w - rw) / n - (x - rx) / k - 1.0) ** 2),
+    "ipo of sums": (IPO(beta=0.5, length_average=False), lambda w, rw, n, x, rx, k: (w - rw - x + rx - 1.0) ** 2),
+    "simpo": (SimPO(), lambda w, rw, n, x, rx, k: -logsigmoid(2 * (w / n - x / k) - 1)),
+    "cpo": (CPO(beta=0.5, nll_coef=0.3), lambda w, rw, n, x, rx, k: -logsigmoid(0.5 * (w - x)) - 0.3 * w / n),
+    "orpo": (ORPO(beta=0.4), lambda w, rw, n, x, rx, k: -w / n - 0.4 * logsigmoid(odds(w / n) - odds(x / k))),
+}
+
+
+def sums(view, logprob):
+    mask = np.asarray(view.mask)
+    ref = np.where(mask, np.asarray(view.ref_logprobs, np.float64), 0).sum(1)
+    return np.where(mask, logprob, 0).sum(1), ref, mask.sum(1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loss_and_gradient_follow_the_definition(name):
+    algorithm, rule = CASES[name]
+    view = make_view(3, pairs=True)
+    credit, outputs = algorithm.advantages(view), make_outputs(view)
+    batch = make_batch(view, credit, 1.0)
+    mask = np.asarray(credit.loss_mask)
+
+    def expected(logprob):
+        p, r, n = sums(view, logprob)
+        return np.mean([rule(p[i], r[i], n[i], p[i + 1], r[i + 1], n[i + 1]) for i in range(0, 8, 2)])
+
+    logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
+    value, gradient = value_and_gradient(algorithm, outputs, batch)
+    np.testing.assert_allclose(value, expected(logprob), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
+    assert float(batch.counts["pairs"]) == 4
+
+
+def test_the_accuracy_is_the_share_of_pairs_in_the_right_order():
+    view = make_view(3, pairs=True)
+    algorithm = DPO()
+    credit, outputs = algorithm.advantages(view), make_outputs(view)
+    _, metrics = algorithm.loss(outputs, make_batch(view, credit, 1.0))
+    p, r, _ = sums(view, np.asarray(outputs["policy"]["logprob"], np.float64))
+    margins = 0.1 * ((p - r)[0:8:2] - (p - r)[1:8:2])
+    assert 0 < (margins > 0).sum() < 4
+    assert float(metrics["pairs/accuracy"][0]) == (margins > 0).sum()
+    np.testing.assert_allclose(metrics["pairs/margin"][0], margins.sum(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_pair_that_lacks_an_answer_is_left_out_whole():
+    view = make_view(3, pairs=True)
+    view = replace(view, valid=view.valid.at[3].set(False))
+    credit = DPO().advantages(view)
+    assert np.asarray(credit.loss_mask).any(1).nonzero()[0].tolist() == [0, 1, 4, 5, 6, 7]
+    assert float(credit.metrics["pairs/incomplete"]) == 1
+
+
+def test_kto_values_each_answer_against_the_mean_log_ratio():
+    view = make_view(3, pairs=True)
+    view = replace(view, old_logprobs=view.ref_logprobs + 0.2)
+    algorithm = KTO(beta=0.5, desirable=1.5, undesirable=0.5)
+    credit, outputs = algorithm.advantages(view), make_outputs(view)
+    mask, side = np.asarray(credit.loss_mask), np.asarray(view.side)
+    point = 0.2 * np.asarray(view.mask).sum(1)[:8].mean()
+    np.testing.assert_allclose(credit.metrics["kto/point"], point, rtol=1e-4)
+
+    def expected(logprob):
+        p, r, _ = sums(view, logprob)
+        gain = (side * (p - r - float(credit.metrics["kto/point"])))[:8]
+        return np.mean(np.where(side[:8] > 0, 1.5, 0.5) * (1 - 1 / (1 + np.exp(-0.5 * gain))))
+
+    logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(view, credit, 1.0))
+    np.testing.assert_allclose(value, expected(logprob), rtol=1e-5)
+    np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
+
+
+def test_the_point_of_reference_is_not_negative():
+    view = make_view(3, pairs=True)
+    credit = KTO().advantages(replace(view, old_logprobs=view.ref_logprobs - jnp.float32(0.2)))
+    assert float(credit.metrics["kto/point"]) == 0
+
+
+def test_reference_policies_are_asked_for_where_the_loss_has_one():
+    for algorithm in (DPO(), IPO(), KTO()):
+        assert algorithm.needs == {"reference"}
+    for algorithm in (SimPO(), CPO(), ORPO()):
+        assert algorithm.needs == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("build", "binding"),
+    [
+        (lambda: DPO(beta=0.0), "dpo.DPO.beta"),
+        (lambda: DPO(label_smoothing=0.5), "dpo.DPO.label_smoothing"),
+        (lambda: DPO(label_smoothing=0.1, form="hinge"), "dpo.DPO.label_smoothing"),
+        (lambda: SimPO(gamma=-1.0), "simpo.SimPO.gamma"),
+        (lambda: CPO(nll_coef=-1.0), "cpo.CPO.nll_coef"),
+        (lambda: KTO(desirable=-1.0), "kto.KTO.desirable"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_its_binding(build, binding):
+    with pytest.raises(ValueError, match=binding):
+        build()
