@@ -55,9 +55,10 @@ class SFT:
 
     def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         policy, mask = outputs["policy"], batch.mask
-        losses = -jnp.where(mask, policy["logprob"], 0.0)
+        logprob = jnp.where(mask, policy["logprob"], 0.0)
+        losses = -logprob * jnp.where(mask, batch.advantages, 0.0)
         term = aggregate(losses, mask, batch.sequence, batch.sequences, self.aggregation)
-        metrics = {"loss/policy": term, "logprob": (-masked_sum(losses, mask), "tokens")}
+        metrics = {"loss/policy": term, "logprob": (masked_sum(logprob, mask), "tokens")}
         if "entropy" in policy:
             metrics["entropy"] = (masked_sum(policy["entropy"], mask), "tokens")
         return {"policy": term}, metrics

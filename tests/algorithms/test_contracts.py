@@ -137,7 +137,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
         "seq-mean-token-mean": 1 / mask.any(1).sum() / length,
         "constant": 1 / mask.any(1).sum() / algorithm.constant,
     }[algorithm.aggregation]
-    weights = np.asarray(credit.weights, np.float64)
+    weights = np.asarray(1.0 if credit.weights is None else credit.weights, np.float64) * np.ones(mask.shape)
     if name == "gmpo":  # one ratio a sequence: each token has the same gradient, of the mean weight
         weights = np.where(mask, weights, 0).sum(1, keepdims=True) / length
     expected = np.where(mask, -weights * np.asarray(credit.advantages, np.float64) * share, 0)

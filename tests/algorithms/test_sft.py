@@ -1,9 +1,11 @@
-"""Supervised fine-tuning: its loss and gradient by hand."""
+"""Supervised fine-tuning, expert iteration and distillation: losses and gradients by hand."""
 
 import numpy as np
 import pytest
 from algorithm_cases import make_batch, make_outputs, make_view, value_and_gradient
 
+from jaxrl_llm.algorithms.distill import Distill
+from jaxrl_llm.algorithms.expert_iteration import ExpertIteration
 from jaxrl_llm.algorithms.sft import SFT
 
 
@@ -25,3 +27,27 @@ def test_it_learns_from_demonstrations_and_asks_for_nothing():
     assert SFT().learns_from == "demonstrations"
     assert SFT().needs == frozenset()
     assert SFT().group_size_at_least == 1
+
+
+def test_expert_iteration_imitates_the_good_samples_alone():
+    view = make_view(1)
+    algorithm = ExpertIteration(threshold=0.1)
+    credit = algorithm.advantages(view)
+    good = (np.asarray(view.reward) >= np.float32(0.1))[:, None] & np.asarray(view.mask)
+    assert 0 < good.any(1).sum() < len(good) - 1
+    value, gradient = value_and_gradient(algorithm, outputs := make_outputs(view), make_batch(view, credit, 1.0))
+    logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
+    np.testing.assert_allclose(value, -logprob[good].mean(), rtol=1e-6)
+    np.testing.assert_allclose(gradient, np.where(good, -1 / good.sum(), 0), rtol=1e-6)
+    np.testing.assert_allclose(credit.metrics["expert/kept_fraction"], good.any(1)[:-1].mean(), rtol=1e-6)
+    assert algorithm.learns_from == "samples"
+
+
+def test_distillation_credits_each_token_by_the_teachers_log_ratio():
+    view = make_view(1)
+    credit = Distill().advantages(view)
+    gap = np.asarray(view.teacher_logprobs, np.float64) - np.asarray(view.old_logprobs, np.float64)
+    np.testing.assert_allclose(credit.advantages, np.where(np.asarray(view.mask), gap, 0), rtol=1e-5, atol=1e-6)
+    assert Distill().needs == {"teacher"}
+    with pytest.raises(ValueError, match=r"distill\.Distill\.kl_in"):
+        Distill(kl_coef=0.1, kl_in="reward")

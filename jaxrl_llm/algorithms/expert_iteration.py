@@ -1,0 +1,38 @@
+"""Expert iteration: supervised fine-tuning on the policy's own samples that were good enough.
+
+    L = -log pi(response)  over the responses with reward >= threshold
+
+https://arxiv.org/abs/1705.08439, https://arxiv.org/abs/2203.14465. All kept responses weigh the same; the others
+leave the loss.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.sft import SFT
+from jaxrl_llm.batch import Credit, View
+from jaxrl_llm.masked import masked_mean
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertIteration(SFT):
+    """Imitation of the policy's best samples.
+
+    Attributes:
+      threshold: smallest reward of a response that is imitated.
+    """
+
+    threshold: float = 1.0
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+        return "samples"
+
+    def advantages(self, view: View) -> Credit:
+        """1 for the tokens of good responses, which alone are learned from."""
+        good = view.counted & (view.reward >= self.threshold)
+        credit = super().advantages(replace(view, valid=good))
+        kept = masked_mean(good.astype(jnp.float32), view.counted)
+        return replace(credit, metrics={**credit.metrics, "expert/kept_fraction": kept})
