@@ -60,18 +60,15 @@ def token_stats(
     _check(hidden, head, targets, bias)
     _check_options(tuple(outputs), temperature, soft_cap, chunk, noise_key)
     mesh = None if mesh is not None and mesh.size == 1 else mesh
-    call = Call(
-        platform=jax.default_backend() if mesh is None else mesh.devices.flat[0].platform,
-        dtype=hidden.dtype.name,
-        tokens=hidden.shape[0],
-        width=hidden.shape[1],
-        vocabulary=head.shape[0],
+    call = call_of(
+        hidden,
+        head,
         outputs=tuple(outputs),
         temperature=float(temperature),
+        bias=bias,
         soft_cap=soft_cap,
-        biased=bias is not None,
         chunk=chunk,
-        shards=1 if mesh is None else mesh.size,
+        mesh=mesh,
     )
     module = dispatch.choose("token_stats", BACKENDS, call, backend)
     checkify.debug_check(
@@ -80,6 +77,33 @@ def token_stats(
     )
     words = jnp.zeros(2, jnp.uint32) if noise_key is None else jax.random.bits(noise_key, (2,), jnp.uint32)
     return module.compute(hidden, head, targets, bias, words, call, mesh)
+
+
+def call_of(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    *,
+    outputs: tuple[str, ...] = ("logprob", "entropy"),
+    temperature: float = 1.0,
+    bias: Float[Array, " V"] | None = None,
+    soft_cap: float | None = None,
+    chunk: int | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> Call:
+    """What backends are asked about: the static description of a call of token_stats."""
+    return Call(
+        platform=jax.default_backend() if mesh is None else mesh.devices.flat[0].platform,
+        dtype=hidden.dtype.name,
+        tokens=hidden.shape[0],
+        width=hidden.shape[1],
+        vocabulary=head.shape[0],
+        outputs=outputs,
+        temperature=temperature,
+        soft_cap=soft_cap,
+        biased=bias is not None,
+        chunk=chunk,
+        shards=1 if mesh is None else mesh.size,
+    )
 
 
 def _check(hidden: jax.Array, head: jax.Array, targets: jax.Array, bias: jax.Array | None) -> None:

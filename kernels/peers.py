@@ -1,0 +1,125 @@
+"""Measures other projects' fused head losses in PyTorch at token_stats' shapes; `bench` runs it in its own process.
+
+Liger's loss and cut-cross-entropy give the log-prob alone; Liger's scaled loss gives the entropy too. The conventions
+and the JSON lines are those of `bench`. A peer that cannot be imported or does not run prints a line that says so.
+"""
+
+import argparse
+import importlib.util
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.kernels.token_stats.specs import SPECS, Spec
+
+WARM_UP = 3
+
+
+def liger(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
+    """Liger's fused linear cross-entropy: the mean loss (its forward makes the gradients too)."""
+    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
+
+    return (liger_fused_linear_cross_entropy(hidden, head, targets),)
+
+
+def liger_scaled(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
+    """Liger's per-token loss and entropy: CuTe kernels on Hopper, elsewhere chunks in PyTorch."""
+    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
+
+    out: tuple[Any, ...] = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, head, targets, 1.0, -100, 1, True)
+    return out
+
+
+def cut_cross_entropy(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
+    """Apple's cut cross-entropy: per-token loss; its backward skips tiles of tiny gradients."""
+    from cut_cross_entropy import linear_cross_entropy
+
+    return (linear_cross_entropy(hidden, head, targets, reduction="none"),)
+
+
+PEERS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
+    "liger (log-prob)": ("liger_kernel", liger),
+    "liger scaled (log-prob, entropy)": ("liger_kernel", liger_scaled),
+    "cut-cross-entropy (log-prob)": ("cut_cross_entropy", cut_cross_entropy),
+}
+
+
+def tensors(spec: Spec, file: str | None) -> tuple[Any, Any, Any]:
+    """bfloat16 hidden states and head on the GPU, and int64 targets: of a file, or random as in `bench`."""
+    import torch
+
+    if file is not None:
+        with np.load(file) as found:
+            hidden, head, targets = (torch.from_numpy(np.asarray(found[n])) for n in ("hidden", "head", "targets"))
+    else:
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(spec.tokens, spec.width, generator=generator)
+        head = torch.randn(spec.vocabulary, spec.width, generator=generator) * (2 * spec.width**-0.5)
+        targets = torch.randint(spec.vocabulary, (spec.tokens,), generator=generator)
+    return hidden.cuda().bfloat16(), head.cuda().bfloat16(), targets.cuda().long()
+
+
+def measure(function: Callable[..., tuple[Any, ...]], arrays: tuple[Any, ...], full: bool, runs: int) -> dict[str, Any]:
+    """Median milliseconds, rate and peak memory beyond the inputs of one peer and pass."""
+    import torch
+
+    hidden, head, targets = (x.clone().requires_grad_(full and x.is_floating_point()) for x in arrays)
+    grads = None
+    seconds = []
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for i in range(WARM_UP + runs):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.set_grad_enabled(full):
+            out = function(hidden, head, targets)
+            if full:
+                grads = torch.autograd.grad(out, (hidden, head), [torch.ones_like(x) for x in out])
+        torch.cuda.synchronize()
+        if i >= WARM_UP:
+            seconds.append(time.perf_counter() - start)
+    del grads
+    median = float(np.median(seconds))
+    flops = (8 if full else 2) * hidden.shape[0] * hidden.shape[1] * head.shape[0]
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    rate = round(flops / median / 1e12, 2)
+    return {"pass": "full" if full else "forward", "ms": round(median * 1e3, 4), "TFLOP/s": rate, "peak_mib": peak}
+
+
+def main() -> None:
+    """Prints a line for each peer and pass."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--spec", choices=SPECS, required=True)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--arrays")
+    args = parser.parse_args()
+    importable = {
+        name: all(importlib.util.find_spec(module) for module in ("torch", package))
+        for name, (package, _) in PEERS.items()
+    }
+    arrays, device = None, None
+    for name, (package, function) in PEERS.items():
+        row = {"op": "token_stats", "spec": args.arrays or args.spec, "dtype": "bfloat16", "backend": name}
+        if not importable[name]:
+            print(json.dumps(row | {"skipped": f"{package} or torch is not installed"}), flush=True)
+            continue
+        import torch
+
+        if not torch.cuda.is_available():
+            print(json.dumps(row | {"skipped": "no CUDA device"}), flush=True)
+            continue
+        arrays = arrays or tensors(SPECS[args.spec], args.arrays)
+        device = torch.cuda.get_device_name()
+        for full in (False, True):
+            try:
+                found = measure(function, arrays, full, args.runs)
+            except Exception as error:  # a peer's failure is a finding of the benchmark, whatever its kind
+                found = {"pass": "full" if full else "forward", "failed": f"{type(error).__name__}: {error}"[:300]}
+            print(json.dumps(row | {"device": device} | found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""The benchmark prints one JSON line a backend and pass, with rates by the stated conventions."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxrl_llm.kernels import bench, peers
+from jaxrl_llm.kernels.attention.specs import Spec as AttentionSpec
+from jaxrl_llm.kernels.log_softmax_entropy.specs import Spec as LogitsSpec
+from jaxrl_llm.kernels.token_stats.specs import Spec
+
+TINY = {
+    "token_stats": Spec(tokens=16, width=8, vocabulary=40),
+    "log_softmax_entropy": LogitsSpec(tokens=16, vocabulary=40),
+    "attention": AttentionSpec(batch=2, length=16, heads=4, kv_heads=2, width=4, segments=2, window=6),
+}
+
+
+def rows(capsys, monkeypatch, op, *options):
+    monkeypatch.setitem(bench.OPS, op, (bench.OPS[op][0], {"tiny": TINY[op]}))
+    bench.main([f"--op={op}", "--spec=tiny", "--dtype=float32", "--no-peers", *options])
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+AMOUNTS = {
+    ("token_stats", "forward"): ("TFLOP/s", 2 * 16 * 8 * 40 / 1e12),
+    ("token_stats", "full"): ("TFLOP/s", 8 * 16 * 8 * 40 / 1e12),
+    # 2 rows of 2 segments of 8 tokens, of which 6 are seen: 8 x 6 - 18 = 30 pairs each.
+    ("attention", "forward"): ("TFLOP/s", 4 * 2 * 2 * 30 * 4 * 4 / 1e12),
+    ("attention", "full"): ("TFLOP/s", 14 * 2 * 2 * 30 * 4 * 4 / 1e12),
+    ("log_softmax_entropy", "forward"): ("GB/s", 4 * 16 * 40 / 1e9),
+    ("log_softmax_entropy", "full"): ("GB/s", 3 * 4 * 16 * 40 / 1e9),
+}
+
+
+@pytest.mark.parametrize("op", TINY)
+def test_every_backend_has_a_row_a_pass_with_the_rate_of_the_convention(op, capsys, monkeypatch):
+    monkeypatch.setattr(bench.np, "median", lambda seconds: 1e-9 if len(seconds) == 10 else None)
+    found = rows(capsys, monkeypatch, op)
+    ours = [row for row in found if row["backend"] not in ("bare product", "copy")]
+    names = {
+        "token_stats": {"xla", "reference"},
+        "log_softmax_entropy": {"xla", "reference"},
+        "attention": {"reference"},
+    }
+    assert {row["backend"] for row in ours} == names[op]
+    for row in ours:
+        unit, amount = AMOUNTS[op, row["pass"]]
+        assert row[unit] == pytest.approx(amount / 1e-9, abs=0.006)
+        assert (row["op"], row["spec"], row["dtype"], row["device"]) == (op, "tiny", "float32", "cpu")
+        assert row["temp_mib"] >= 0
+
+
+def test_real_hidden_states_are_read_from_a_file(capsys, monkeypatch, tmp_path):
+    rng = np.random.default_rng(0)
+    file = tmp_path / "states.npz"
+    hidden, head = rng.normal(size=(6, 4)).astype(np.float16), rng.normal(size=(9, 4)).astype(np.float32)
+    np.savez(file, hidden=hidden, head=head, targets=np.arange(6))
+    found = rows(capsys, monkeypatch, "token_stats", f"--arrays={file}")
+    assert {row["spec"] for row in found} == {str(file)}
+    arrays = bench.token_stats_arrays(TINY["token_stats"], "float32", str(file))
+    np.testing.assert_array_equal(arrays[0], hidden.astype(np.float32))
+    np.testing.assert_array_equal(arrays[2], np.arange(6))
+    np.savez(file, hidden=hidden)
+    with pytest.raises(ValueError, match=r"lacks \['head', 'targets'\]"):
+        bench.token_stats_arrays(TINY["token_stats"], "float32", str(file))
+
+
+def test_random_logits_spread_by_two():
+    hidden, head, _ = bench.token_stats_arrays(Spec(tokens=64, width=256, vocabulary=500), "float32", None)
+    assert np.std(np.asarray(hidden) @ np.asarray(head).T) == pytest.approx(2.0, rel=0.05)
+
+
+def test_peers_that_cannot_run_say_so(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["peers", "--spec=quickstart"])
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    peers.main()
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row["backend"]: row["skipped"].split()[0] for row in found} == {
+        name: package for name, (package, _) in peers.PEERS.items()
+    }
+
+
+@pytest.mark.parametrize("options", [["--spec=gpt-9"], ["--runs=3"], ["--op=matmul"]])
+def test_a_wrong_command_line_is_refused(options, capsys):
+    with pytest.raises(SystemExit):
+        bench.parse(options)
+    assert options[0].partition("=")[2] in capsys.readouterr().err
