@@ -1,0 +1,132 @@
+"""Bad input ends early, with one line that names the binding, file or row, and leaves nothing half-written."""
+
+import os
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from jaxrl_llm import launch
+
+QUICKSTART = str(tiny_run.ROOT / "gin" / "quickstart.gin")
+
+
+def fails(
+    capsys: pytest.CaptureFixture[str],
+    run_dir: Path,
+    *words: str,
+    gin_file: str = QUICKSTART,
+    dry: bool = True,
+    **more: object,
+) -> str:
+    """Runs launch in this process; asserts the exit code, the words in the message, and that no run folder appeared."""
+    flags = [f"--gin={b}" for b in tiny_run.bindings(run_dir, **more)]
+    code = launch.main([f"--gin_file={gin_file}", *flags, *(["--dry_run"] if dry else [])])
+    message = capsys.readouterr().err
+    assert code == 1
+    assert message.startswith("error: ")
+    for word in words:
+        assert word in message
+    return message
+
+
+def test_an_unknown_binding_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "clip_hi", "grpo.GRPO", **{"grpo.GRPO.clip_hi": 0.3})
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_gin_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launch.main([f"--gin_file={tmp_path}/none.gin"]) == 1
+    assert "none.gin" in capsys.readouterr().err
+
+
+def test_a_gin_file_without_a_run_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "empty.gin"
+    file.write_text("SEED = 1\n")
+    assert launch.main([f"--gin_file={file}"]) == 1
+    assert "RUN" in capsys.readouterr().err
+
+
+def test_a_missing_value_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert launch.main([f"--gin_file={tiny_run.ROOT}/gin/base.gin"]) == 1
+    assert "error: " in capsys.readouterr().err
+
+
+def test_a_group_of_one_is_refused_where_the_estimator_compares(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fails(capsys, tmp_path / "run", "GRPO needs group_size >= 2 (got 1)", "GROUP_SIZE", GROUP_SIZE=1)
+
+
+def test_prompts_that_do_not_split_into_mini_batches_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fails(capsys, tmp_path / "run", "prompts_per_step (4)", "3 mini-batches", MINIBATCHES=3)
+
+
+def test_rows_that_do_not_divide_over_the_mesh_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "packing.Packing.rows (6)", "multiple of 8", ROWS=6)
+
+
+def test_a_mesh_that_does_not_fit_the_devices_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "mesh", "8 devices", **{"mesh.MeshConfig.tensor": 3})
+
+
+def test_a_row_too_short_for_the_longest_sequence_is_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    fails(capsys, tmp_path / "run", "row_tokens >= 27", PROMPT_LIMIT=16, RESPONSE_LIMIT=12, ROW_TOKENS=20)
+
+
+def test_filtered_training_samples_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "top_k", "plain tempered softmax", **{"rl/experience.SamplingSettings.top_k": 5})
+
+
+def test_prompts_that_are_all_too_long_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "none of 64 rows is left", "max_prompt_tokens", dry=False, PROMPT_LIMIT=4)
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path / "run", "TOKENIZER", "vocabulary 8", dry=False, **{"qwen3.Qwen3.vocabulary_size": 8})
+
+
+def test_a_folder_without_weights_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    more = {
+        "policy_source.PolicySource.architecture": None,
+        "policy_source.PolicySource.pretrained": repr(str(tmp_path / "model")),
+    }
+    fails(capsys, tmp_path / "run", str(tmp_path / "model"), **more)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_run_folder_without_permission_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    fails(capsys, tmp_path / "locked" / "run", "RUN_DIR", dry=False)
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    fails(capsys, tmp_path / "file" / "run", "RUN_DIR", dry=False)
+
+
+def test_a_malformed_row_names_file_and_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"question": "1+1?", "answer": "#### 2"}\n{"question": \n')
+    file = tmp_path / "bad.gin"
+    file.write_text(
+        "from __gin__ import dynamic_registration\nfrom jaxrl_llm.data import gsm8k\n"
+        f"include '{QUICKSTART}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = {str(bad)!r}\n"
+    )
+    fails(capsys, tmp_path / "run", "bad.jsonl", "2", gin_file=str(file))
+
+
+def test_a_dataset_without_rows_or_column_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for text, word in (("", "empty.jsonl"), ('{"problem": "1+1?"}\n', "question")):
+        (tmp_path / "empty.jsonl").write_text(text)
+        file = tmp_path / "bad.gin"
+        file.write_text(
+            "from __gin__ import dynamic_registration\nfrom jaxrl_llm.data import gsm8k\n"
+            f"include '{QUICKSTART}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = '{tmp_path}/empty.jsonl'\n"
+        )
+        fails(capsys, tmp_path / "run", word, gin_file=str(file))

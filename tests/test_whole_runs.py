@@ -1,0 +1,205 @@
+"""Whole runs as a user starts them: killed and resumed bit for bit, repeated from their own configuration, exported, talked to."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+# One worker makes the undisturbed run and all tests that compare with it.
+pytestmark = pytest.mark.xdist_group("whole_run")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of a run that nothing disturbed."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = tiny_run.launch(run_dir)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def reached(run_dir: Path, step: int) -> bool:
+    file = run_dir / "metrics.jsonl"
+    return file.exists() and any(f'"step": {step},' in line for line in file.read_text().splitlines())
+
+
+def saving(run_dir: Path, step: int) -> bool:
+    """Whether a save of `step` has begun and is not whole yet."""
+    return any(f"{step}." in p.name for p in (run_dir / "checkpoints").glob("*tmp*"))
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "before the first save": lambda r: reached(r, 1),
+    "during a save of the first stage": lambda r: saving(r, 2),
+    "between the stages": lambda r: reached(r, 3),
+    "in the second stage": lambda r: reached(r, 6),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, moment: str) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        tiny_run.command(run_dir),
+        cwd=tiny_run.ROOT,
+        env=tiny_run.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    while not MOMENTS[moment](run_dir) and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = tiny_run.launch(run_dir)
+    assert done.returncode == 0, done.stderr
+    assert tiny_run.rows(run_dir) == tiny_run.rows(whole)
+
+
+def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    done = tiny_run.launch(whole)
+    assert done.returncode == 0
+    assert "finished" in done.stdout + done.stderr
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_folder_is_a_gin_file(whole: Path, tmp_path: Path) -> None:
+    """The configuration that a run leaves behind repeats it."""
+    again = tmp_path / "again"
+    done = subprocess.run(
+        [*tiny_run.command(again)[:3], f"--gin_file={whole}", f"--gin=RUN_DIR={str(again)!r}"],
+        cwd=tmp_path, env=tiny_run.environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert tiny_run.rows(again) == tiny_run.rows(whole)
+
+
+def test_the_run_folder_says_what_repeats_the_run(whole: Path) -> None:
+    facts = json.loads((whole / "run.json").read_text())
+    assert facts["seed"] == 0
+    assert facts["version"] == "0.1.0"
+    assert "STEPS = 5" in (whole / "config.gin").read_text()
+
+
+def test_metrics_count_and_time_every_step(whole: Path) -> None:
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lines] == list(range(9))
+    last = lines[-1]
+    assert last["batch/sequences"] == 16
+    assert last["count/finish/stop"] + last["count/finish/length"] == 16
+    assert 0 <= last["gap/max"] < 1e-4
+    assert last["loss/total"] == pytest.approx(last["loss/policy"])
+    assert {"time/collect_s", "time/score_s", "time/update_s", "speed/tokens_per_s", "eval/heldout/greedy"} <= set(last)
+
+
+def test_nothing_compiles_after_the_first_step_of_a_stage(whole: Path) -> None:
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["compilations"] == lines[3]["compilations"]
+    assert lines[4]["compilations"] == lines[8]["compilations"]
+
+
+def test_sampled_rollouts_are_kept_for_reading(whole: Path) -> None:
+    shown = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
+    assert {"step", "question", "response", "reference", "reward", "finish"} <= set(shown[-1])
+    assert shown[-1]["question"].startswith("s:")
+
+
+def test_tensorboard_holds_scalars_rollouts_and_the_configuration(whole: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(whole / "tensorboard"))
+    found.Reload()
+    steps = [e.step for e in found.Scalars("loss/total")]
+    assert steps == list(range(1, 9))
+    assert any("config" in tag for tag in found.Tags()["tensors"])
+
+
+def test_an_exported_run_answers_in_transformers_as_it_does_here(whole: Path, tmp_path: Path) -> None:
+    """The exported folder gives transformers the log-probs that the run's own policy has."""
+    import jax
+    import numpy as np
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from jaxrl_llm import export
+
+    out = tmp_path / "model"
+    assert export.main([str(whole), "--out", str(out)]) == 0
+    assert export.main([str(whole), "--out", str(out)]) == 1  # it exists
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
+    tokens = np.asarray(tokenizer("s:gabhc=")["input_ids"], np.int32)[None]
+    with torch.no_grad():
+        theirs = model(torch.tensor(tokens)).logits.numpy()
+    policy, params, _ = export.policy_of(whole)
+    places = np.arange(tokens.shape[1], dtype=np.int32)[None]
+    hidden = jax.jit(policy.hidden)(
+        params, jax.numpy.asarray(tokens), jax.numpy.asarray(places), jax.numpy.ones_like(tokens)
+    )
+    ours = np.asarray(hidden @ policy.head(params).T)
+    np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_chat_answers_each_line(
+    whole: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from jaxrl_llm import chat
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("s:gabhc=\n\ns:bbbaa=\n"))
+    assert chat.main([str(whole), "--max_tokens", "4"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert chat.main([str(whole / "none")]) == 1
+
+
+def test_a_run_goes_on_on_another_mesh(whole: Path, tmp_path: Path) -> None:
+    """Eight devices take up a checkpoint of one; the next losses agree to 1e-5."""
+    run_dir = tmp_path / "run"
+    assert tiny_run.launch(run_dir, STEPS=2).returncode == 0
+    eight = {**tiny_run.environment(), "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    more = {"mesh.MeshConfig.fsdp": 4, "mesh.MeshConfig.tensor": 2}
+    done = subprocess.run(
+        tiny_run.command(run_dir, **more), cwd=tiny_run.ROOT, env=eight, capture_output=True, text=True, timeout=290
+    )
+    assert done.returncode == 0, done.stderr
+    ours, theirs = tiny_run.rows(run_dir), tiny_run.rows(whole)
+    assert [r["step"] for r in ours] == [r["step"] for r in theirs]
+    assert ours[6]["loss/total"] == pytest.approx(theirs[6]["loss/total"], abs=1e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(whole: Path, tmp_path: Path) -> None:
+    import shutil
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole, run_dir)
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    done = tiny_run.launch(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64})
+    assert done.returncode == 1
+    assert "another model" in done.stderr and "RUN_DIR" in done.stderr
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_after_a_while(tmp_path: Path) -> None:
+    done = tiny_run.launch(tmp_path / "run", SFT_STEPS=12, SFT_LEARNING_RATE=1e38)
+    assert done.returncode == 1
+    assert "not finite" in done.stderr and "learning_rate" in done.stderr
+
+
+def test_a_full_disk_at_a_save_ends_with_what_to_do(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the full disk."""
+    import resource
+
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        tiny_run.command(run_dir), cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=240,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000)),
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "could not be written" in done.stderr and "RUN_DIR" in done.stderr
+    assert not [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
