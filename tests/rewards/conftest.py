@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience import Prompt, Rollout, Scores
+from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
 from jaxrl_llm.protocols import Reward
 
 Score = Callable[..., Scores]
+Group = Callable[..., ScoredGroup]
 
 
 def rollout(prompt: Prompt, text: str) -> Rollout:
@@ -25,14 +26,25 @@ def rollout(prompt: Prompt, text: str) -> Rollout:
     )
 
 
+def scored(
+    reward: Reward, texts: Sequence[str], reference: str = "", extra: Mapping[str, Any] | None = None
+) -> ScoredGroup:
+    prompt = Prompt(id="p", text="?", reference=reference, extra=extra or {})
+    rollouts = [rollout(prompt, text) for text in texts]
+    return ScoredGroup(rollouts=rollouts, scores=asyncio.run(reward.score(rollouts)))
+
+
+@pytest.fixture
+def group() -> Group:
+    """(reward, texts, reference, extra) -> the texts as one group with its scores."""
+    return scored
+
+
 @pytest.fixture
 def score() -> Score:
-    """(reward, texts, reference) -> Scores of the texts as one group."""
+    """(reward, texts, reference, extra) -> Scores of the texts as one group."""
 
-    def run(
-        reward: Reward, texts: Sequence[str], reference: str = "", extra: Mapping[str, Any] | None = None
-    ) -> Scores:
-        prompt = Prompt(id="p", text="?", reference=reference, extra=extra or {})
-        return asyncio.run(reward.score([rollout(prompt, text) for text in texts]))
+    def run(*arguments: Any, **options: Any) -> Scores:
+        return scored(*arguments, **options).scores
 
     return run

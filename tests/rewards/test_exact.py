@@ -10,7 +10,6 @@ from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.wrap import Wrap
 
-
 Score = Callable[..., Scores]
 
 

@@ -1,0 +1,142 @@
+"""Rows of JSON-lines and Parquet files, or of a Hugging Face dataset, with errors that name the file and the row."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# (where the row is, its columns)
+Located = tuple[str, Mapping[str, Any]]
+
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def read(
+    path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
+) -> list[Located]:
+    """Rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset.
+
+    Args:
+      path: a file, a folder with `split`.jsonl, `split`.parquet or `split`-*.parquet, or a dataset id (owner/name).
+      columns: the columns that every row must have.
+      split: which part of a folder or dataset.
+      subset: configuration of a Hugging Face dataset.
+      limit: most rows; None for all.
+
+    Raises:
+      FileNotFoundError: nothing at `path`.
+      ValueError: a malformed row, a missing column or no rows; the message names the file and the row.
+      ModuleNotFoundError: a dataset id, and the package `datasets` is not installed.
+    """
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1, or None for all rows (got {limit})")
+    local = Path(path).expanduser()
+    if local.exists():
+        files = [local] if local.is_file() else _of_split(local, split)
+        rows: Iterator[Located] = (row for file in files for row in _of_file(file))
+    elif _looks_like_an_id(path):
+        rows = _of_hub(path, split, subset)
+    else:
+        raise FileNotFoundError(
+            f"no data at {path!r}: name a file ({', '.join(SUFFIXES)}), a folder, or a dataset id (owner/name)"
+        )
+    found: list[Located] = []
+    for where, row in rows:
+        missing = [column for column in columns if row.get(column) is None]
+        if missing:
+            raise ValueError(
+                f"{where}: no value in column {missing[0]!r}; the row has {sorted(row)} "
+                f"and the source needs {list(columns)}"
+            )
+        found.append((where, row))
+        if len(found) == limit:
+            break
+    if not found:
+        raise ValueError(f"{path!r} has no rows in split {split!r}: a data source needs at least one")
+    return found
+
+
+def _of_split(folder: Path, split: str) -> list[Path]:
+    for pattern in (f"{split}.jsonl", f"{split}.json", f"{split}.parquet", f"{split}-*.parquet"):
+        if files := sorted(folder.glob(pattern)):
+            return files
+    names = sorted(p.name for p in folder.iterdir())
+    raise FileNotFoundError(
+        f"{folder} has no file for split {split!r} ({split}.jsonl, {split}.json, {split}.parquet or "
+        f"{split}-*.parquet); it holds {names[:10]}"
+    )
+
+
+def _of_file(file: Path) -> Iterator[Located]:
+    if file.suffix == ".parquet":
+        yield from _of_parquet(file)
+    elif file.suffix == ".json":
+        yield from _of_json(file)
+    elif file.suffix == ".jsonl":
+        yield from _of_lines(file)
+    else:
+        raise ValueError(f"{file}: unknown kind of data file {file.suffix!r}; {', '.join(SUFFIXES)} are read")
+
+
+def _of_lines(file: Path) -> Iterator[Located]:
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"{file}:{number}", _mapping(f"{file}:{number}", line)
+
+
+def _of_json(file: Path) -> Iterator[Located]:
+    try:
+        rows = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file}: malformed JSON ({error})") from error
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"{file}: a .json file must hold a list of rows (got {type(rows).__name__}); one row a line is .jsonl"
+        )
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise ValueError(f"{file}, row {number}: expected an object with columns (got {type(row).__name__})")
+        yield f"{file}, row {number}", row
+
+
+def _mapping(where: str, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where}: malformed JSON ({error}); each line must be one JSON object") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object with columns (got {type(row).__name__})")
+    return row
+
+
+def _of_parquet(file: Path) -> Iterator[Located]:
+    import pyarrow.lib
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(file)
+        number = 0
+        for batch in table.iter_batches(batch_size=1024):
+            for row in batch.to_pylist():
+                yield f"{file}, row {number}", row
+                number += 1
+    except pyarrow.lib.ArrowInvalid as error:
+        raise ValueError(f"{file}: not a readable Parquet file ({error})") from error
+
+
+def _looks_like_an_id(path: str) -> bool:
+    owner, _, name = path.partition("/")
+    return bool(owner and name) and "/" not in name and owner[0] not in ".~" and not path.endswith(SUFFIXES)
+
+
+def _of_hub(path: str, split: str, subset: str | None) -> Iterator[Located]:
+    try:
+        import datasets
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{path!r} is no local path, and reading it as a Hugging Face dataset needs the package `datasets`: "
+            "pip install datasets, or download it and name the local file or folder"
+        ) from error
+    for number, row in enumerate(datasets.load_dataset(path, subset, split=split)):
+        yield f"{path} ({split}), row {number}", row

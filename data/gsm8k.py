@@ -1,0 +1,58 @@
+"""GSM8K (arXiv 2110.14168): grade-school word problems whose gold answer follows "#### " in the worked solution."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.experience import Prompt
+
+MARK = "#### "
+
+
+@dataclass(frozen=True, kw_only=True)
+class GSM8K:
+    """Rows with columns `question` and `answer`; the worked solution is the demonstration.
+
+    Attributes:
+      path: a Hugging Face dataset id, or a local .jsonl, .json or .parquet file, or a folder of such.
+      split: "train" or "test" of a folder or dataset.
+      subset: configuration of the Hugging Face dataset.
+      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
+      limit: most rows; None for all.
+    """
+
+    path: str = "openai/gsm8k"
+    split: str = "train"
+    subset: str = "main"
+    template: str | templates.Template = "chat_boxed"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "GSM8K")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts, the gold answer as reference with its thousands' commas removed.
+
+        Raises:
+          FileNotFoundError: nothing at `path`.
+          ValueError: bad data; names the file and the row.
+        """
+        template = templates.named(self.template, "GSM8K")
+        prompts = []
+        found = files.read(self.path, ["question", "answer"], split=self.split, subset=self.subset, limit=self.limit)
+        for number, (where, row) in enumerate(found):
+            _, mark, gold = str(row["answer"]).rpartition(MARK)
+            if not mark or not gold.strip():
+                raise ValueError(
+                    f"{where}: no gold answer after {MARK!r} in column 'answer' (got {str(row['answer'])[-60:]!r})"
+                )
+            prompts.append(
+                Prompt(
+                    id=f"gsm8k/{self.split}/{number}",
+                    reference=gold.strip().replace(",", ""),
+                    response=str(row["answer"]),
+                    source="gsm8k",
+                    **templates.fields(template, str(row["question"])),
+                )
+            )
+        return prompts

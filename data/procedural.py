@@ -1,0 +1,92 @@
+"""Procedural tasks of the reasoning-gym package, made offline; each row carries what the package's own scorer needs."""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_llm.data import generated, templates
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym:
+    """Rows of one reasoning-gym task; the held-out questions never occur in training, whatever the seed.
+
+    Attributes:
+      task: the task's name in reasoning-gym, such as "spell_backward".
+      size: rows.
+      seed: seed of the task's generator.
+      config: the task's own options.
+      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
+      split: "train" or "heldout".
+      heldout_share: share of the questions that are held out, chosen by a hash of the question.
+    """
+
+    task: str
+    size: int = 1000
+    seed: int = 0
+    config: Mapping[str, Any] = field(default_factory=dict)
+    template: str | templates.Template = "chat"
+    split: generated.Split = "train"
+    heldout_share: float = 0.1
+
+    def __post_init__(self) -> None:
+        generated.check(
+            name="ReasoningGym", split=self.split, heldout_share=self.heldout_share, noise=0.0, size=self.size
+        )
+        templates.named(self.template, "ReasoningGym")
+        own = sorted({"size", "seed"} & set(self.config))
+        if own:
+            raise ValueError(f"ReasoningGym.config must not hold {own}: they are fields of ReasoningGym itself")
+
+    def rows(self) -> Sequence[Prompt]:
+        """`size` prompts; `extra` holds the task, its options and the scorer's entry, `reference` the task's answer.
+
+        Raises:
+          ValueError: an unknown task, options that the task does not have, or too few different questions.
+        """
+        template = templates.named(self.template, "ReasoningGym")
+        return [
+            Prompt(
+                id=f"{self.task}/{self.split}/{number}",
+                reference=str(entry["answer"]),
+                source=self.task,
+                extra={"task": self.task, "config": dict(self.config), "entry": entry},
+                **templates.fields(template, entry["question"]),
+            )
+            for number, entry in enumerate(self._entries())
+        ]
+
+    def _entries(self) -> Iterator[Mapping[str, Any]]:
+        share = self.heldout_share if self.split == "heldout" else 1 - self.heldout_share
+        most = int(10 * self.size / share) + 1000
+        dataset = self._dataset(most)
+        found = 0
+        for index in range(most):
+            entry = dataset[index]
+            if generated.held_out(entry["question"], self.heldout_share) == (self.split == "heldout"):
+                yield entry
+                found += 1
+                if found == self.size:
+                    return
+        raise ValueError(
+            f"reasoning-gym's {self.task!r} gave {found} of {self.size} {self.split} questions in {most} draws: it has "
+            "too few different ones; lower ReasoningGym.size or change heldout_share or config"
+        )
+
+    def _dataset(self, size: int) -> Any:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        if self.task not in DATASETS:
+            close = difflib.get_close_matches(self.task, DATASETS, n=3) or sorted(DATASETS)[:5]
+            raise ValueError(
+                f"ReasoningGym.task={self.task!r} is none of reasoning-gym's {len(DATASETS)}; did you mean {close}?"
+            )
+        try:
+            return reasoning_gym.create_dataset(self.task, size=size, seed=self.seed, **self.config)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ValueError(
+                f"reasoning-gym's {self.task!r} does not take ReasoningGym.config={dict(self.config)}: {error}"
+            ) from error

@@ -1,0 +1,65 @@
+"""Demonstrations from files: rows with a prompt and a response, or with chat messages that end with the assistant's."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstrations:
+    """Rows to imitate.
+
+    Attributes:
+      path: a local .jsonl, .json or .parquet file, a folder of such, or a Hugging Face dataset id.
+      split: part of a folder or dataset.
+      subset: configuration of a Hugging Face dataset; None for its default.
+      prompt: column of the question; unused where `messages` is set.
+      response: column of the response; unused where `messages` is set.
+      messages: column of chat messages ({"role", "content"}); the last one, the assistant's, is the response.
+      template: name of a prompt template (data/templates.py) for the prompt column, or a function.
+      limit: most rows; None for all.
+    """
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    prompt: str = "prompt"
+    response: str = "response"
+    messages: str = ""
+    template: str | templates.Template = "chat"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "Demonstrations")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts with their responses.
+
+        Raises:
+          FileNotFoundError: nothing at `path`.
+          ValueError: bad data; names the file and the row.
+        """
+        columns = [self.messages] if self.messages else [self.prompt, self.response]
+        found = files.read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
+        asked = self._from_messages if self.messages else self._from_columns
+        return [
+            Prompt(id=f"sft/{self.split}/{number}", source="sft", **asked(where, row))
+            for number, (where, row) in enumerate(found)
+        ]
+
+    def _from_columns(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        template = templates.named(self.template, "Demonstrations")
+        return {"response": str(row[self.response]), **templates.fields(template, str(row[self.prompt]))}
+
+    def _from_messages(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        turns = row[self.messages]
+        good = isinstance(turns, list) and all(isinstance(t, dict) and {"role", "content"} <= set(t) for t in turns)
+        if not good or len(turns) < 2 or turns[-1]["role"] != "assistant":
+            raise ValueError(
+                f"{where}: column {self.messages!r} must be a list of at least two messages with 'role' and 'content', "
+                f"the last of role 'assistant' (got {str(turns)[:80]})"
+            )
+        return {"messages": turns[:-1], "response": turns[-1]["content"]}

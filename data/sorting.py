@@ -1,0 +1,77 @@
+"""Generated sorting of short strings, such as "s:dbca=" -> "abcd", for demonstrations, training and evaluation."""
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm.data import generated
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorting:
+    """A string of characters, to be written in order; held-out strings never occur in training.
+
+    Attributes:
+      min_length: shortest string.
+      max_length: longest string; the lengths come in turn.
+      alphabet: the characters, in their order; a string may hold one several times.
+      split: "train" or "heldout".
+      heldout_share: share of the strings that are held out, chosen by a hash of the string.
+      noise: share of the characters of a demonstration's answer that are wrong; references stay right.
+      size: rows; None gives every string once; more than there are repeats strings with fresh noise.
+      seed: names the order of the rows and the noise.
+    """
+
+    min_length: int = 4
+    max_length: int = 4
+    alphabet: str = string.ascii_lowercase[:10]
+    split: generated.Split = "train"
+    heldout_share: float = 0.1
+    noise: float = 0.0
+    size: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generated.check(
+            name="Sorting", split=self.split, heldout_share=self.heldout_share, noise=self.noise, size=self.size
+        )
+        if not 1 <= self.min_length <= self.max_length:
+            raise ValueError(
+                f"Sorting needs 1 <= min_length <= max_length (got {self.min_length} and {self.max_length})"
+            )
+        if len(set(self.alphabet)) != len(self.alphabet) or len(self.alphabet) < 2:
+            raise ValueError(f"Sorting.alphabet must hold two or more characters, each once (got {self.alphabet!r})")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts, each with its reference and a demonstration; the same at every call."""
+        problems = generated.choose(
+            [len(self.alphabet) ** length for length in range(self.min_length, self.max_length + 1)],
+            self._string,
+            split=self.split,
+            heldout_share=self.heldout_share,
+            size=self.size,
+            seed=self.seed,
+        )
+        random = np.random.default_rng([self.seed, 1])
+        return [self._prompt(i, self._string(*problem), random) for i, problem in enumerate(problems)]
+
+    def _string(self, stratum: int, index: int) -> str:
+        """`index` in the alphabet's base, as a string of the stratum's length."""
+        characters = []
+        for _ in range(self.min_length + stratum):
+            index, digit = divmod(index, len(self.alphabet))
+            characters.append(self.alphabet[digit])
+        return "".join(characters)
+
+    def _prompt(self, row: int, letters: str, random: np.random.Generator) -> Prompt:
+        reference = "".join(sorted(letters, key=self.alphabet.index))
+        return Prompt(
+            id=f"sorting/{self.split}/{row}",
+            text=f"s:{letters}=",
+            reference=reference,
+            response=generated.corrupt(reference, self.alphabet, self.noise, random),
+            source="sorting",
+        )

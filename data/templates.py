@@ -1,0 +1,94 @@
+"""Prompt templates by name: functions from a question to a text, or to chat messages for the tokenizer's own template.
+
+Sources: r1_zero is the prompt of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), opened inside the thinking; alpaca that
+of Stanford Alpaca without input; qwen is ChatML with Qwen2.5-Math's system message; llama3 has the headers of Llama 3.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Template = Callable[[str], str | list[dict[str, str]]]
+
+STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+def chat(question: str) -> list[dict[str, str]]:
+    """The question as the user's message; the tokenizer's chat template does the rest."""
+    return [{"role": "user", "content": question}]
+
+
+def chat_boxed(question: str) -> list[dict[str, str]]:
+    """The question and the request to reason and to box the answer, as the user's message."""
+    return chat(f"{question}\n{STEP_BY_STEP}")
+
+
+def question_only(question: str) -> str:
+    """The question and nothing else."""
+    return question
+
+
+def base(question: str) -> str:
+    """A question and an answer line, for models that were only pretrained."""
+    return f"Question: {question}\nAnswer:"
+
+
+def r1_zero(question: str) -> str:
+    """The conversation whose response begins inside <think>; the answer is asked for in <answer> tags."""
+    return (
+        "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
+        "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
+        "The reasoning process is enclosed within <think> </think> and answer is enclosed within <answer> </answer> "
+        "tags, respectively, i.e., <think> reasoning process here </think> <answer> answer here </answer>.\n"
+        f"User: {question}\nAssistant: <think>"
+    )
+
+
+def alpaca(question: str) -> str:
+    """An instruction and a response heading."""
+    return (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        f"### Instruction:\n{question}\n\n### Response:\n"
+    )
+
+
+def qwen(question: str) -> str:
+    """ChatML written out, with the request to reason and to box the answer as the system message."""
+    return (
+        f"<|im_start|>system\n{STEP_BY_STEP}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def llama3(question: str) -> str:
+    """Llama 3's headers written out, its begin-of-text token included."""
+    return (
+        f"<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{question}<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    )
+
+
+TEMPLATES: Mapping[str, Template] = {
+    function.__name__: function for function in (chat, chat_boxed, question_only, base, r1_zero, alpaca, qwen, llama3)
+}
+
+
+def named(template: str | Template, owner: str) -> Template:
+    """The function of a template's name; a function is itself.
+
+    Args:
+      template: a name of TEMPLATES, or a function.
+      owner: the component whose field it is, for the message.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if callable(template):
+        return template
+    if template not in TEMPLATES:
+        raise ValueError(f"{owner}.template must be one of {sorted(TEMPLATES)} or a function (got {template!r})")
+    return TEMPLATES[template]
+
+
+def fields(template: Template, question: str) -> dict[str, Any]:
+    """The fields of a Prompt that hold the question: {"text"} or {"messages"}."""
+    asked = template(question)
+    return {"text": asked} if isinstance(asked, str) else {"messages": asked}

@@ -1,0 +1,129 @@
+"""Tokenizers as components: by character, by byte, or pretrained; all load as transformers tokenizers."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Ids 0, 1, 2 of the tokenizers made here.
+SPECIAL = ("<pad>", "<bos>", "<eos>")
+
+# The user's and the assistant's turns by line, for tokenizers without a vocabulary of roles.
+PLAIN_CHAT = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CharTokenizer:
+    """One token a character of a fixed alphabet; text with other characters is an error.
+
+    Attributes:
+      alphabet: the characters, each once; their ids follow those of <pad>, <bos> and <eos>.
+      add_bos: begin text prompts with <bos>.
+      chat_template: Jinja template of chat messages; empty for none.
+    """
+
+    alphabet: str
+    add_bos: bool = False
+    chat_template: str = ""
+
+    def __post_init__(self) -> None:
+        twice = sorted({c for c in self.alphabet if self.alphabet.count(c) > 1})
+        if not self.alphabet or twice:
+            raise ValueError(
+                f"CharTokenizer.alphabet must hold each character once (got {self.alphabet!r}, repeated: {twice})"
+            )
+
+    def load(self) -> Any:
+        """A transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's form."""
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {token: i for i, token in enumerate([*SPECIAL, *self.alphabet])}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary))  # type: ignore[call-arg]
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        return _wrap(tokenizer, vocabulary, self.add_bos, self.chat_template)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByteTokenizer:
+    """One token a byte of UTF-8 text: ids 3 to 258, after <pad>, <bos> and <eos>.
+
+    Attributes:
+      add_bos: begin text prompts with <bos>.
+      chat_template: Jinja template of chat messages; empty for none.
+    """
+
+    add_bos: bool = False
+    chat_template: str = PLAIN_CHAT
+
+    def load(self) -> Any:
+        """A transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's form."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+        vocabulary = {token: i for i, token in enumerate([*SPECIAL, *_byte_characters()])}
+        tokenizer = Tokenizer(models.BPE(vocabulary, []))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        return _wrap(tokenizer, vocabulary, self.add_bos, self.chat_template)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedTokenizer:
+    """The tokenizer of a model folder or of a Hugging Face model.
+
+    Attributes:
+      path: a folder with tokenizer files, or a model id.
+      chat_template: Jinja template that replaces the tokenizer's own; empty keeps it.
+    """
+
+    path: str
+    chat_template: str = ""
+
+    def load(self) -> Any:
+        """The transformers tokenizer.
+
+        Raises:
+          FileNotFoundError: `path` is neither a folder nor an id from which a tokenizer can be had.
+        """
+        from transformers import AutoTokenizer
+
+        folder = Path(self.path).expanduser()
+        name = str(folder) if folder.is_dir() else self.path
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            where = f"{sorted(p.name for p in folder.iterdir())}" if folder.is_dir() else "no such folder here"
+            raise FileNotFoundError(
+                f"PretrainedTokenizer.path={self.path!r} has no tokenizer ({where}): name a folder with tokenizer.json"
+                f" and tokenizer_config.json, or a model id that can be downloaded. {error}"
+            ) from error
+        if self.chat_template:
+            tokenizer.chat_template = self.chat_template
+        return tokenizer
+
+
+def _wrap(tokenizer: Any, vocabulary: Mapping[str, int], add_bos: bool, chat_template: str) -> Any:
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    pad, bos, eos = SPECIAL
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, vocabulary[bos])]
+        )
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, clean_up_tokenization_spaces=False
+    )
+    if chat_template:
+        wrapped.chat_template = chat_template
+    return wrapped
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in the byte-level form of the tokenizers library."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]

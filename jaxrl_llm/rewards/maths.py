@@ -1,0 +1,74 @@
+"""1 where the response's final expression equals the reference as mathematics, judged by the math-verify package.
+
+The last boxed expression of the response counts, else the last expression that math-verify finds. Expressions that
+cannot be evaluated equal nothing; a response that exhausts its time or memory is invalid, not wrong.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.rewards.pool import Pool, judge_in_pool
+
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin")
+_PLAIN_NUMBER = re.compile(r"[-+]?[\d.,\s]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Maths:
+    """Symbolic and numeric equality, in processes of their own.
+
+    Attributes:
+      workers: processes, started at the first response.
+      limit_s: seconds that one response may take.
+      memory_gb: address space of a process in GiB (Linux).
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    workers: int = 4
+    limit_s: float = 10.0
+    memory_gb: float = 4.0
+    _pool: Pool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        warm = (__name__, "judge", "1", "1")
+        pool = Pool(workers=self.workers, limit_s=self.limit_s, memory_gb=self.memory_gb, warm=warm)
+        object.__setattr__(self, "_pool", pool)
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "maths", 0 or 1 [G]; invalid where judging failed or took too long, or the reference is bad."""
+        del stats
+        arguments = [(rollout.prompt.reference, rollout.text) for rollout in rollouts]
+        return await judge_in_pool("maths", self._pool, __name__, "judge", arguments)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
+
+
+def judge(reference: str, text: str) -> float:
+    """1 where `text` ends in an expression equal to `reference`, else 0; runs in a worker process.
+
+    Raises:
+      ValueError: `reference` is no expression.
+    """
+    import math_verify
+
+    # math-verify's own limits use SIGALRM; the pool's limit needs none.
+    gold = math_verify.parse(delimited(reference), parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the reference {reference!r} is no expression")
+    answer = math_verify.parse(text, parsing_timeout=None)
+    return float(bool(answer) and math_verify.verify(gold, answer, timeout_seconds=None))
+
+
+def delimited(expression: str) -> str:
+    """The expression in dollar signs unless it has delimiters: bare LaTeX would be read as its first number."""
+    expression = expression.strip()
+    bare = not _DELIMITED.search(expression) and not _PLAIN_NUMBER.fullmatch(expression)
+    return f"${expression}$" if bare else expression

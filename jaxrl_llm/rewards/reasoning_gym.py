@@ -1,0 +1,82 @@
+"""The score that reasoning-gym's own verifier gives an answer, between 0 and 1."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.rewards import answers
+from jaxrl_llm.rewards.pool import Pool, judge_in_pool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReasoningGym:
+    """Scores the rows of data/procedural.py, in processes of their own: verifiers evaluate what the model wrote.
+
+    Attributes:
+      answer: what is scored, the "whole" response, or what stands in its last <answer></answer> ("tag", scored 0 where
+        there is none).
+      workers: processes, started at the first response.
+      limit_s: seconds that one response may take.
+      memory_gb: address space of a process in GiB (Linux).
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    answer: Literal["whole", "tag"] = "whole"
+    workers: int = 2
+    limit_s: float = 10.0
+    memory_gb: float = 4.0
+    _pool: Pool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.answer not in ("whole", "tag"):
+            raise ValueError(f"ReasoningGym.answer must be 'whole' or 'tag' (got {self.answer!r})")
+        warm = (__name__, "load")
+        pool = Pool(workers=self.workers, limit_s=self.limit_s, memory_gb=self.memory_gb, warm=warm)
+        object.__setattr__(self, "_pool", pool)
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "reasoning_gym", in [0, 1] [G]; invalid where the verifier failed or took too long.
+
+        Raises:
+          ValueError: a prompt that is no row of data/procedural.py.
+        """
+        del stats
+        arguments = []
+        for rollout in rollouts:
+            missing = {"task", "config", "entry"} - set(rollout.prompt.extra)
+            if missing:
+                raise ValueError(
+                    f"prompt {rollout.prompt.id!r} has no {sorted(missing)} in `extra`: the reward ReasoningGym "
+                    "scores the rows of the data source procedural.ReasoningGym alone"
+                )
+            text = answers.tagged(rollout.text) if self.answer == "tag" else rollout.text.strip()
+            extra = rollout.prompt.extra
+            arguments.append((extra["task"], json.dumps(extra["config"], sort_keys=True), extra["entry"], text))
+        return await judge_in_pool("reasoning_gym", self._pool, __name__, "judge", arguments)
+
+    def close(self) -> None:
+        """Ends the processes."""
+        self._pool.close()
+
+
+def judge(task: str, config: str, entry: Mapping[str, Any], answer: str | None) -> float:
+    """The verifier's score of `answer` to `entry`; runs in a worker process."""
+    return float(_dataset(task, config).score_answer(answer, entry))
+
+
+def load() -> None:
+    """Imports the package, which takes a second."""
+    import reasoning_gym  # noqa: F401
+
+
+@lru_cache(maxsize=64)
+def _dataset(task: str, config: str) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(task, size=1, seed=0, **json.loads(config))

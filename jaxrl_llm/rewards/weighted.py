@@ -1,0 +1,80 @@
+"""A weighted sum of rewards that keeps its breakdown: each part stays visible, and its failures stay failures."""
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.protocols import Reward
+from jaxrl_llm.rewards.wrap import part
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighted:
+    """Scores with several rewards at once.
+
+    A reward of one part gives a part of its name here; one of several gives "name/part", and its logged parts
+    "log/name/part".
+
+    Attributes:
+      parts: {name: reward}.
+      weights: {name: weight}; a part without one weighs 1, and one of weight 0 is only shown.
+      limit_s: seconds that a reward may take for one group; past it its parts are invalid.
+    """
+
+    parts: Mapping[str, Reward]
+    weights: Mapping[str, float] = field(default_factory=dict)
+    limit_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.weights) - set(self.parts))
+        if not self.parts or unknown:
+            raise ValueError(
+                f"Weighted.weights names {unknown}, and Weighted.parts has {sorted(self.parts)}: every weight needs "
+                "its part, and there must be one"
+            )
+        reserved = [name for name in self.parts if "/" in name or name == "log"]
+        if reserved:
+            raise ValueError(f"Weighted.parts must not use the names {reserved}: no 'log' and no '/'")
+        if self.limit_s <= 0:
+            raise ValueError(f"Weighted.limit_s must be > 0 (got {self.limit_s})")
+
+    @property
+    def needs_stats(self) -> bool:
+        """True where one of the rewards wants the learner's statistics."""
+        return any(reward.needs_stats for reward in self.parts.values())
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """All parts [G] and their weights; a reward that fails as a whole gives an invalid part of its name."""
+        scored = await asyncio.gather(*(self._one(name, rollouts, stats) for name in self.parts))
+        parts: dict[str, np.ndarray] = {}
+        valid: dict[str, np.ndarray] = {}
+        weights: dict[str, float] = {}
+        for name, scores in zip(self.parts, scored):
+            summed = [own for own in scores.parts if not own.startswith("log/")]
+            for own, values in scores.parts.items():
+                if own in summed:
+                    key = name if len(summed) == 1 else f"{name}/{own}"
+                    weights[key] = self.weights.get(name, 1.0) * scores.weights.get(own, 1.0)
+                else:
+                    key = f"log/{name}/{own.removeprefix('log/')}"
+                parts[key], valid[key] = values, scores.valid[own]
+        return Scores(parts=parts, valid=valid, weights=weights)
+
+    def close(self) -> None:
+        """Closes the rewards that hold processes."""
+        for reward in self.parts.values():
+            if hasattr(reward, "close"):
+                reward.close()
+
+    async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
+        try:
+            return await asyncio.wait_for(self.parts[name].score(rollouts, stats), self.limit_s)
+        except Exception as error:  # one service that is down must not take the other rewards with it
+            _log.warning("reward %r failed on a whole group of %d: %r", name, len(rollouts), error)
+            return part(name, [None] * len(rollouts))
