@@ -6,8 +6,8 @@
     hinge:   max(0, 1 - m)
 
 https://arxiv.org/abs/2305.18290; with eps > 0, cDPO (https://ericmitchell.ai/cdpo.pdf) or, unbiased under flipped
-labels, robust DPO (https://arxiv.org/abs/2403.00409); hinge: SLiC-HF's loss on the same margin
-(https://arxiv.org/abs/2305.10425, 2309.06657).
+labels, robust DPO (https://arxiv.org/abs/2403.00409); hinge: the loss of SLiC-HF on the same margin
+(https://arxiv.org/abs/2305.10425, https://arxiv.org/abs/2309.06657).
 """
 
 from dataclasses import dataclass

@@ -41,7 +41,7 @@ class GPG(Grouped):
         stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
         credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
         differs = (stats.size > 1) & (stats.std > 0) if self.signal == "group" else reward != 0
-        alpha = jnp.sum(view.counted) / jnp.maximum(jnp.sum(view.counted & differs), 1)
+        alpha = jnp.sum(view.counted, dtype=reward.dtype) / jnp.maximum(jnp.sum(view.counted & differs), 1)
         return Estimate(advantages.to_tokens(alpha * credit, view.learned))
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
