@@ -7,9 +7,13 @@ import pytest
 from sampler_cases import distribution, softmax
 
 from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers.choose import Choice, draw, filtered, filters, noise, penalise, tempered
+from jaxrl_llm.samplers import choose
+from jaxrl_llm.samplers.choose import Choice, filters, penalise, tempered
 
 VOCABULARY = 40
+filtered = jax.jit(choose.filtered)
+draw = jax.jit(choose.draw, static_argnames="cut")
+noise = jax.jit(choose.noise, static_argnums=2)
 SETTINGS = (
     {},
     {"temperature": 0.6},
