@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
-BACKENDS = ("reference",)
+BACKENDS = ("cudnn", "splash", "reference")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -28,7 +28,7 @@ class Call:
       width: width of a head.
       window: a key this many positions behind the query, or more, is not seen; None sees all.
       scale: multiplies the scores.
-      max_segments: most segments of a row, where the caller knows it.
+      max_segments: most segments of a row where queries are the keys' tokens, packed; None promises nothing.
     """
 
     platform: str
@@ -70,7 +70,8 @@ def attention(
       k_segments: segment of each key; 0 is padding.
       window: sees keys with q_position - k_position < window; None sees all.
       scale: multiplies the scores; None is C ** -0.5.
-      max_segments: a bound on the segments of a row, static; the packed GPU backend needs one.
+      max_segments: static bound on the segments of a row. It promises packed self-attention: the queries are the
+        keys' tokens, segments are contiguous and positions count up by one within each; the packed backends need it.
       backend: one of BACKENDS, or None for the first that supports the call.
 
     Returns:
