@@ -131,6 +131,19 @@ def test_rematerialisation_changes_neither_values_nor_gradients(remat):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+def test_each_remat_policy_keeps_what_it_says_for_the_backward_pass():
+    """Kept activations a layer and token, float32 numbers, of the (3, 1, 8, ...) stacked over 3 layers and 8 tokens."""
+    kept = {}
+    for remat in ("full", "dots"):
+        policy = policy_of(ARCHITECTURES["qwen3"], remat=remat)
+        params = policy.init(jax.random.key(0))
+        _, backward = jax.vjp(lambda p, policy=policy: policy.hidden(p, *row(8)), params)
+        kept[remat] = sum(x.size for x in jax.tree.leaves(backward) if x.shape[:3] == (3, 1, 8)) // (3 * 8)
+    heads = 4 * 8 + 2 * 2 * 8  # queries, keys, values
+    # The layer's input alone; and beside it every product that something nonlinear follows (down's output is only added).
+    assert kept == {"full": 32, "dots": 32 + heads + 32 + 2 * 48}
+
+
 def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     policy, exact = policy_of(ARCHITECTURES["qwen3"], compute_dtype="bfloat16"), policy_of(ARCHITECTURES["qwen3"])
     params = policy.init(jax.random.key(0))
