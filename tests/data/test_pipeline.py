@@ -169,7 +169,8 @@ def test_a_demonstration_is_the_response_and_the_end_id() -> None:
     encode = encoder(8, max_response_tokens=3)
     rows = encode.demonstrations([text("ab", "xy"), text("ab", "xyz"), text("ab"), text("", "x")])
     assert len(rows) == 1
-    assert list(rows[0].prompt.tokens) == [1, 97, 98] and list(rows[0].tokens) == [120, 121, 2]  # type: ignore[arg-type]
+    assert np.array_equal(rows[0].prompt.tokens, [1, 97, 98])  # type: ignore[arg-type]
+    assert list(rows[0].tokens) == [120, 121, 2]
     assert rows[0].mask.all() and rows[0].finish == "stop" and set(rows[0].versions) == {-1}
     counts = encode.counts()
     assert [counts[f"dropped/{why}"] for why in ("long_response", "no_response", "empty")] == [1, 1, 1]

@@ -1,0 +1,53 @@
+"""Every gin component of data/ and rewards/ builds what its macro names."""
+
+from pathlib import Path
+from typing import Any
+
+import gin
+import pytest
+
+from jaxrl_llm.protocols import Reward, Source
+
+ROOT = Path(__file__).parent.parent.parent / "gin"
+REQUIRED = {
+    "reasoning_gym.gin": "procedural.ReasoningGym.task = 'spell_backward'",
+    "demonstrations.gin": "sft.Demonstrations.path = 'rows.jsonl'",
+    "pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",
+}
+
+
+def parse(file: Path, *bindings: str) -> None:
+    needed = [REQUIRED[file.name]] if file.parent.name == "data" and file.name in REQUIRED else []
+    gin.parse_config_files_and_bindings([str(file)], [*needed, *bindings])
+
+
+def built(macro: str) -> Any:
+    return gin.query_parameter(f"%{macro}").scoped_configurable_fn()
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "rewards").glob("*.gin")), ids=lambda file: file.stem)
+def test_a_reward_file_builds_a_reward(file: Path) -> None:
+    parse(file)
+    assert isinstance(built("REWARD"), Reward)
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "data").glob("*.gin")), ids=lambda file: file.stem)
+def test_a_data_file_builds_a_source_or_a_tokenizer(file: Path) -> None:
+    parse(file)
+    if file.stem.endswith("tokenizer"):
+        assert hasattr(built("TOKENIZER"), "load")
+        return
+    source = built("DATA")
+    assert isinstance(source, Source)
+    if "EVAL_DATA" in file.read_text():
+        held_out = built("EVAL_DATA")
+        assert isinstance(held_out, type(source)) and getattr(held_out, "split", "") in ("heldout", "test")
+        assert getattr(source, "split", "") == "train"
+
+
+def test_held_out_sums_follow_the_options_of_the_training_sums() -> None:
+    parse(ROOT / "data" / "sums.gin", "sums.Sums.high = 30", "sums.Sums.noise = 0.5")
+    train, heldout = built("DATA"), built("EVAL_DATA")
+    texts = [{row.text for row in source.rows()} for source in (train, heldout)]
+    assert (train.high, heldout.high, heldout.size) == (30, 30, 512)
+    assert texts[0] and texts[1] and not texts[0] & texts[1]
