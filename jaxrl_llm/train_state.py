@@ -5,7 +5,8 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax import Array
+
+Array = Any  # a jax.Array; in a tree that describes the state, a shape or a sharding
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
