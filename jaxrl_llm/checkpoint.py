@@ -60,21 +60,22 @@ class Checkpoints:
         """
         return restore(self._last, step, abstract)
 
-    def save(self, step: int, trees: dict[str, Any], host: dict[str, Any], best: float | None = None) -> None:
+    def save(self, step: int, trees: dict[str, Any], host: dict[str, Any], *, best: bool = False) -> None:
         """Saves in the background after copying to the host; raises OSError of this save or the one before it.
 
         Args:
           trees: device pytrees by name.
           host: the host's state, JSON-like.
-          best: the value of the best-checkpoint metric, when this step's is the highest so far.
+          best: save as the best checkpoint, not as the last.
         """
-        args = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        manager = self._best if best else self._last
+        assert manager is not None
+        args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         args["host"] = ocp.args.JsonSave(host)
-        for manager in [self._last, *([self._best] if self._best and best is not None else [])]:
-            try:
-                manager.save(step, args=ocp.args.Composite(**args))
-            except (OSError, ValueError) as error:
-                raise _unwritten(self.folder, step, error) from error
+        try:
+            manager.save(step, args=ocp.args.Composite(**args))
+        except (OSError, ValueError) as error:
+            raise _unwritten(Path(manager.directory), step, error) from error
 
     def wait(self) -> None:
         """Returns when every save is on disk."""

@@ -1,9 +1,12 @@
 """What a step's rollouts say on the host: rewards, lengths, and the gap between sampler and learner."""
 
 from collections.abc import Mapping
+from typing import Any
 
+import jax
 import numpy as np
 
+from jaxrl_llm import flops
 from jaxrl_llm.experience import Rollout
 from jaxrl_llm.global_batch import GlobalBatch
 
@@ -55,6 +58,27 @@ def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
         "entropy/mean": float(streams["entropy"][mask].mean()),
         "logprob/mean": float(streams["old_logprobs"][mask].mean()),
     }
+
+
+def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens a second of the step without its evaluation, and the update's model FLOP/s and MFU where the peak is known.
+
+    Args:
+      batch: the step's sequences.
+      architecture: sizes of the policy.
+      epochs: passes over the batch.
+      seconds: {"step": whole step, "update": its updates, "evaluate": its evaluation}.
+    """
+    working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
+    lengths = [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]
+    model_flops = epochs * flops.update(architecture, lengths)
+    values = {
+        "speed/tokens_per_s": sum(lengths) / working,
+        "speed/update_tflops": model_flops / max(seconds["update"], 1e-9) / 1e12,
+    }
+    if (peak := flops.peak(jax.devices()[0].device_kind)) is not None:
+        values["speed/mfu"] = flops.mfu(model_flops, seconds["update"], jax.device_count(), peak)
+    return values
 
 
 def shown(batch: GlobalBatch, count: int) -> list[dict[str, object]]:

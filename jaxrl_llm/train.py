@@ -188,16 +188,14 @@ class Training:
             self.writers.rollouts(step, diagnostics.shown(batch, stage.config.show_rollouts))
             clock.lap("evaluate")
         metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
-        metrics |= {"time/step_s": time.perf_counter() - begin, "update/step": float(step)}
-        metrics["speed/tokens_per_s"] = metrics["batch/tokens"] / max(
-            metrics["time/step_s"] - metrics.get("time/evaluate_s", 0.0), 1e-9
-        )
-        metrics |= {f"sampler/{n}": v for n, v in self.sampler.metrics().items()}
+        seconds = {**clock.laps, "step": time.perf_counter() - begin}
+        metrics |= {"time/step_s": seconds["step"], "update/step": float(step)}
+        metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
+        metrics |= self.sampler.metrics()
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
         stage.adapt(metrics, len(batch.rollouts))
         self.writers.write(step, metrics)
-        if last or step % self.config.checkpoints.every == 0:
-            self._save(stage, state, step, metrics)
+        self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)
         return state
 
     async def _publish(self, state: TrainState, version: int) -> None:
@@ -210,14 +208,17 @@ class Training:
         await self._publish(state, step)
         return await stage.evaluate()
 
-    def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float]) -> None:
+    def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float], *, due: bool) -> None:
+        """Saves where a save is due, and the best checkpoint where the evaluation is the best so far."""
         name = self.config.checkpoints.best
         value = metrics.get(name) if name else None
         improved = value is not None and (self.best is None or value > self.best)
         if improved:
             self.best = value
         host = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
-        self.checkpoints.save(step, {"state": state, **stage.frozen}, host, self.best if improved else None)
+        trees = {"state": state, **stage.frozen}
+        for best in (False,) * due + (True,) * improved:
+            self.checkpoints.save(step, trees, host, best=best)
 
 
 class Clock:

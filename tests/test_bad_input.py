@@ -8,14 +8,14 @@ import tiny_run
 
 from jaxrl_llm import launch
 
-QUICKSTART = str(tiny_run.ROOT / "gin" / "quickstart.gin")
+TINY = tiny_run.GIN_FILE
 
 
 def fails(
     capsys: pytest.CaptureFixture[str],
     run_dir: Path,
     *words: str,
-    gin_file: str = QUICKSTART,
+    gin_file: str = TINY,
     dry: bool = True,
     **more: object,
 ) -> str:
@@ -116,7 +116,7 @@ def test_a_malformed_row_names_file_and_line(capsys: pytest.CaptureFixture[str],
     file = tmp_path / "bad.gin"
     file.write_text(
         "from __gin__ import dynamic_registration\nfrom jaxrl_llm.data import gsm8k\n"
-        f"include '{QUICKSTART}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = {str(bad)!r}\n"
+        f"include '{TINY}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = {str(bad)!r}\n"
     )
     fails(capsys, tmp_path / "run", "bad.jsonl", "2", gin_file=str(file))
 
@@ -127,6 +127,6 @@ def test_a_dataset_without_rows_or_column_is_refused(capsys: pytest.CaptureFixtu
         file = tmp_path / "bad.gin"
         file.write_text(
             "from __gin__ import dynamic_registration\nfrom jaxrl_llm.data import gsm8k\n"
-            f"include '{QUICKSTART}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = '{tmp_path}/empty.jsonl'\n"
+            f"include '{TINY}'\nDATA = @gsm8k.GSM8K()\ngsm8k.GSM8K.path = '{tmp_path}/empty.jsonl'\n"
         )
         fails(capsys, tmp_path / "run", word, gin_file=str(file))

@@ -1,4 +1,4 @@
-"""A run of seconds for the tests of whole runs: the quickstart with a smaller model and fewer steps."""
+"""Starts tests/tiny.gin as a user starts a run, and reads what it leaves."""
 
 import json
 import os
@@ -8,67 +8,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-
-BINDINGS = {
-    "SFT_STEPS": 3,
-    "STEPS": 5,
-    "SAVE_EVERY": 2,
-    "EVALUATE_EVERY": 2,
-    "PROMPTS_PER_STEP": 4,
-    "GROUP_SIZE": 4,
-    "MINIBATCHES": 2,
-    "ROWS": 8,
-    "TRAIN_ROWS": 64,
-    "sft/packing.Packing.rows": 8,
-    "sft/stages.Stage.prompts_per_step": 16,
-    "sft/stages.Stage.evaluate_every": 2,
-    "heldout/sorting.Sorting.size": 8,
-    "qwen3.Qwen3.width": 32,
-    "qwen3.Qwen3.layers": 2,
-    "qwen3.Qwen3.heads": 2,
-    "qwen3.Qwen3.kv_heads": 1,
-    "qwen3.Qwen3.head_width": 16,
-    "qwen3.Qwen3.mlp_width": 64,
-}
+GIN_FILE = str(Path(__file__).with_name("tiny.gin"))
 
 
 def bindings(run_dir: Path, **more: Any) -> list[str]:
-    """gin bindings of the tiny run; `more` overrides them."""
-    values = {**BINDINGS, "RUN_DIR": repr(str(run_dir)), **more}
-    return [f"{name}={value}" for name, value in values.items()]
+    """gin bindings of the tiny run; `more` overrides the file."""
+    return [f"{name}={value}" for name, value in {"RUN_DIR": repr(str(run_dir)), **more}.items()]
 
 
-def command(run_dir: Path, *extra: str, gin_file: str = "gin/quickstart.gin", **more: Any) -> list[str]:
+def command(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> list[str]:
     """The launch command a user would type."""
     flags = [f"--gin={b}" for b in bindings(run_dir, **more)]
-    return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={gin_file}", *flags, *extra]
+    return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={gin_file}", *flags]
 
 
-def environment() -> dict[str, str]:
-    """One CPU device, as a laptop has."""
-    return {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+def environment(devices: int = 1) -> dict[str, str]:
+    """CPU devices; the tests' folder is on the path, for the reward."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parent)}
 
 
-def launch(
-    run_dir: Path, *extra: str, gin_file: str = "gin/quickstart.gin", **more: Any
-) -> subprocess.CompletedProcess[str]:
+def launch(run_dir: Path, gin_file: str = GIN_FILE, devices: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
     """Runs the command to its end."""
     return subprocess.run(
-        command(run_dir, *extra, gin_file=gin_file, **more),
+        command(run_dir, gin_file, **more),
         cwd=ROOT,
-        env=environment(),
+        env=environment(devices),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=500,
     )
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds, without what a clock decides."""
-    found = []
-    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        found.append(
-            {n: v for n, v in row.items() if not n.startswith(("time/", "speed/", "sampler/", "compilations"))}
-        )
-    return found
+    """What metrics.jsonl holds, without what a clock or a restart decides."""
+    clocked = ("time/", "speed/", "sampler/", "compilations")
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [{n: v for n, v in json.loads(line).items() if not n.startswith(clocked)} for line in lines]
