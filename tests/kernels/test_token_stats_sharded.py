@@ -64,9 +64,7 @@ def alone():
     return values_and_gradients(None)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 2), (1, 1, 8, 1)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 2), (1, 1, 8, 1)], ids=str)
 def test_any_mesh_gives_the_numbers_of_one_device(sizes, alone):
     assert_same(values_and_gradients(mesh_of(sizes)), alone)
 
