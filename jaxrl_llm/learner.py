@@ -99,7 +99,7 @@ class Learner:
             params["policy"], batch.tokens, batch.positions, batch.segments, max_segments=self.max_segments
         )
         stats = token_stats(
-            hidden.reshape(-1, hidden.shape[-1]), self.policy.head(params["policy"]).astype(hidden.dtype), batch.targets.reshape(-1),
+            hidden.reshape(-1, hidden.shape[-1]), self.policy.head(params["policy"]), batch.targets.reshape(-1),
             temperature=self.temperature, outputs=tuple(streams), mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
         )  # fmt: skip
         outputs = {"policy": {name: x.reshape(batch.targets.shape) for name, x in stats.items()}}

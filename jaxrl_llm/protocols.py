@@ -39,6 +39,15 @@ class Reward(Protocol):
 
 
 @runtime_checkable
+class Closing(Protocol):
+    """A component that holds processes or connections."""
+
+    def close(self) -> None:
+        """Ends them; the component may be used again."""
+        ...
+
+
+@runtime_checkable
 class Filter(Protocol):
     """Which scored groups are learned from; train draws prompts until the batch is full or `max_draws` batches were drawn."""
 

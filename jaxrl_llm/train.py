@@ -19,7 +19,7 @@ from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
 from jaxrl_llm.console import Console
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
-from jaxrl_llm.protocols import Sampler, SamplerFactory
+from jaxrl_llm.protocols import Closing, Sampler, SamplerFactory
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
@@ -145,8 +145,13 @@ class Training:
         return trees["state"]
 
     async def close(self) -> None:
-        """Stops the sampler and closes files, whatever happened."""
+        """Stops the sampler and the rewards' processes and closes files, whatever happened."""
         await self.sampler.close()
+        held: list[object] = [s.reward for s in self.config.stages]
+        held += [e.reward for s in self.config.stages for e in s.evaluations]
+        for component in held:
+            if isinstance(component, Closing):
+                component.close()
         self.checkpoints.close()
         if self.writers is not None:
             self.writers.close()
