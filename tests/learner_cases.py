@@ -102,7 +102,9 @@ def make_batch() -> GlobalBatch:
 def split(members: Sequence[Sequence[int]]) -> GlobalBatch:
     """The step with the named sequences in each micro-batch, dealt over its rows in turn."""
     prompts, responses = (list(column) for column in zip(*((r.prompt.tokens, r.tokens) for r in make_rollouts())))
-    dealt = [Placement([list(part[row :: PACKING.rows]) for row in range(PACKING.rows)]) for part in members]
+    dealt = [
+        Placement([[int(i) for i in part[row :: PACKING.rows]] for row in range(PACKING.rows)]) for part in members
+    ]
     mini = [PackedRows.build(PACKING, placement, prompts, responses) for placement in dealt]
     return replace(make_batch(), minibatches=[mini])
 

@@ -155,7 +155,9 @@ def test_every_imported_distribution_is_declared():
             distribution = DISTRIBUTIONS.get(head, head.replace("_", "-"))
             ours = head == "jaxrl_llm" or head in sys.stdlib_module_names
             allowed = known | OPTIONAL.get(module, set())
-            assert ours or distribution in allowed, f"jaxrl_llm.{module}:{line}: declare {distribution} in pyproject.toml"
+            assert ours or distribution in allowed, (
+                f"jaxrl_llm.{module}:{line}: declare {distribution} in pyproject.toml"
+            )
 
 
 HOST_ONLY = [m for m in sorted(MODULES) if any(within(m, p) for p in ("data.", "rewards.", "experience", "protocols"))]
