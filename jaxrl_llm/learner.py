@@ -153,12 +153,16 @@ class Learner:
         def accumulate(total: Any, params: dict[str, Params], batch: Batch) -> Any:
             return jax.tree.map(jnp.add, total, self._gradient(params, batch))
 
-        return jax.jit(accumulate, donate_argnums=0)
+        return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
     @cached_property
     def _first(self) -> Any:
-        shardings = (self.shardings.params, self.partitioner.replicated)
-        return jax.jit(self._gradient, out_shardings=shardings)
+        return jax.jit(self._gradient, out_shardings=self._total_shardings)
+
+    @property
+    def _total_shardings(self) -> Any:
+        """Of gradient and metrics summed so far: one program adds every micro-batch, and gradients lie as parameters do."""
+        return self.shardings.params, self.partitioner.replicated
 
     @cached_property
     def _apply(self) -> Any:

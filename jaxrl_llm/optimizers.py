@@ -10,7 +10,7 @@ import optax
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) under a learning-rate schedule; decay and clipping act on all parameters.
+    """AdamW (Loshchilov and Hutter 2019) under a learning-rate schedule.
 
     Attributes:
       learning_rate: peak learning rate.
