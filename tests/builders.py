@@ -1,11 +1,13 @@
-"""Rollouts and scored groups from plain numbers, for the tests of what flows between sampler and learner."""
+"""Rollouts and scored groups from plain numbers, and a sampler that needs no model."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
 
 
 def make_prompt(name: str = "p", tokens: Sequence[int] = (1, 2), **fields: Any) -> Prompt:
@@ -46,3 +48,63 @@ def make_group(
         weights=weights or {},
     )
     return ScoredGroup(rollouts=rollouts, scores=scores)
+
+
+class Words:
+    """A tokenizer of one word a token: token 7 is the word "7", and 0 is special."""
+
+    def decode(self, tokens: np.ndarray, skip_special_tokens: bool = True) -> str:
+        return " ".join(str(t) for t in tokens if t or not skip_special_tokens)
+
+    def batch_decode(self, rows: Sequence[np.ndarray], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(row, skip_special_tokens) for row in rows]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [int(word) for word in text.split()]
+
+
+def answer_of(prefix: np.ndarray, i: int, seed: int) -> list[int]:
+    """What `EchoSampler` says: sums over the prefix, the number of the draw, and the seed's remainder."""
+    return [int(prefix.sum()) + 1, i + 1, seed % 97 + 1]
+
+
+@dataclass(eq=False)
+class EchoSampler:
+    """A sampler whose draws are a function of prefix, number and seed, and whose groups finish in a shuffled order.
+
+    Attributes:
+      order: seeds the order in which groups finish.
+      calls: what was asked of it: (prefixes, n, settings, seeds).
+      version: the policy version it serves.
+    """
+
+    order: int = 0
+    calls: list[tuple[list[np.ndarray], int, SamplingSettings, list[int]]] = field(default_factory=list)
+    version: int = 3
+
+    async def sample(
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingSettings, seeds: Sequence[int]
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        self.calls.append((list(prefixes), n, settings, list(seeds)))
+        for index in np.random.default_rng(self.order).permutation(len(prefixes)):
+            await asyncio.sleep(0)
+            yield int(index), [self._completion(prefixes[index], i, settings, seeds[index]) for i in range(n)]
+
+    def _completion(self, prefix: np.ndarray, i: int, settings: SamplingSettings, seed: int) -> Completion:
+        tokens = answer_of(prefix, i, 0 if settings.temperature == 0 else seed)
+        kept = np.array(tokens[: settings.max_tokens], np.int32)
+        return Completion(
+            tokens=kept,
+            logprobs=-np.arange(1, len(kept) + 1, dtype=np.float32),
+            versions=np.full(len(kept), self.version, np.int32),
+            finish="stop" if len(tokens) <= settings.max_tokens else "length",
+        )
+
+    async def publish(self, params: Mapping[str, Any], version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        pass
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.algorithms.sft import SFT
 from jaxrl_llm.batch import Credit
 from jaxrl_llm.experience import ScoredGroup
-from jaxrl_llm.global_batch import GlobalBatch, bare, demonstration, filled, to_device, unscored
+from jaxrl_llm.global_batch import GlobalBatch, bare, filled, to_device, unscored
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.packing import Packing
 
@@ -110,7 +110,7 @@ def test_counts_are_those_of_the_mini_batch_over_all_its_micro_batches():
 
 
 def test_a_mini_batch_without_anything_to_learn_divides_by_one():
-    (group,) = (make_group([make_rollout(make_prompt(), [1, 2])], {"main": [0]}, {"main": [False]}),)
+    group = make_group([make_rollout(make_prompt(source="x"), [1, 2])], {"main": [0]}, {"main": [False]})
     batch = build([group])
     view, credit = view_and_credit(batch, groups=1)
     (part,) = filled(batch.minibatches[0], view, credit, constant=10.0)
@@ -142,7 +142,7 @@ def test_the_halves_of_a_pair_share_a_micro_batch_and_count_once():
     pairs = []
     for i in range(5):
         prompt = make_prompt(str(i), [1, 2], source="x")
-        responses = [demonstration(prompt, np.arange(3 + i % 2)), demonstration(prompt, np.arange(2))]
+        responses = [make_rollout(prompt, range(3 + i % 2)), make_rollout(prompt, range(2))]
         pairs.append(unscored(responses, (1, -1)))
     batch = build(pairs, capacity=10)
     np.testing.assert_array_equal(batch.fields["side"], [1, -1] * 5)
@@ -158,11 +158,8 @@ def test_the_halves_of_a_pair_share_a_micro_batch_and_count_once():
     assert (sides == 1).sum() == (sides == -1).sum() == 5
 
 
-def test_a_demonstration_is_an_unscored_rollout_that_no_version_drew():
-    rollout = demonstration(make_prompt(), np.array([3, 4]))
-    assert rollout.tokens.dtype == np.int32 and rollout.mask.tolist() == [True, True]
-    assert rollout.versions.tolist() == [-1, -1] and rollout.sampler_logprobs.tolist() == [0, 0]
-    group = unscored([rollout])
+def test_an_unscored_group_is_valid_and_worth_nothing():
+    group = unscored([make_rollout(make_prompt(), [3])])
     assert group.total().tolist() == [0] and group.valid().tolist() == [True]
 
 

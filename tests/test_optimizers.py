@@ -98,8 +98,3 @@ def test_a_negative_field_is_refused(field):
         ValueError, match=re.escape("Optimizer needs learning_rate, max_grad_norm and warmup_steps >= 0")
     ):
         Optimizer(**{field: -1})
-
-
-def test_an_unknown_schedule_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'step' is not one of constant, linear, cosine"):
-        object.__new__(Optimizer).__class__(schedule="step")

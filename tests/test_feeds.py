@@ -1,0 +1,102 @@
+"""Feeds give a step's groups and a place to resume from: samples, demonstrations and pairs."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
+
+from jaxrl_llm.collect import Collector
+from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.experience import Prompt, SamplingSettings
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, stats_of
+from jaxrl_llm.rewards.wrap import Wrap
+from jaxrl_llm.rollouts import Asking
+
+
+class Letters:
+    """A tokenizer of one letter a token, 1 to 26; 0 ends a sequence."""
+
+    eos_token_id, bos_token, chat_template, name_or_path = 0, None, None, "letters"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [ord(letter) - 96 for letter in text]}
+
+
+def encoder(**fields) -> Encoder:
+    return Encoder(tokenizer=Letters(), max_prompt_tokens=4, **fields)
+
+
+def row(name: str, response: str | None = None, **extra: str) -> Prompt:
+    return Prompt(id=name, text=name, response=response, extra=extra)
+
+
+def sample_feed() -> SampleFeed:
+    reward = Wrap(function=lambda prompt, text: float(len(text)), name="length")
+    asking = Asking(sampler=EchoSampler(), tokenizer=Words())
+    collector = Collector(asking=asking, reward=reward, settings=SamplingSettings(max_tokens=4), group_size=2, seed=1)
+    stream = PromptStream([make_prompt(str(i), [i]) for i in range(5)], seed=3)
+    return SampleFeed(stream=stream, collector=collector, prompts=3)
+
+
+def step_of(feed: Feed, step: int) -> list[tuple[str, list[list[int]]]]:
+    groups = asyncio.run(feed.next(step))
+    return [(g.rollouts[0].prompt.id, [r.tokens.tolist() for r in g.rollouts]) for g in groups]
+
+
+def test_a_feed_of_samples_goes_on_from_its_state():
+    feed, other = sample_feed(), sample_feed()
+    assert isinstance(feed, Feed)
+    first = [step_of(feed, 1)]
+    state = feed.state()
+    rest = [step_of(feed, step) for step in (2, 3)]
+    other.restore(state)
+    assert [step_of(other, step) for step in (2, 3)] == rest
+    names = [name for groups in first + rest for name, _ in groups]
+    assert len(names) == 9 and sorted(names[:5]) == list("01234")  # an epoch has every prompt once
+    assert other.take()["data/epoch"] == feed.take()["data/epoch"] == 9 / 5
+
+
+def test_a_demonstration_is_the_only_rollout_of_its_group():
+    rows = demonstrations(encoder(), [row("ab", "c"), row("abcde", "c"), row("b", "dd"), row("c")])
+    feed = GivenFeed(stream=PromptStream(rows, shuffle=False), rows=2)
+    assert isinstance(feed, Feed)
+    groups = asyncio.run(feed.next(0))
+    assert [[r.tokens.tolist() for r in g.rollouts] for g in groups] == [[[3, 0]], [[4, 4, 0]]]
+    assert [g.rollouts[0].prompt.tokens.tolist() for g in groups] == [[1, 2], [2]]
+    assert all(g.scores.parts == {} and g.valid().all() for g in groups)
+    assert feed.take() == {"data/epoch": 1.0}
+    state = feed.state()
+    asyncio.run(feed.next(1))
+    feed.restore(state)
+    assert feed.state() == state
+
+
+def test_a_pair_is_the_preferred_response_and_then_the_rejected_one():
+    found = pairs(encoder(), [row("a", "b", rejected="cc"), row("abcde", "b", rejected="c")])
+    assert [[r.tokens.tolist() for r in pair] for pair in found] == [[[2, 0], [3, 3, 0]]]
+    (group,) = asyncio.run(GivenFeed(stream=PromptStream(found), rows=1).next(0))
+    assert group.scores.parts["log/side"].tolist() == [1, -1]
+    assert group.total().tolist() == [0, 0] and group.valid().all()
+
+
+def test_a_row_without_a_rejected_response_and_pairs_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=r"row 'a' has no rejected response: .* Prompt.extra\['rejected'\]"):
+        pairs(encoder(), [row("a", "b")])
+    with pytest.raises(ValueError, match=r"none of 1 pairs is left after encoding .*'dropped/long_response': 1"):
+        pairs(encoder(max_response_tokens=2), [row("a", "b", rejected="ccc")])
+
+
+def test_statistics_of_a_rollout_are_means_over_the_tokens_the_policy_chose():
+    prompt = make_prompt()
+    groups = [
+        make_group([make_rollout(prompt, [1, 2, 3], mask=[1, 0, 1]), make_rollout(prompt, [1])], {"r": [0, 0]}),
+        make_group([make_rollout(prompt, [1, 2], mask=[0, 0])], {"r": [0]}),
+    ]
+    stream = np.array([[1, 50, 3, 90], [7, 90, 90, 90], [90, 90, 90, 90], [90, 90, 90, 90]], np.float32)
+    first, second = stats_of(groups, {"entropy": stream, "old_logprobs": -stream})
+    assert first["entropy"].tolist() == [2, 7] and first["old_logprobs"].tolist() == [-2, -7]
+    assert second["entropy"].tolist() == [0] and second["entropy"].dtype == np.float64
+    swapped = stats_of([replace(groups[1]), groups[0]], {"entropy": stream})
+    assert swapped[1]["entropy"].tolist() == [48.5, 90]  # rows follow the order of the groups
