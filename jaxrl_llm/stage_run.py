@@ -1,6 +1,7 @@
 """A stage in progress: its data, its learner and its frozen models."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -76,7 +77,7 @@ class StageRun:
             max_turns=config.max_turns,
         )
         seed = training.config.seed
-        feed = _feed(config, encoder, rows, replace(asking), settings, seed)
+        feed = _feed(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
         _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
         held_out = []
         for evaluation in config.evaluations:
