@@ -53,7 +53,15 @@ async def evaluate(
     Returns:
       {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of drawn ones, and of each kind the share
       cut off ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}.
+
+    Raises:
+      ValueError: a reward that waits for the learner's statistics.
     """
+    if reward.needs_stats:
+        raise ValueError(
+            f"evaluation {evaluation.name!r} has no learner to give {type(reward).__name__} its statistics: "
+            "set Evaluation.reward to a reward that needs none"
+        )
     metrics: dict[str, float] = {}
     shown: list[ScoredGroup] = []
     for kind, count in (("greedy", int(evaluation.greedy)), ("sampled", evaluation.samples)):

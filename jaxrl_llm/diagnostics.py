@@ -13,8 +13,10 @@ from jaxrl_llm.global_batch import GlobalBatch
 
 def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
     """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts left out."""
-    counted = [(r, g.total()[i], {n: v[i] for n, v in g.scores.parts.items()}) for g in batch.groups
-               for i, r in enumerate(g.rollouts) if r.role == "sample" and g.valid()[i]]  # fmt: skip
+    kept = [(g, np.flatnonzero(g.valid() & [r.role == "sample" for r in g.rollouts])) for g in batch.groups]
+    totals = [g.total()[rows] for g, rows in kept]
+    answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
+    names = sorted({n for g in batch.groups for n in g.scores.parts})
     fills = [rows.fill for rows in batch.rows]
     values = {
         "batch/sequences": float(len(batch.rollouts)),
@@ -23,22 +25,24 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
         "batch/tokens": float(sum(np.sum(rows.segments > 0) for rows in batch.rows)),
         "batch/response_tokens": float(sum(int(r.mask.sum()) for r in batch.rollouts)),
     }
-    if not counted or not counted[0][2]:
+    if not answers or not any(not n.startswith("log/") for n in names):
         return values
-    lengths = np.array([len(r.tokens) for r, _, _ in counted])
+    lengths = np.array([len(r.tokens) for r in answers])
     values |= {
-        "reward/mean": float(np.mean([t for _, t, _ in counted])),
-        "reward/std": float(np.std([t for _, t, _ in counted])),
+        "reward/mean": float(np.mean(np.concatenate(totals))),
+        "reward/std": float(np.std(np.concatenate(totals))),
         "response/length": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
-        "response/truncated": float(np.mean([r.finish == "length" for r, _, _ in counted])),
-        "groups/no_signal": float(
-            np.mean([np.ptp(g.total()[g.valid()]) == 0 if g.valid().any() else 1.0 for g in batch.groups])
-        ),
+        "response/truncated": float(np.mean([r.finish == "length" for r in answers])),
+        "groups/no_signal": float(np.mean([len(t) == 0 or np.ptp(t) == 0 for t in totals])),
     }
-    names = {n for _, _, parts in counted for n in parts}
-    for name in sorted(names):
-        values[f"reward/{name}"] = float(np.mean([parts[name] for _, _, parts in counted if name in parts]))
+    for name in names:  # a part that weighs nothing may be invalid where the total is not
+        scores = [
+            (g.scores.parts[name][rows], g.scores.valid[name][rows]) for g, rows in kept if name in g.scores.parts
+        ]
+        had = np.concatenate([part[np.asarray(valid, bool)] for part, valid in scores])
+        if len(had):
+            values[f"reward/{name}"] = float(had.mean())
     return values
 
 

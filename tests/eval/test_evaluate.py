@@ -1,0 +1,98 @@
+"""Means, truncation and diversity of greedy and sampled answers, by hand from a sampler whose answers are known."""
+
+import asyncio
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
+
+from jaxrl_llm.eval.evaluate import SEED, Evaluation, evaluate, summary
+from jaxrl_llm.experience import Prompt, SamplingSettings
+from jaxrl_llm.rewards.wrap import Wrap
+from jaxrl_llm.rollouts import Asking, seed_of
+
+
+class Held:
+    def rows(self) -> list[Prompt]:
+        return [make_prompt(str(i), [i]) for i in range(3)]
+
+
+def second_token(prompt: Prompt, text: str) -> float:
+    """The number of the draw, from 1; the third cannot be judged."""
+    draw = float(text.split()[1])
+    return math.nan if draw == 3 else draw + 10 * prompt.tokens[0]
+
+
+def run(reward: Any = Wrap(function=second_token), **fields: Any):  # noqa: B008
+    evaluation = Evaluation(data=Held(), **{"settings": SamplingSettings(max_tokens=8, top_k=5), **fields})
+    asking = Asking(sampler=EchoSampler(order=1), tokenizer=Words())
+    metrics, groups = asyncio.run(evaluate(evaluation, Held().rows(), asking, reward))
+    return metrics, groups, asking
+
+
+def test_greedy_and_sampled_means_over_valid_answers():
+    metrics, groups, asking = run(samples=4)
+    assert metrics == pytest.approx({
+        "eval/heldout/greedy": np.mean([1, 11, 21]),
+        "eval/heldout/greedy_truncated": 0,
+        "eval/heldout/greedy_length": 3,
+        "eval/heldout/greedy_distinct": 3,
+        "eval/heldout/sampled": np.mean([1, 2, 4, 11, 12, 14, 21, 22, 24]),
+        "eval/heldout/sampled_truncated": 0,
+        "eval/heldout/sampled_length": 3,
+        "eval/heldout/sampled_distinct": 12,
+        "eval/heldout/sampled_invalid": 3,
+    })  # fmt: skip
+    assert [len(g.rollouts) for g in groups] == [1, 1, 1, 4, 4, 4]
+    assert [g.rollouts[0].prompt.id for g in groups] == ["0", "1", "2"] * 2
+    assert not asking.counters  # the training's own counters do not hold what an evaluation asked
+
+
+def test_sampled_answers_use_the_settings_and_greedy_ones_their_limits_alone():
+    _, _, asking = run(samples=2)
+    (_, one, greedy, _), (_, two, sampled, seeds) = asking.sampler.calls
+    assert (one, greedy) == (1, SamplingSettings(max_tokens=8, temperature=0.0))
+    assert (two, sampled) == (2, SamplingSettings(max_tokens=8, top_k=5))
+    assert seeds == [seed_of(SEED, i) for i in range(3)]
+
+
+@pytest.mark.parametrize(("fields", "kinds"), [({"samples": 0}, {"greedy"}), ({"greedy": False}, {"sampled"})])
+def test_only_what_is_asked_for_is_measured(fields, kinds):
+    metrics, groups, _ = run(name="test", **fields)
+    assert {name.split("/")[2].split("_")[0] for name in metrics} == kinds and len(groups) == 3
+
+
+def test_answers_that_reach_the_limit_are_counted():
+    metrics, _, _ = run(samples=0, settings=SamplingSettings(max_tokens=2))
+    assert (metrics["eval/heldout/greedy_truncated"], metrics["eval/heldout/greedy_length"]) == (1.0, 2.0)
+
+
+def test_the_summary_of_mixed_answers():
+    prompt = make_prompt()
+    answers = [make_rollout(prompt, range(n), text=t, finish=f) for n, t, f in ((1, "x", "stop"), (4, "x", "length"))]
+    group = make_group(answers, {"r": [1, 0]})
+    assert summary([group]) == {"": 0.5, "_truncated": 0.5, "_length": 2.5, "_distinct": 1}
+    nothing = replace(group, scores=make_group(answers, {"r": [1, 0]}, {"r": [False, False]}).scores)
+    found = summary([nothing])
+    assert math.isnan(found[""]) and found["_invalid"] == 2
+
+
+def test_a_reward_that_waits_for_the_learner_is_refused():
+    class Waits(Wrap):
+        needs_stats = True
+
+    with pytest.raises(
+        ValueError, match=r"'heldout' has no learner to give Waits its statistics: set Evaluation.reward"
+    ):
+        run(reward=Waits(function=second_token))
+
+
+def test_an_evaluation_that_measures_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"set Evaluation.greedy or Evaluation.samples >= 1"):
+        Evaluation(data=Held(), greedy=False, samples=0)
+    with pytest.raises(ValueError, match=re.escape("Evaluation.limit must be >= 1, or None for all prompts (got 0)")):
+        Evaluation(data=Held(), limit=0)
