@@ -100,6 +100,11 @@ class Stage:
         name = type(self.algorithm).__name__
         if self.reward is None:
             raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
+        if self.filter is not None and self.reward.needs_stats:
+            raise ValueError(
+                f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
+                "set FILTER = None, or use another reward"
+            )
         if self.group_size < self.algorithm.group_size_at_least:
             raise ValueError(
                 f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE"

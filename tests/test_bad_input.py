@@ -78,6 +78,25 @@ def test_a_row_too_short_for_the_longest_sequence_is_refused(
     fails(capsys, tmp_path / "run", "row_tokens >= 27", PROMPT_LIMIT=16, RESPONSE_LIMIT=12, ROW_TOKENS=20)
 
 
+def test_a_filter_before_the_rewards_statistics_is_refused() -> None:
+    class Waiting:
+        needs_stats = True
+
+        async def score(self, rollouts: object, stats: object = None) -> object:
+            raise AssertionError("not asked")
+
+    from jaxrl_llm.algorithms.grpo import GRPO
+    from jaxrl_llm.collect import Varied
+    from jaxrl_llm.data.sorting import Sorting
+    from jaxrl_llm.optimizers import Optimizer
+    from jaxrl_llm.stages import Stage
+
+    with pytest.raises(ValueError, match="FILTER"):
+        Stage(
+            name="rl", algorithm=GRPO(), data=Sorting(), optimizer=Optimizer(), steps=1, group_size=2, reward=Waiting(), filter=Varied()
+        )  # fmt: skip
+
+
 def test_filtered_training_samples_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     fails(capsys, tmp_path / "run", "top_k", "plain tempered softmax", **{"rl/experience.SamplingSettings.top_k": 5})
 
