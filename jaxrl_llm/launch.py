@@ -5,6 +5,7 @@ The gin file binds RUN to a component with a `run(config)` method. Only this mod
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -74,6 +75,7 @@ def _explain(error: Exception, files: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and carries it out; returns the exit code."""
     arguments = parse_arguments(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it is used for tokenizers, without PyTorch
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         run, config = build(arguments.gin_file, arguments.gin)
