@@ -198,16 +198,17 @@ class Encoder:
             self._counts["dropped/no_response"] += 1
             return None
         encoded = self._prompt(prompt)
-        tokens = None if encoded is None else self._response(prompt)
-        if encoded is None or tokens is None:
+        response = None if encoded is None else self._response(prompt)
+        if encoded is None or response is None:
             return None
+        tokens, mask = response
         self._counts["kept"] += 1
         whole = tokens[-1] == self.tokenizer.eos_token_id
         return Rollout(
             prompt=encoded,
             tokens=tokens,
             sampler_logprobs=np.zeros(len(tokens), np.float32),
-            mask=np.ones(len(tokens), bool),
+            mask=mask,
             versions=np.full(len(tokens), -1, np.int32),
             finish="stop" if whole else "length",
             text=prompt.response,
@@ -235,18 +236,26 @@ class Encoder:
             tokens = tokens[-self.max_prompt_tokens :]
         return replace(prompt, tokens=tokens)
 
-    def _response(self, prompt: Prompt) -> np.ndarray | None:
+    def _response(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray] | None:
+        """Tokens of the response, int32 [T], and which of them the policy would have chosen, bool [T].
+
+        `Prompt.extra["turns"]`, pairs of speaker and text, says what an environment said; each turn is encoded on its
+        own, as it is when the policy talks to the environment.
+        """
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError(
                 "the tokenizer has no end-of-sequence token: set its eos_token, demonstrations end with it"
             )
-        tokens = np.append(self._ids(prompt.id, prompt.response or "", False), np.int32(end)).astype(np.int32)
+        turns = prompt.extra.get("turns") or [("policy", prompt.response or "")]
+        said = [(speaker == "policy", self._ids(prompt.id, text, False)) for speaker, text in turns]
+        tokens = np.concatenate([*(ids for _, ids in said), [end]]).astype(np.int32)
+        mask = np.concatenate([*(np.full(len(ids), policy) for policy, ids in said), [True]])
         limit = self.max_response_tokens
         if limit is None or len(tokens) <= limit:
-            return tokens
+            return tokens, mask
         keep = self._fits_by_policy(prompt.id, "response", len(tokens), limit, "dropped/long_response")
-        return tokens[:limit] if keep else None
+        return (tokens[:limit], mask[:limit]) if keep else None
 
     def _fits_by_policy(self, name: str, what: str, length: int, limit: int, reason: str) -> bool:
         """What `truncation` says of an overlong text: False drops it, True cuts it."""

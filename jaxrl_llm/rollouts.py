@@ -44,16 +44,28 @@ class Asking:
     ) -> AsyncIterator[tuple[int, list[Rollout]]]:
         """Yields (index of the prompt, its n rollouts) as they finish; a prompt's group depends on its seed alone."""
         prefixes = [p.prefix for p in prompts]
+        talking: set[asyncio.Task[tuple[int, list[Rollout]]]] = set()
         async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
             rollouts = [self._first(prompts[index], c, role) for c in completions]
-            if self.environment is not None:
-                ask = [self._converse(r, settings, seed_of(seeds[index], i)) for i, r in enumerate(rollouts)]
-                rollouts = list(await asyncio.gather(*ask))
-            texts = self.tokenizer.batch_decode([r.tokens for r in rollouts], skip_special_tokens=True)
-            rollouts = [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
-            self.counters.update(f"finish/{r.finish}" for r in rollouts)
-            self.counters["empty"] += sum(not t.strip() for t in texts)
-            yield index, rollouts
+            if self.environment is None:
+                yield self._finished(index, rollouts)
+            else:
+                talking.add(asyncio.ensure_future(self._talk(index, rollouts, settings, seeds[index])))
+        for talk in asyncio.as_completed(talking):
+            yield self._finished(*await talk)
+
+    async def _talk(
+        self, index: int, rollouts: Sequence[Rollout], settings: SamplingSettings, seed: int
+    ) -> tuple[int, list[Rollout]]:
+        """A group's further turns; all groups talk at the same time."""
+        talks = [self._converse(r, settings, seed_of(seed, i)) for i, r in enumerate(rollouts)]
+        return index, list(await asyncio.gather(*talks))
+
+    def _finished(self, index: int, rollouts: list[Rollout]) -> tuple[int, list[Rollout]]:
+        texts = self.tokenizer.batch_decode([r.tokens for r in rollouts], skip_special_tokens=True)
+        self.counters.update(f"finish/{r.finish}" for r in rollouts)
+        self.counters["empty"] += sum(not t.strip() for t in texts)
+        return index, [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
 
     def _first(self, prompt: Prompt, completion: Completion, role: Role) -> Rollout:
         return Rollout(

@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
-    ("data.", "rewards."),
+    ("data.", "rewards.", "environments."),
     ("experience", "protocols", "shapes", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"

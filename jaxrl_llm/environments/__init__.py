@@ -1,0 +1,1 @@
+"""Who answers the policy between its turns."""
