@@ -38,7 +38,7 @@ def test_a_file_and_a_folder_give_the_same_prompts(tmp_path: Path, name: str) ->
     file = write(tmp_path, name, ROWS)
     rows = GSM8K(path=str(file), template="base").rows()
     assert [row.reference for row in rows] == ["1234", "-5", "0.5"]
-    assert [row.text for row in rows] == [f"Question: {row['question']}\nAnswer:" for row in ROWS]
+    assert [row.text for row in rows] == [f"### Question:\n{row['question']}\n\n### Answer:\n" for row in ROWS]
     assert [row.response for row in rows] == [row["answer"] for row in ROWS]
     assert rows == GSM8K(path=str(tmp_path), template="base").rows()
     assert [row.id for row in rows] == ["gsm8k/train/0", "gsm8k/train/1", "gsm8k/train/2"]
@@ -76,7 +76,7 @@ def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad.parquet: not a readable Parquet file"):
         GSM8K(path=str(tmp_path / "bad.parquet")).rows()
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .json, .parquet are read"):
+    with pytest.raises(ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .jsonl.gz, .json, .parquet are read"):
         GSM8K(path=str(tmp_path / "rows.csv")).rows()
     with pytest.raises(ValueError, match=r"limit must be at least 1"):
         GSM8K(path=str(tmp_path), limit=0).rows()
@@ -110,10 +110,12 @@ def test_the_real_files_have_their_published_sizes_and_numeric_answers(real_data
 
 def test_templates_hold_the_question_and_open_the_answer() -> None:
     endings = {
-        "base": "\nAnswer:",
+        "base": "\n\n### Answer:\n",
         "r1_zero": "\nAssistant: <think>",
         "alpaca": "\n\n### Response:\n",
         "qwen": "<|im_start|>assistant\n",
+        "qwen_math": "<|im_start|>assistant\n",
+        "ministral": "[INST]Why?[/INST]",
         "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "question_only": "Why?",
     }
