@@ -96,8 +96,8 @@ def _of_file(file: Path) -> Iterator[Located]:
 
 
 def _of_lines(file: Path) -> Iterator[Located]:
-    opened = gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
-    with opened as lines:
+    zipped = file.suffix == ".gz"
+    with gzip.open(file, "rt", encoding="utf-8") if zipped else file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{file}:{number}", _mapping(f"{file}:{number}", line)

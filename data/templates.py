@@ -112,3 +112,25 @@ def fields(template: Template, question: str) -> dict[str, Any]:
     """The fields of a Prompt that hold the question: {"text"} or {"messages"}."""
     asked = template(question)
     return {"text": asked} if isinstance(asked, str) else {"messages": asked}
+
+
+def rerendered(template: str | Template, messages: list[dict[str, str]], owner: str) -> dict[str, Any]:
+    """The fields of a Prompt for chat messages, through a template where it is another than "chat".
+
+    Args:
+      template: name or function.
+      messages: chat messages, the user's last.
+      owner: the component whose field the template is, for the message.
+
+    Raises:
+      ValueError: a template of a question alone, and several messages.
+    """
+    if template == "chat":
+        return {"messages": messages}
+    if len(messages) != 1:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"{owner}.template={template!r} takes one message and the row has {roles}: set it to 'chat', which leaves "
+            "messages to the tokenizer's chat template"
+        )
+    return fields(named(template, owner), messages[0]["content"])
