@@ -1,4 +1,4 @@
-"""Which problems two data sets share, by a hash of the question."""
+"""Which problems two data sets share, by a hash of the question; a problem that was reworded is another one to it."""
 
 import hashlib
 import re
@@ -13,11 +13,17 @@ _REQUEST = re.compile(
     r"\s(?:(?:let's|please) (?:think|reason) step by step|put your final answer within)\b.*$", re.IGNORECASE | re.DOTALL
 )
 
+# LaTeX that changes the look alone, and the marks that sources set differently; a point between digits stays.
+_LAYOUT = re.compile(
+    r"\\(?:left|right|big|bigg|displaystyle|text|textbf|textit|mathrm|operatorname|quad|qquad)(?![a-z])"
+)
+_MARKS = re.compile(r"(?<!\d)\.|\.(?!\d)|[^\w+\-*/=<>^.]")
+
 
 def problem_hash(question: str) -> str:
-    """Names a problem whatever its letters' case, spaces, dollar signs, Unicode form and closing request are."""
-    asked = _REQUEST.sub("", unicodedata.normalize("NFKC", question))
-    plain = re.sub(r"[\s$]+", "", asked.casefold())
+    """Names a problem whatever its case, spaces, punctuation, LaTeX layout, Unicode form and closing request are."""
+    asked = _REQUEST.sub("", unicodedata.normalize("NFKC", question)).casefold()
+    plain = _MARKS.sub("", _LAYOUT.sub("", asked).replace("dfrac", "frac").replace("tfrac", "frac"))
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
 
 

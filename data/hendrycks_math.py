@@ -4,6 +4,7 @@
 """
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,16 @@ SUBJECTS = (
 )
 
 
+# A few solutions box one token without braces.
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
+
+
+def gold(solution: str) -> str:
+    """What the solution boxes last; empty where it boxes nothing."""
+    bare = _BARE_BOX.findall(solution)
+    return (answers.boxed(solution) or (bare[-1] if bare else "")).strip()
+
+
 def read(preparation: prepare.Preparation, options: prepare.Options, split: str) -> Iterator[files.Located]:
     """All subjects, one after another; a local file or a folder without their folders holds them together."""
     local = Path(options.source).expanduser()
@@ -32,8 +43,8 @@ def read(preparation: prepare.Preparation, options: prepare.Options, split: str)
 
 def convert(row: prepare.Raw, options: prepare.Options) -> prepare.Item:
     """A problem whose gold answer is what its solution boxes."""
-    answer = answers.boxed(str(row["solution"]))
-    if not answer or not answer.strip():
+    answer = gold(str(row["solution"]))
+    if not answer:
         raise prepare.Drop("no_boxed_answer")
     kept = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
     return prepare.Item(question=str(row["problem"]), truth=answer, info={"answer": row["solution"]}, columns=kept)

@@ -234,7 +234,7 @@ class _Work:
         if isinstance(asked, str) and (system or item.history):
             raise ValueError(
                 f"--template {self.options.template} renders a question alone, and rows of {self.preparation.name} "
-                "have a system message or earlier turns: use --template chat"
+                "have a system message or earlier turns: use --template chat, or --no_system where that is enough"
             )
         first = [{"role": "system", "content": system}] if system else []
         last = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
@@ -242,7 +242,7 @@ class _Work:
 
     def row(self, part: str, index: int, item: Item) -> dict[str, Any]:
         """verl's row."""
-        messages = self._messages(self.preparation.system(part), item)
+        messages = self._messages("" if self.options.no_system else self.preparation.system(part), item)
         rendered = isinstance(templates.TEMPLATES[self.options.template](""), str)
         return {
             "data_source": self.preparation.data_source or self.preparation.name,
@@ -278,6 +278,7 @@ def _parse(preparation: Preparation, arguments: Sequence[str] | None) -> Options
     add("--limit", type=_positive, help="most raw rows of a split")
     add("--template", choices=sorted(templates.TEMPLATES), default=defaults.template, help="form of the prompt")
     add("--instruction", default=defaults.instruction, help="follows the question")
+    add("--no_system", action="store_true", help="leave out system messages")
     add("--against", nargs="*", default=list(defaults.against), metavar="PATH[@SPLIT]", help="evaluation sets to avoid")
     add("--tokenizer", default=defaults.tokenizer, help="folder or id; counts tokens for the limits")
     add("--min_tokens", type=int, default=defaults.min_tokens, help="fewest tokens of a prompt")

@@ -1,5 +1,6 @@
 """GSM8K and other files: prompts by template, gold answers, and bad data named by file and row."""
 
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -62,6 +63,14 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
         GSM8K(path=str(file)).rows()
 
 
+def test_gzipped_lines_and_a_folder_of_the_subset_are_read(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    with gzip.open(tmp_path / "main" / "train.jsonl.gz", "wt") as lines:
+        lines.writelines(f"{json.dumps(row)}\n" for row in ROWS)
+    for path in (tmp_path, tmp_path / "main", tmp_path / "main" / "train.jsonl.gz"):
+        assert [row.reference for row in GSM8K(path=str(path)).rows()] == ["1234", "-5", "0.5"]
+
+
 def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no data at '.*none.jsonl'"):
         GSM8K(path=str(tmp_path / "none.jsonl")).rows()
@@ -76,7 +85,9 @@ def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad.parquet: not a readable Parquet file"):
         GSM8K(path=str(tmp_path / "bad.parquet")).rows()
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .jsonl.gz, .json, .parquet are read"):
+    with pytest.raises(
+        ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .jsonl.gz, .json, .parquet are read"
+    ):
         GSM8K(path=str(tmp_path / "rows.csv")).rows()
     with pytest.raises(ValueError, match=r"limit must be at least 1"):
         GSM8K(path=str(tmp_path), limit=0).rows()
