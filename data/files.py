@@ -1,23 +1,42 @@
 """Rows of JSON-lines and Parquet files, or of a Hugging Face dataset, with errors that name the file and the row."""
 
+import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 # (where the row is, its columns)
 Located = tuple[str, Mapping[str, Any]]
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
 
 
 def read(
     path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
 ) -> list[Located]:
-    """Rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset.
+    """`each` as a list of at least one row.
+
+    Raises:
+      FileNotFoundError: nothing at `path`.
+      ValueError: a malformed row, a missing column or no rows; the message names the file and the row.
+      ModuleNotFoundError: a dataset id, and the package `datasets` is not installed.
+    """
+    found = list(each(path, columns, split=split, subset=subset, limit=limit))
+    if not found:
+        raise ValueError(f"{path!r} has no rows in split {split!r}: a data source needs at least one")
+    return found
+
+
+def each(
+    path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
+) -> Iterator[Located]:
+    """Rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset, one after another.
 
     Args:
-      path: a file, a folder with `split`.jsonl, `split`.parquet or `split`-*.parquet, or a dataset id (owner/name).
+      path: a file, a folder with `split`.jsonl, `split`.parquet or `split`-*.parquet (in its folder `subset`, where it
+        has one), or a dataset id (owner/name).
       columns: the columns that every row must have.
       split: which part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
@@ -25,45 +44,43 @@ def read(
 
     Raises:
       FileNotFoundError: nothing at `path`.
-      ValueError: a malformed row, a missing column or no rows; the message names the file and the row.
+      ValueError: a malformed row or a missing column; the message names the file and the row.
       ModuleNotFoundError: a dataset id, and the package `datasets` is not installed.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, or None for all rows (got {limit})")
-    local = Path(path).expanduser()
-    if local.exists():
-        files = [local] if local.is_file() else _of_split(local, split)
-        rows: Iterator[Located] = (row for file in files for row in _of_file(file))
-    elif _looks_like_an_id(path):
-        rows = _of_hub(path, split, subset)
-    else:
-        raise FileNotFoundError(
-            f"no data at {path!r}: name a file ({', '.join(SUFFIXES)}), a folder, or a dataset id (owner/name)"
-        )
-    found: list[Located] = []
-    for where, row in rows:
+    for where, row in islice(_rows(path, split, subset), limit):
         missing = [column for column in columns if row.get(column) is None]
         if missing:
             raise ValueError(
                 f"{where}: no value in column {missing[0]!r}; the row has {sorted(row)} "
                 f"and the source needs {list(columns)}"
             )
-        found.append((where, row))
-        if len(found) == limit:
-            break
-    if not found:
-        raise ValueError(f"{path!r} has no rows in split {split!r}: a data source needs at least one")
-    return found
+        yield where, row
+
+
+def _rows(path: str, split: str, subset: str | None) -> Iterator[Located]:
+    local = Path(path).expanduser()
+    if local.is_dir() and subset and (local / subset).is_dir():
+        local = local / subset
+    if local.exists():
+        files = [local] if local.is_file() else _of_split(local, split)
+        return (row for file in files for row in _of_file(file))
+    if _looks_like_an_id(path):
+        return _of_hub(path, split, subset)
+    raise FileNotFoundError(
+        f"no data at {path!r}: name a file ({', '.join(SUFFIXES)}), a folder, or a dataset id (owner/name)"
+    )
 
 
 def _of_split(folder: Path, split: str) -> list[Path]:
-    for pattern in (f"{split}.jsonl", f"{split}.json", f"{split}.parquet", f"{split}-*.parquet"):
+    for pattern in (*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"):
         if files := sorted(folder.glob(pattern)):
             return files
     names = sorted(p.name for p in folder.iterdir())
     raise FileNotFoundError(
-        f"{folder} has no file for split {split!r} ({split}.jsonl, {split}.json, {split}.parquet or "
-        f"{split}-*.parquet); it holds {names[:10]}"
+        f"{folder} has no file for split {split!r} ({', '.join(split + suffix for suffix in SUFFIXES)} "
+        f"or {split}-*.parquet); it holds {names[:10]}"
     )
 
 
@@ -72,14 +89,15 @@ def _of_file(file: Path) -> Iterator[Located]:
         yield from _of_parquet(file)
     elif file.suffix == ".json":
         yield from _of_json(file)
-    elif file.suffix == ".jsonl":
+    elif file.name.endswith((".jsonl", ".jsonl.gz")):
         yield from _of_lines(file)
     else:
         raise ValueError(f"{file}: unknown kind of data file {file.suffix!r}; {', '.join(SUFFIXES)} are read")
 
 
 def _of_lines(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8") as lines:
+    zipped = file.suffix == ".gz"
+    with gzip.open(file, "rt", encoding="utf-8") if zipped else file.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{file}:{number}", _mapping(f"{file}:{number}", line)

@@ -1,7 +1,9 @@
 """Prompt templates by name: functions from a question to a text, or to chat messages for the tokenizer's own template.
 
 Sources: r1_zero is the prompt of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), opened inside the thinking; alpaca that
-of Stanford Alpaca without input; qwen is ChatML with Qwen2.5-Math's system message; llama3 has the headers of Llama 3.
+of Stanford Alpaca without input; qwen (ChatML), llama3 and ministral are the formats of those models written out, with
+Qwen2.5's default system message where the format has one; base is TokenBuncher's for pretrained models (arXiv
+2508.20697); qwen_math has Qwen2.5-Math's system message.
 """
 
 from collections.abc import Callable, Mapping
@@ -9,6 +11,7 @@ from typing import Any
 
 Template = Callable[[str], str | list[dict[str, str]]]
 
+HELPFUL = "You are a helpful assistant."
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
@@ -28,8 +31,8 @@ def question_only(question: str) -> str:
 
 
 def base(question: str) -> str:
-    """A question and an answer line, for models that were only pretrained."""
-    return f"Question: {question}\nAnswer:"
+    """A question and an answer block, for models that were only pretrained."""
+    return f"### Question:\n{question}\n\n### Answer:\n"
 
 
 def r1_zero(question: str) -> str:
@@ -52,22 +55,39 @@ def alpaca(question: str) -> str:
 
 
 def qwen(question: str) -> str:
+    """ChatML written out."""
+    return _chatml(HELPFUL, question)
+
+
+def qwen_math(question: str) -> str:
     """ChatML written out, with the request to reason and to box the answer as the system message."""
-    return (
-        f"<|im_start|>system\n{STEP_BY_STEP}<|im_end|>\n<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    )
+    return _chatml(STEP_BY_STEP, question)
+
+
+def _chatml(system: str, question: str) -> str:
+    turns = (("system", system), ("user", question))
+    return "".join(f"<|im_start|>{role}\n{text}<|im_end|>\n" for role, text in turns) + "<|im_start|>assistant\n"
 
 
 def llama3(question: str) -> str:
     """Llama 3's headers written out, its begin-of-text token included."""
-    return (
-        f"<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n{question}<|eot_id|>"
-        "<|start_header_id|>assistant<|end_header_id|>\n\n"
-    )
+    turns = (("system", HELPFUL), ("user", question))
+    asked = "".join(f"{_header(role)}{text}<|eot_id|>" for role, text in turns)
+    return f"<|begin_of_text|>{asked}{_header('assistant')}"
+
+
+def _header(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+def ministral(question: str) -> str:
+    """Mistral's instruction marks written out, its begin-of-sequence token included; the format has no system turn."""
+    return f"<s>[INST]{question}[/INST]"
 
 
 TEMPLATES: Mapping[str, Template] = {
-    function.__name__: function for function in (chat, chat_boxed, question_only, base, r1_zero, alpaca, qwen, llama3)
+    function.__name__: function
+    for function in (chat, chat_boxed, question_only, base, r1_zero, alpaca, qwen, qwen_math, llama3, ministral)
 }
 
 
@@ -92,3 +112,25 @@ def fields(template: Template, question: str) -> dict[str, Any]:
     """The fields of a Prompt that hold the question: {"text"} or {"messages"}."""
     asked = template(question)
     return {"text": asked} if isinstance(asked, str) else {"messages": asked}
+
+
+def rerendered(template: str | Template, messages: list[dict[str, str]], owner: str) -> dict[str, Any]:
+    """The fields of a Prompt for chat messages, through a template where it is another than "chat".
+
+    Args:
+      template: name or function.
+      messages: chat messages, the user's last.
+      owner: the component whose field the template is, for the message.
+
+    Raises:
+      ValueError: a template of a question alone, and several messages.
+    """
+    if template == "chat":
+        return {"messages": messages}
+    if len(messages) != 1:
+        roles = [message["role"] for message in messages]
+        raise ValueError(
+            f"{owner}.template={template!r} takes one message and the row has {roles}: set it to 'chat', which leaves "
+            "messages to the tokenizer's chat template"
+        )
+    return fields(named(template, owner), messages[0]["content"])

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent.parent / "gin"
 REQUIRED = {
     "reasoning_gym.gin": "procedural.ReasoningGym.task = 'spell_backward'",
     "demonstrations.gin": "sft.Demonstrations.path = 'rows.jsonl'",
+    "pairs.gin": "preference.Pairs.path = 'rows.jsonl'",
+    "parquet_rows.gin": "parquet_rows.ParquetRows.path = 'folder'",
     "pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",
 }
 
@@ -51,3 +53,13 @@ def test_held_out_sums_follow_the_options_of_the_training_sums() -> None:
     texts = [{row.text for row in source.rows()} for source in (train, heldout)]
     assert (train.high, heldout.high, heldout.size) == (30, 30, 512)
     assert texts[0] and texts[1] and not texts[0] & texts[1]
+
+
+def test_a_mixture_of_files_is_built_from_lists_in_a_gin_file() -> None:
+    lists = [
+        "parquet_rows.ParquetRows.path = ['a.parquet', 'b.parquet']",
+        "parquet_rows.ParquetRows.weights = [2, 0.5]",
+    ]
+    gin.parse_config_files_and_bindings([str(ROOT / "data" / "parquet_rows.gin")], lists)
+    source = built("DATA")
+    assert list(source.paths) == ["a.parquet", "b.parquet"] and list(source.weights) == [2, 0.5]

@@ -1,5 +1,6 @@
 """GSM8K and other files: prompts by template, gold answers, and bad data named by file and row."""
 
+import gzip
 import json
 import sys
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ def test_a_file_and_a_folder_give_the_same_prompts(tmp_path: Path, name: str) ->
     file = write(tmp_path, name, ROWS)
     rows = GSM8K(path=str(file), template="base").rows()
     assert [row.reference for row in rows] == ["1234", "-5", "0.5"]
-    assert [row.text for row in rows] == [f"Question: {row['question']}\nAnswer:" for row in ROWS]
+    assert [row.text for row in rows] == [f"### Question:\n{row['question']}\n\n### Answer:\n" for row in ROWS]
     assert [row.response for row in rows] == [row["answer"] for row in ROWS]
     assert rows == GSM8K(path=str(tmp_path), template="base").rows()
     assert [row.id for row in rows] == ["gsm8k/train/0", "gsm8k/train/1", "gsm8k/train/2"]
@@ -62,6 +63,14 @@ def test_bad_rows_are_named_by_file_and_line(tmp_path: Path) -> None:
         GSM8K(path=str(file)).rows()
 
 
+def test_gzipped_lines_and_a_folder_of_the_subset_are_read(tmp_path: Path) -> None:
+    (tmp_path / "main").mkdir()
+    with gzip.open(tmp_path / "main" / "train.jsonl.gz", "wt") as lines:
+        lines.writelines(f"{json.dumps(row)}\n" for row in ROWS)
+    for path in (tmp_path, tmp_path / "main", tmp_path / "main" / "train.jsonl.gz"):
+        assert [row.reference for row in GSM8K(path=str(path)).rows()] == ["1234", "-5", "0.5"]
+
+
 def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no data at '.*none.jsonl'"):
         GSM8K(path=str(tmp_path / "none.jsonl")).rows()
@@ -76,7 +85,9 @@ def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bad.parquet: not a readable Parquet file"):
         GSM8K(path=str(tmp_path / "bad.parquet")).rows()
     (tmp_path / "rows.csv").write_text("a,b")
-    with pytest.raises(ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .json, .parquet are read"):
+    with pytest.raises(
+        ValueError, match=r"unknown kind of data file '.csv'; .jsonl, .jsonl.gz, .json, .parquet are read"
+    ):
         GSM8K(path=str(tmp_path / "rows.csv")).rows()
     with pytest.raises(ValueError, match=r"limit must be at least 1"):
         GSM8K(path=str(tmp_path), limit=0).rows()
@@ -110,10 +121,12 @@ def test_the_real_files_have_their_published_sizes_and_numeric_answers(real_data
 
 def test_templates_hold_the_question_and_open_the_answer() -> None:
     endings = {
-        "base": "\nAnswer:",
+        "base": "\n\n### Answer:\n",
         "r1_zero": "\nAssistant: <think>",
         "alpaca": "\n\n### Response:\n",
         "qwen": "<|im_start|>assistant\n",
+        "qwen_math": "<|im_start|>assistant\n",
+        "ministral": "[INST]Why?[/INST]",
         "llama3": "<|start_header_id|>assistant<|end_header_id|>\n\n",
         "question_only": "Why?",
     }

@@ -1,0 +1,47 @@
+"""DeepScaleR (40,000 competition problems): 10,000 of them at random, each problem once.
+
+`python -m jaxrl_llm.data.deepscaler --out DIR [--pass_rate COLUMN] [--against EVAL_FILE ...]`. DARLING (arXiv
+2509.02534) trains on 10,000 problems whose choice is not published; here a column of pass rates, where there is one,
+leaves out problems that are always or never solved, which give a group no signal.
+"""
+
+import argparse
+
+from jaxrl_llm.data import prepare, templates
+
+
+def convert(row: prepare.Raw, options: prepare.Options) -> prepare.Item:
+    """A problem with the answer column as gold answer."""
+    answer = str(row["answer"]).strip()
+    if not answer:
+        raise prepare.Drop("no_answer")
+    info = {"answer": row.get("solution") or ""}
+    if options.pass_rate:
+        rate = float(row[options.pass_rate])
+        if rate <= 0:
+            raise prepare.Drop("never_solved")
+        if rate >= 1:
+            raise prepare.Drop("always_solved")
+        info["pass_rate"] = rate
+    return prepare.Item(question=str(row["problem"]), truth=answer, info=info)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Where pass rates are."""
+    parser.add_argument("--pass_rate", default="", help="column with the share of attempts that solve the problem")
+
+
+PREPARATION = prepare.Preparation(
+    name="deepscaler",
+    source="agentica-org/DeepScaleR-Preview-Dataset",
+    columns=("problem", "answer"),
+    sizes={"train": 10000},
+    shuffle=True,
+    unique=True,
+    instruction=templates.STEP_BY_STEP,
+    convert=convert,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    prepare.main(PREPARATION)
