@@ -16,7 +16,6 @@ no tile, with the -inf bias of a mesh's padding, are left to the `xla` backend. 
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -174,67 +173,79 @@ def compute(
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
     """The statistics named by `call.outputs`, as `reference` states them."""
-    return fused.compute(sys.modules[__name__], (hidden, head, targets), bias, words, call, mesh)
+    return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
 
 
-def forward(inputs: Inputs, call: Call, tiles: Tiles | None = None) -> tuple[dict[str, jax.Array], None]:
-    """Sums over the shard's vocabulary of each token."""
-    tiles = tiles or TILES
-    covered = _covered(inputs, call, tiles)
-    hidden, head = _padded(inputs.hidden, tiles), inputs.head.astype(inputs.hidden.dtype)
-    work = plan(tiles, hidden.shape[0], call.width, covered // tiles.columns)
-    sums = _sums(hidden, head, call, work)
-    sums = {name: x[: call.tokens] for name, x in sums.items()}
-    if "logprob" in call.outputs:
-        index = inputs.targets - inputs.first_entry
-        here = (index >= 0) & (index < covered)
-        rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
-        at_target = (inputs.hidden.astype(jnp.float32) * rows.astype(jnp.float32)).sum(axis=1)
-        sums["target"] = jnp.where(here, at_target, 0.0)
-    if "uniform_logprob" in call.outputs:
-        total = head[:covered].sum(axis=0, dtype=jnp.float32)
-        highest = lax.Precision.HIGHEST
-        sums["logit_sum"] = jnp.matmul(inputs.hidden.astype(jnp.float32), total, precision=highest)
-    if covered < call.vocabulary:
-        rest, rest_call = _rest(inputs, call, covered)
-        sums = fused.merge(sums, xla.forward(rest, rest_call)[0], call)
-    return sums, None
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The two passes of `fused`'s backends.
+
+    Attributes:
+      tiles: sizes of the kernels' tiles.
+    """
+
+    tiles: Tiles
+
+    def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
+        """Sums over the shard's vocabulary of each token."""
+        covered = _covered(inputs, call, self.tiles)
+        hidden, head = _operands(inputs, covered, self.tiles)
+        work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
+        sums = {name: x[: call.tokens] for name, x in _sums(hidden, head, call, work).items()}
+        if "logprob" in call.outputs:
+            index = inputs.targets - inputs.first_entry
+            here = (index >= 0) & (index < covered)
+            rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
+            at_target = (inputs.hidden.astype(jnp.float32) * rows.astype(jnp.float32)).sum(axis=1)
+            sums["target"] = jnp.where(here, at_target, 0.0)
+        if "uniform_logprob" in call.outputs:
+            total = head[:covered].sum(axis=0, dtype=jnp.float32)
+            highest = lax.Precision.HIGHEST
+            sums["logit_sum"] = jnp.matmul(inputs.hidden.astype(jnp.float32), total, precision=highest)
+        if covered < call.vocabulary:
+            rest, rest_call = _rest(inputs, call, covered)
+            sums = fused.merge(sums, xla.forward(rest, rest_call)[0], call)
+        return sums, None
+
+    def backward(
+        self, inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32; of a mesh's padding)."""
+        covered = _covered(inputs, call, self.tiles)
+        hidden, head = _operands(inputs, covered, self.tiles)
+        coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
+
+        def add(start: Any, number: int, carry: Any) -> Any:
+            dhidden, dhead = carry
+            work = plan(self.tiles, hidden.shape[0], call.width, number)
+            first, entries = start * self.tiles.columns, number * self.tiles.columns
+            dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
+            weights = lax.dynamic_slice_in_dim(head, first, entries)
+            dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
+            return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
+
+        carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros((call.vocabulary, call.width), head_dtype)
+        dhidden, dhead = _over_buffers(add, carry, covered // self.tiles.columns, hidden.shape[0], self.tiles)
+        dhidden = dhidden[: call.tokens]
+        dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
+        if covered < call.vocabulary:
+            rest, rest_call = _rest(inputs, call, covered)
+            # A chunk that is named keeps xla from expecting the products of the forward.
+            dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
+            dhidden, dhead = dhidden + dx, lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            if dbias is not None and db is not None:
+                dbias = lax.dynamic_update_slice(dbias, db, (covered,))
+        return dhidden, dhead, dbias
 
 
-def backward(
-    inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any, tiles: Tiles | None = None
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32; of a mesh's padding alone)."""
-    tiles = tiles or TILES
-    covered = _covered(inputs, call, tiles)
-    hidden, head = _padded(inputs.hidden, tiles), inputs.head.astype(inputs.hidden.dtype)
-    tokens, count = hidden.shape[0], covered // tiles.columns
+def _over_buffers(add: Callable[..., Any], carry: Any, count: int, tokens: int, tiles: Tiles) -> Any:
+    """`add(start, number, carry)` for even shares of the vocabulary's tiles, each small enough for the buffer."""
     most = max(tiles.buffer // (tokens * tiles.columns * 2), 1)
     size = -(-count // -(-count // most))
-    coefficients, targets = _coefficients(inputs, rows, tokens)
-
-    def add(start: Any, number: int, carry: Any) -> Any:
-        dhidden, dhead = carry
-        work = plan(tiles, tokens, call.width, number)
-        first, entries = start * tiles.columns, number * tiles.columns
-        dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
-        weights = lax.dynamic_slice_in_dim(head, first, entries)
-        dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
-        return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
-
-    carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros((call.vocabulary, call.width), head_dtype)
     full, rest = divmod(count, size)
     carry = lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
-    dhidden, dhead = add(jnp.int32(full * size), rest, carry) if rest else carry
-    dhidden = dhidden[: call.tokens]
-    dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
-    if covered < call.vocabulary:
-        part, part_call = _rest(inputs, call, covered)
-        dx, dw, db = xla.backward(part, rows, None, replace(part_call, chunk=call.vocabulary), head_dtype)
-        dhidden, dhead = dhidden + dx, lax.dynamic_update_slice(dhead, dw, (covered, 0))
-        dbias = None if dbias is None else lax.dynamic_update_slice(dbias, db, (covered,))
-    return dhidden, dhead, dbias
+    return add(jnp.int32(full * size), rest, carry) if rest else carry
 
 
 def _covered(inputs: Inputs, call: Call, tiles: Tiles) -> int:
@@ -254,9 +265,12 @@ def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
     return part, replace(call, vocabulary=call.vocabulary - covered)
 
 
-def _padded(hidden: jax.Array, tiles: Tiles) -> jax.Array:
+def _operands(inputs: Inputs, covered: int, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+    """Hidden states padded to whole blocks, and the head in their dtype."""
+    hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
     more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
-    return jnp.pad(hidden, ((0, more), (0, 0))) if more else hidden
+    # TMA moves groups of 8 rows of an array whose rows are a multiple of 8; a ragged vocabulary costs a copy of the head.
+    return jnp.pad(hidden, ((0, more), (0, 0))), head[:covered] if head.shape[0] % 8 else head
 
 
 def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:
@@ -270,8 +284,7 @@ def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, ja
 
 def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[str, jax.Array]:
     """Sums over the plan's tiles by the kernel, from one row of partial sums a share of the vocabulary."""
-    names = ("maximum", "total", "first", "square")
-    names = names if "sum_p2" in call.outputs else names[:3]
+    names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
     rows, tokens = work.tiles.rows, hidden.shape[0]
     scale = LOG2E / call.temperature
 
@@ -424,10 +437,9 @@ def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], wo
     tiles = work.tiles
     shared = tiles.cluster > 1
     head_tile = (tiles.depth, tiles.columns) if tiles.head_columns else (tiles.columns, tiles.depth)
-    free = plgpu.Barrier
-    if shared:
-        # A tile of the head is free when both blocks of the cluster are done with it.
-        free = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+    # A tile of the head is free when both blocks of the cluster are done with it.
+    cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+    free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
     stream = [
         _swizzled((tiles.stages, 2 * tiles.rows, tiles.depth), jnp.bfloat16),
         _swizzled((tiles.stages, *head_tile), jnp.bfloat16),
@@ -444,9 +456,7 @@ def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], wo
         cluster_names=("block",) if shared else (),
         num_threads=3,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
     return run
 
