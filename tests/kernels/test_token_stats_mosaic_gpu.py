@@ -91,7 +91,7 @@ def test_both_passes_lower_for_cuda_without_whole_logits(tiles, tokens, width, v
 def test_items_cover_every_block_and_tile_once_and_neighbours_share_the_cache():
     for tokens, width, count, chip in [(8192, 2048, 593, 132), (512, 64, 3, 8), (16384, 3584, 1187, 132)]:
         work = mosaic_gpu.plan(Tiles(multiprocessors=chip), tokens, width, count)
-        block, split, first, end = map(np.asarray, jax.vmap(work.item)(jnp.arange(work.blocks * work.splits)))
+        block, _, first, end = map(np.asarray, jax.vmap(work.item)(jnp.arange(work.blocks * work.splits)))
         seen = np.zeros((tokens // 256, count), int)
         for b, lo, hi in zip(block, first, end):
             seen[b, lo:hi] += 1
