@@ -16,11 +16,12 @@ from jaxrl_llm.kernels.token_stats.api import BACKENDS, call_of, token_stats
 from jaxrl_llm.kernels.token_stats.mosaic_gpu import OUTPUTS, Kernels, Tiles
 
 WORDS = jnp.zeros(2, jnp.uint32)
+NEW_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
 
 
 def interpreter():
     """A context in which Mosaic GPU kernels run on the CPU; jax before 0.11 has it in a private module."""
-    if hasattr(plgpu, "InterpretGPUParams"):
+    if NEW_INTERPRETER:
         return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
     from jax._src.pallas.mosaic_gpu.interpret import params
 
@@ -29,10 +30,19 @@ def interpreter():
 
 def test_values_and_gradients_are_right_in_the_interpreter():
     # 3 tiles of 64 entries in shares of 1 and 2, then 22 entries and one of a mesh's padding for xla. The interpreter of
-    # jax 0.10 knows neither clusters that share a barrier nor a transposed operand, so there are none.
-    tiles = Tiles(rows=64, columns=64, depth=32, stages=2, cluster=1, multiprocessors=2, head_columns=True)
-    tiles = replace(tiles, buffer=2 * 128 * 64 * 2)
+    # jax 0.10 knows neither clusters that share a tile nor a transposed operand.
     tokens, width, vocabulary = 100, 64, 214
+    cluster = 2 if NEW_INTERPRETER else 1
+    tiles = Tiles(
+        rows=64,
+        columns=64,
+        depth=32,
+        stages=2,
+        cluster=cluster,
+        multiprocessors=2 * cluster,
+        buffer=2 * 128 * cluster * 64 * 2,
+        head_columns=not NEW_INTERPRETER,
+    )
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
     head = jnp.asarray(rng.normal(size=(vocabulary + 1, width)) * 2 * width**-0.5, jnp.bfloat16)
