@@ -5,10 +5,12 @@ token_stats counts 2 T D V FLOPs forward and 8 T D V forward and backward (logit
 number a backend really computes; attention half the square, and 3.5 forwards for both passes; log_softmax_entropy the
 bytes that must be moved. Each op is set against its ceiling: a bare product, or a copy. `temp_mib` is what the compiled
 program needs beyond its inputs and outputs; `peak_mib` the device's high-water mark of the process so far. Peers run
-first, in a process of their own.
+first, in processes of their own. With --check a row a backend of token_stats states its errors against `reference` in
+float32, a block of tokens at a time, and whether a second call gives the same bits.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import subprocess
@@ -16,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +31,7 @@ from jaxrl_llm.kernels.attention import specs as attention_specs
 from jaxrl_llm.kernels.log_softmax_entropy import api as logits_api
 from jaxrl_llm.kernels.log_softmax_entropy import specs as logits_specs
 from jaxrl_llm.kernels.token_stats import api as stats_api
+from jaxrl_llm.kernels.token_stats import fused, mosaic_gpu
 from jaxrl_llm.kernels.token_stats import specs as stats_specs
 
 WARM_UP = 3
@@ -94,8 +98,8 @@ def token_stats_arrays(spec: stats_specs.Spec, dtype: str, file: str | None) -> 
     return jax.random.normal(keys[0], (spec.tokens, spec.width), dtype), head.astype(dtype), targets
 
 
-def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None) -> Iterator[Work]:
-    """token_stats of each backend that takes the call, and the bare product of its shape."""
+def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()) -> Iterator[Work]:
+    """token_stats of each backend that takes the call, `mosaic_gpu` with other `tiles`, and the bare product."""
     arrays = token_stats_arrays(spec, dtype, file)
     (tokens, width), entries = arrays[0].shape, arrays[1].shape[0]
     product = 2.0 * tokens * width * entries
@@ -108,23 +112,97 @@ def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None) -> It
         unit="TFLOP/s",
     )
     g = jax.random.normal(jax.random.key(1), (2, tokens))
-    call = stats_api.call_of(*arrays[:2], soft_cap=spec.soft_cap)
-    for backend in [b for b in stats_api.BACKENDS if dispatch.supports("token_stats", b, call)]:
-        if backend == "reference" and tokens * entries > 2**28:
-            continue  # its logits and their gradients would take several GiB
-        forward = functools.partial(stats_api.token_stats, soft_cap=spec.soft_cap, backend=backend)
-
-        def loss(hidden: Any, head: Any, targets: Any, g: Any, forward: Any = forward) -> jax.Array:
-            out = forward(hidden, head, targets)
-            total: jax.Array = (out["logprob"] * g[0] + out["entropy"] * g[1]).sum()
-            return total
-
-        full = jax.value_and_grad(loss, argnums=(0, 1))
+    for backend, forward in token_stats_functions(spec, arrays, tiles):
+        full = functools.partial(gradients, forward)
         yield Work(backend=backend, passes="forward", function=forward, args=arrays, amount=product, unit="TFLOP/s")
         yield Work(backend=backend, passes="full", function=full, args=(*arrays, g), amount=4 * product, unit="TFLOP/s")
 
 
-def log_softmax_entropy_work(spec: logits_specs.Spec, dtype: str, file: str | None) -> Iterator[Work]:
+def token_stats_functions(
+    spec: stats_specs.Spec, arrays: tuple[jax.Array, ...], tiles: Sequence[str]
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(name, forward) of each backend that takes the call, and of `mosaic_gpu` with each of `tiles`."""
+    call = stats_api.call_of(*arrays[:2], soft_cap=spec.soft_cap)
+    for backend in [b for b in stats_api.BACKENDS if dispatch.supports("token_stats", b, call)]:
+        if backend == "reference" and call.tokens * call.vocabulary > 2**28:
+            continue  # its logits and their gradients would take several GiB
+        yield backend, functools.partial(stats_api.token_stats, soft_cap=spec.soft_cap, backend=backend)
+    for text in tiles:
+        kernels = mosaic_gpu.Kernels(tiles=tiles_of(text))
+
+        def forward(hidden: Any, head: Any, targets: Any, kernels: Any = kernels) -> Any:
+            return fused.compute(kernels, (hidden, head, targets), None, jnp.zeros(2, jnp.uint32), call, None)
+
+        yield f"mosaic_gpu {text}", forward
+
+
+def tiles_of(text: str) -> mosaic_gpu.Tiles:
+    """Tiles of "rows=128,columns=128": fields of mosaic_gpu.Tiles, the others as they are by default.
+
+    Raises:
+      ValueError: an unknown field, or tiles that do not fit.
+    """
+    known = {field.name for field in dataclasses.fields(mosaic_gpu.Tiles)}
+    pairs = dict(item.partition("=")[::2] for item in text.split(","))
+    if not set(pairs) <= known:
+        raise ValueError(f"unknown tile sizes {sorted(set(pairs) - known)}: use {sorted(known)}")
+    sizes: dict[str, Any] = {name: int(value) for name, value in pairs.items()}
+    return mosaic_gpu.Tiles(**sizes)
+
+
+def gradients(forward: Callable[..., Any], hidden: Any, head: Any, targets: Any, g: Any) -> tuple[Any, Any]:
+    """({output: [T]}, gradients in hidden and head) of log-probs and entropies weighted by g [2, T]."""
+
+    def loss(hidden: Any, head: Any) -> tuple[jax.Array, Any]:
+        out = forward(hidden, head, targets)
+        return (out["logprob"] * g[0] + out["entropy"] * g[1]).sum(), out
+
+    (_, out), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, head)
+    return out, grads
+
+
+def expected(arrays: tuple[jax.Array, ...], g: jax.Array, soft_cap: float | None) -> tuple[Any, Any]:
+    """What `gradients` gives, by `reference` in float32 products, a block of tokens at a time."""
+    hidden, head, targets = arrays
+    forward = functools.partial(stats_api.token_stats, soft_cap=soft_cap, backend="reference")
+    size = max(min(2**26 // head.shape[0], len(targets)), 1)
+    block = jax.jit(functools.partial(gradients, forward))
+    outs, dhidden, dhead = [], [], jnp.zeros(head.shape, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        for i in range(0, len(targets), size):
+            part = hidden[i : i + size].astype(jnp.float32), head.astype(jnp.float32), targets[i : i + size]
+            out, (dx, dw) = block(*part, g[:, i : i + size])
+            outs.append(out)
+            dhidden.append(dx)
+            dhead = dhead + dw
+    return {name: jnp.concatenate([out[name] for out in outs]) for name in outs[0]}, (jnp.concatenate(dhidden), dhead)
+
+
+def check(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """A row a backend: largest errors of the outputs, relative norms of the gradients' errors, and repeatability."""
+    arrays = token_stats_arrays(spec, dtype, file)
+    g = jax.random.normal(jax.random.key(1), (2, len(arrays[2])))
+    want = expected(arrays, g, spec.soft_cap)
+    for backend, forward in token_stats_functions(spec, arrays, tiles):
+        yield attempt({"backend": backend, "pass": "check"}, errors, forward, (*arrays, g), want)
+
+
+def errors(forward: Callable[..., Any], args: tuple[jax.Array, ...], want: Any) -> dict[str, Any]:
+    """How far `gradients` of the function is from `want`, and whether a second call gives the same bits."""
+    compiled = jax.jit(functools.partial(gradients, forward))
+    first, second = compiled(*args), compiled(*args)
+    same = all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
+    row: dict[str, Any] = {"repeats": same}
+    for name, x in want[0].items():
+        row[f"{name} error"] = float(jnp.abs(first[0][name] - x).max())
+    for name, got, x in zip(("hidden", "head"), first[1], want[1]):
+        row[f"d{name} error"] = float(jnp.linalg.norm(got.astype(jnp.float32) - x) / jnp.linalg.norm(x))
+    return row
+
+
+def log_softmax_entropy_work(
+    spec: logits_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
+) -> Iterator[Work]:
     """log_softmax_entropy of each backend, and a copy of its logits."""
     logits = jax.random.normal(jax.random.key(0), (spec.tokens, spec.vocabulary), dtype) * 2
     targets = jax.random.randint(jax.random.key(1), (spec.tokens,), 0, spec.vocabulary)
@@ -145,7 +223,9 @@ def log_softmax_entropy_work(spec: logits_specs.Spec, dtype: str, file: str | No
         yield Work(backend=backend, passes="full", function=full, args=args, amount=3 * size, unit="GB/s")
 
 
-def attention_work(spec: attention_specs.Spec, dtype: str, file: str | None) -> Iterator[Work]:
+def attention_work(
+    spec: attention_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
+) -> Iterator[Work]:
     """Attention over packed rows of each backend that takes the call."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(spec.batch, spec.length, n, spec.width) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
@@ -187,31 +267,78 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse's exit names a wrong op, spec or dtype."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.kernels.bench", description=__doc__)
     parser.add_argument("--op", choices=OPS, default="token_stats")
-    parser.add_argument("--spec", default="quickstart", help="a shape of the op's specs.py")
+    parser.add_argument("--spec", default="quickstart", help="shapes of the op's specs.py, with commas")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--runs", type=int, default=10, help="timed calls, at least 10")
     parser.add_argument("--arrays", help="token_stats: an .npz with hidden [T, D], head [V, D], targets [T]")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure peers too")
+    parser.add_argument("--check", action="store_true", help="token_stats: errors against reference in float32")
+    parser.add_argument(
+        "--tiles", action="append", default=[], help="token_stats: mosaic_gpu with rows=128,columns=128"
+    )
+    parser.add_argument("--output", help="a file that gets all rows as one JSON list")
     args = parser.parse_args(argv)
     specs = OPS[args.op][1]
-    if args.spec not in specs:
-        parser.error(f"unknown --spec={args.spec} of {args.op}: use one of {', '.join(specs)}")
+    for name in args.spec.split(","):
+        if name not in specs:
+            parser.error(f"unknown --spec={name} of {args.op}: use some of {', '.join(specs)}")
     if args.runs < 10:
         parser.error(f"--runs={args.runs} is too few for a median: use at least 10")
+    if args.op != "token_stats" and (args.check or args.tiles):
+        parser.error("--check and --tiles are of --op=token_stats")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the rows that the command line asks for."""
-    args = parse(argv)
+def peer_rows(spec: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The peers' rows, measured in a process of their own."""
+    options = [f"--spec={spec}", f"--runs={args.runs}", *([f"--arrays={args.arrays}"] if args.arrays else [])]
+    command = [sys.executable, "-m", "jaxrl_llm.kernels.peers", *options]
+    found = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    yield from (json.loads(line) for line in found.stdout.splitlines() if line.startswith("{"))
+    if found.returncode:
+        yield {"op": args.op, "spec": spec, "backend": "peers", "failed": f"exit status {found.returncode}"}
+
+
+def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Every row of the command line, peers first: they need the device's memory."""
     work, specs = OPS[args.op]
+    names = args.spec.split(",")
     if args.peers and args.op == "token_stats":
-        options = [f"--spec={args.spec}", f"--runs={args.runs}", *([f"--arrays={args.arrays}"] if args.arrays else [])]
-        subprocess.run([sys.executable, "-m", "jaxrl_llm.kernels.peers", *options], check=False)
-    head = {"op": args.op, "spec": args.arrays or args.spec, "dtype": args.dtype}
-    head |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
-    for item in work(specs[args.spec], args.dtype, args.arrays):
-        print(json.dumps(head | measure(item, args.runs)), flush=True)
+        for name in names:
+            yield from peer_rows(name, args)
+    for name in names:
+        head = {"op": args.op, "spec": args.arrays or name, "dtype": args.dtype}
+        head |= {"device": jax.devices()[0].device_kind, "jax": jax.__version__}
+        asked = (specs[name], args.dtype, args.arrays, tuple(args.tiles))
+        for row in check(*asked) if args.check else ():
+            yield head | row
+        for item in work(*asked):
+            yield head | attempt({"backend": item.backend, "pass": item.passes}, measure, item, args.runs)
+
+
+def attempt(row: dict[str, Any], function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """`row` with what the function finds, or with its failure: one backend's does not end the measurements."""
+    try:
+        return row | function(*args)
+    except Exception as error:  # whatever its kind, it is a finding; the exit status tells of it
+        return row | {"failed": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the rows that the command line asks for; a file that is asked for is written after each row.
+
+    Raises:
+      SystemExit: status 1 where a backend of this project failed.
+    """
+    args = parse(argv)
+    rows = []
+    for row in rows_of(args):
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if args.output:
+            Path(args.output).write_text(json.dumps(rows, indent=1) + "\n")
+    if any("failed" in row and "jax" in row for row in rows):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

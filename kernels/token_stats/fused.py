@@ -5,7 +5,7 @@ With the statistics of `reference`, cotangents g of logprob (l), entropy (H), su
     dz_v = p_v (a + b log p_v + c p_v) + g_l [v = y] + g_U [v in F] / |F| + g_N n_v
     a = -g_l - g_U - g_N - g_H H - 2 g_S S,   b = -g_H,   c = 2 g_S
 
-so the forward keeps a few numbers a token and the backward makes each tile of logits again. A backend is a module with
+so the forward keeps a few numbers a token and the backward makes each tile of logits again. A backend has
 `forward(inputs, call) -> (sums, saved)` and `backward(inputs, rows, saved, call, head_dtype) -> (dhidden, dhead,
 dbias)`; both see one shard. Over a mesh, only the maximum and the sums of the tokens cross the vocabulary's shards.
 """

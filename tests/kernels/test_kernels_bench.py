@@ -8,6 +8,7 @@ import pytest
 from jaxrl_llm.kernels import bench, peers
 from jaxrl_llm.kernels.attention.specs import Spec as AttentionSpec
 from jaxrl_llm.kernels.log_softmax_entropy.specs import Spec as LogitsSpec
+from jaxrl_llm.kernels.token_stats.mosaic_gpu import Tiles
 from jaxrl_llm.kernels.token_stats.specs import Spec
 
 TINY = {
@@ -67,6 +68,45 @@ def test_real_hidden_states_are_read_from_a_file(capsys, monkeypatch, tmp_path):
         bench.token_stats_arrays(TINY["token_stats"], "float32", str(file))
 
 
+def test_a_check_states_the_errors_of_each_backend(capsys, monkeypatch, tmp_path):
+    def wrong(hidden, head, targets):
+        out = bench.stats_api.token_stats(hidden, head, targets, backend="xla")
+        return {"logprob": 2 * out["logprob"] + 0.5, "entropy": out["entropy"]}
+
+    right = bench.token_stats_functions
+    monkeypatch.setattr(bench, "token_stats_functions", lambda *a: [*right(*a), ("wrong", wrong)])
+    found = rows(capsys, monkeypatch, "token_stats", "--check", f"--output={tmp_path / 'rows.json'}")
+    assert json.loads((tmp_path / "rows.json").read_text()) == found
+    checks = {row["backend"]: row for row in found if row["pass"] == "check"}
+    assert set(checks) == {"xla", "reference", "wrong"}
+    for name in ("xla", "reference"):
+        assert checks[name]["repeats"] is True
+        assert max(checks[name][f"{x} error"] for x in ("logprob", "entropy", "dhidden", "dhead")) < 1e-5
+    arrays = bench.token_stats_arrays(TINY["token_stats"], "float32", None)
+    logprob = np.asarray(bench.stats_api.token_stats(*arrays)["logprob"])
+    assert checks["wrong"]["logprob error"] == pytest.approx(np.abs(logprob + 0.5).max(), abs=1e-5)
+    assert checks["wrong"]["entropy error"] < 1e-5
+    assert checks["wrong"]["dhidden error"] > 0.1
+
+
+def test_a_failure_is_a_row_and_the_exit_status(capsys, monkeypatch):
+    def fail(work, runs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(bench, "measure", fail)
+    with pytest.raises(SystemExit, match="1"):
+        rows(capsys, monkeypatch, "token_stats")
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(found) == 5
+    assert {row["failed"] for row in found} == {"RuntimeError: no such kernel"}
+
+
+def test_tiles_are_read_from_the_command_line():
+    assert bench.tiles_of("rows=128,columns=128,slice=16") == Tiles(rows=128, columns=128, slice=16)
+    with pytest.raises(ValueError, match=r"\['height'\]"):
+        bench.tiles_of("height=3")
+
+
 def test_random_logits_spread_by_two():
     hidden, head, _ = bench.token_stats_arrays(Spec(tokens=64, width=256, vocabulary=500), "float32", None)
     assert np.std(np.asarray(hidden) @ np.asarray(head).T) == pytest.approx(2.0, rel=0.05)
@@ -82,8 +122,8 @@ def test_peers_that_cannot_run_say_so(capsys, monkeypatch):
     }
 
 
-@pytest.mark.parametrize("options", [["--spec=gpt-9"], ["--runs=3"], ["--op=matmul"]])
+@pytest.mark.parametrize("options", [["--spec=gpt-9"], ["--runs=3"], ["--op=matmul"], ["--spec=quickstart,gpt-9"]])
 def test_a_wrong_command_line_is_refused(options, capsys):
     with pytest.raises(SystemExit):
         bench.parse(options)
-    assert options[0].partition("=")[2] in capsys.readouterr().err
+    assert options[0].partition("=")[2].split(",")[-1] in capsys.readouterr().err

@@ -1,0 +1,564 @@
+"""token_stats on Hopper by two Pallas Mosaic GPU kernels: running sums, and the logits' gradient tile by tile.
+
+Both are one stream of products: grid = clusters of `Tiles.cluster` blocks, as many as the chip holds at once. Work is
+cut in items of (cluster * 2 * rows) tokens times a share of the vocabulary; clusters take items in turn. In a block one
+warpgroup moves tiles of hidden states and head to shared memory by TMA (the head's once for a cluster), two take
+products by wgmma, rows x columns float32 in registers each, and finish a tile while the next ones are on their way.
+
+    sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x: registers of a token's row
+    gradients  z -> dz of `fused`, bfloat16, to a buffer of some tiles of the vocabulary; cuBLAS then takes dz @ head
+               into a float32 sum and dz.T @ hidden, and the buffer is used again
+
+FLOPs: 2 T D V forward, 6 T D V backward. Device memory: the head is read once a group of tokens whose hidden states
+stay in the L2 cache; dz is written once and read twice. Exponentials are base 2. The vocabulary's last entries that fill
+no tile, with the -inf bias of a mesh's padding, are left to the `xla` backend. No atomics: sums have a fixed order.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxrl_llm.kernels.token_stats import fused, xla
+from jaxrl_llm.kernels.token_stats.definition import Call
+from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
+
+LOG2E = math.log2(math.e)
+SHARED_BYTES = 232448  # of one block on Hopper
+OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
+# Rows of the backward's coefficients, where the call has them.
+COEFFICIENTS = ("maximum", "log_total", "constant", "slope", "square", "uniform", "target")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of the kernels' tiles.
+
+    Attributes:
+      rows: tokens of a warpgroup's tile; a block has two, one above the other.
+      columns: vocabulary entries of a tile.
+      depth: columns of the hidden states and the head that are moved and multiplied at once.
+      stages: pieces of `depth` on their way or in use.
+      cluster: blocks that share the head's tiles, 1 or 2.
+      slice: columns that the end of a tile works on at once.
+      cached: bytes of hidden states that the L2 cache keeps while the head goes by.
+      buffer: bytes of the logits' gradient in memory.
+      multiprocessors: of the chip; None asks the device.
+      head_columns: the head is given as [D, V].
+    """
+
+    rows: int = 64
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    cluster: int = 2
+    slice: int = 32
+    cached: int = 24 * 2**20
+    buffer: int = 128 * 2**20
+    multiprocessors: int | None = None
+    head_columns: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses tiles that wgmma cannot take or shared memory cannot hold."""
+        if self.rows % 64 or self.columns % self.slice or self.columns > 256 or self.rows * self.columns > 2**14:
+            raise ValueError(f"rows must be a multiple of 64, columns <= 256, rows * columns <= 16384 (got {self})")
+        if self.cluster not in (1, 2) or self.depth % 32 or self.slice not in (16, 32, 64):
+            raise ValueError(f"cluster must be 1 or 2, depth a multiple of 32, slice 16, 32 or 64 (got {self})")
+        stage = 2 * self.depth * (2 * self.rows + self.columns)
+        used = self.stages * stage + 2 * self.rows * (2 * 2 * self.slice + 4 * len(COEFFICIENTS)) + 1024
+        if used > SHARED_BYTES:
+            raise ValueError(f"{self} needs {used} bytes of shared memory of {SHARED_BYTES}: use fewer stages")
+
+
+# Chosen when Tiles are not named.
+TILES = Tiles()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a product of tokens and vocabulary tiles is cut into items.
+
+    Attributes:
+      tiles: sizes of the tiles.
+      blocks: blocks of cluster * 2 * rows tokens.
+      group: such blocks whose hidden states are in the L2 cache together.
+      count: tiles of the vocabulary.
+      splits: shares of the vocabulary's tiles; an item is a block and a share.
+      clusters: clusters of the grid.
+      steps: pieces of `depth` in the width.
+    """
+
+    tiles: Tiles
+    blocks: int
+    group: int
+    count: int
+    splits: int
+    clusters: int
+    steps: int
+
+    def item(self, index: Any) -> tuple[Any, Any, Any, Any]:
+        """(block, split, first tile, end of tiles) of the item: blocks of a group first, then shares, then groups."""
+        group = lax.div(index, self.group * self.splits)
+        within = index - group * (self.group * self.splits)
+        size = jnp.minimum(self.group, self.blocks - group * self.group)
+        split = lax.div(within, size)
+        first, end = (lax.div((split + i) * self.count, self.splits) for i in range(2))
+        return group * self.group + lax.rem(within, size), split, first, end
+
+    def over_items(self, cluster: Any, run: Callable[..., Any], state: Any) -> Any:
+        """`run(item, state)` over the items of the cluster."""
+        items = self.blocks * self.splits
+        mine = lax.div(items - cluster + self.clusters - 1, self.clusters)
+        return lax.fori_loop(0, mine, lambda i, s: run(self.item(cluster + i * self.clusters), s), state)
+
+
+def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
+    """The plan for `tokens` rows, a multiple of a cluster's, times `count` tiles of the vocabulary."""
+    chip = tiles.multiprocessors or _device().core_count
+    clusters = max(chip // tiles.cluster, 1)
+    blocks = tokens // (tiles.cluster * 2 * tiles.rows)
+    groups = min(-(-tokens * width * 2 // tiles.cached), blocks)
+    splits = min(clusters, count)
+    return Plan(
+        tiles=tiles,
+        blocks=blocks,
+        group=-(-blocks // groups),
+        count=count,
+        splits=splits,
+        clusters=min(clusters, blocks * splits),
+        steps=width // tiles.depth,
+    )
+
+
+def _device() -> Any:
+    return jax.local_devices(backend="gpu")[0]
+
+
+def refusal(call: Call) -> str | None:
+    """The reason why this backend cannot take the call, or None."""
+    if call.platform != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
+    capability = getattr(_device(), "compute_capability", None)
+    if capability != "9.0":
+        return f"it needs compute capability 9.0, Hopper (got {capability})"
+    if call.dtype != "bfloat16":
+        return f"it takes bfloat16 (got {call.dtype})"
+    if call.biased or call.soft_cap is not None or call.chunk is not None:
+        return "it has no bias, soft_cap or chunk"
+    if not set(call.outputs) <= set(OUTPUTS):
+        return f"its outputs are {OUTPUTS} (got {call.outputs})"
+    if call.width % TILES.depth:
+        return f"the width must be a multiple of {TILES.depth} (got {call.width})"
+    least = (TILES.columns + 1) * call.shards
+    if call.vocabulary < least:
+        return f"it needs {least} or more vocabulary entries (got {call.vocabulary})"
+    return None
+
+
+def compute(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, " T"],
+    bias: Float[Array, " V"] | None,
+    words: UInt32[Array, "2"],
+    call: Call,
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict[str, Float[Array, " T"]]:
+    """The statistics named by `call.outputs`, as `reference` states them."""
+    return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The two passes of `fused`'s backends.
+
+    Attributes:
+      tiles: sizes of the kernels' tiles.
+    """
+
+    tiles: Tiles
+
+    def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
+        """Sums over the shard's vocabulary of each token."""
+        covered = _covered(inputs, call, self.tiles)
+        hidden, head = _operands(inputs, covered, self.tiles)
+        work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
+        sums = {name: x[: call.tokens] for name, x in _sums(hidden, head, call, work).items()}
+        if "logprob" in call.outputs:
+            index = inputs.targets - inputs.first_entry
+            here = (index >= 0) & (index < covered)
+            rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
+            at_target = (inputs.hidden.astype(jnp.float32) * rows.astype(jnp.float32)).sum(axis=1)
+            sums["target"] = jnp.where(here, at_target, 0.0)
+        if "uniform_logprob" in call.outputs:
+            total = head[:covered].sum(axis=0, dtype=jnp.float32)
+            highest = lax.Precision.HIGHEST
+            sums["logit_sum"] = jnp.matmul(inputs.hidden.astype(jnp.float32), total, precision=highest)
+        if covered < call.vocabulary:
+            rest, rest_call = _rest(inputs, call, covered)
+            sums = fused.merge(sums, xla.forward(rest, rest_call)[0], call)
+        return sums, None
+
+    def backward(
+        self, inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32; of a mesh's padding)."""
+        covered = _covered(inputs, call, self.tiles)
+        hidden, head = _operands(inputs, covered, self.tiles)
+        coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
+
+        def add(start: Any, number: int, carry: Any) -> Any:
+            dhidden, dhead = carry
+            work = plan(self.tiles, hidden.shape[0], call.width, number)
+            first, entries = start * self.tiles.columns, number * self.tiles.columns
+            dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
+            weights = lax.dynamic_slice_in_dim(head, first, entries)
+            dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
+            return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
+
+        carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros((call.vocabulary, call.width), head_dtype)
+        dhidden, dhead = _over_buffers(add, carry, covered // self.tiles.columns, hidden.shape[0], self.tiles)
+        dhidden = dhidden[: call.tokens]
+        dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
+        if covered < call.vocabulary:
+            rest, rest_call = _rest(inputs, call, covered)
+            # A chunk that is named keeps xla from expecting the products of the forward.
+            dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
+            dhidden, dhead = dhidden + dx, lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            if dbias is not None and db is not None:
+                dbias = lax.dynamic_update_slice(dbias, db, (covered,))
+        return dhidden, dhead, dbias
+
+
+def _over_buffers(add: Callable[..., Any], carry: Any, count: int, tokens: int, tiles: Tiles) -> Any:
+    """`add(start, number, carry)` for even shares of the vocabulary's tiles, each small enough for the buffer."""
+    most = max(tiles.buffer // (tokens * tiles.columns * 2), 1)
+    size = -(-count // -(-count // most))
+    full, rest = divmod(count, size)
+    carry = lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
+    return add(jnp.int32(full * size), rest, carry) if rest else carry
+
+
+def _covered(inputs: Inputs, call: Call, tiles: Tiles) -> int:
+    """Vocabulary entries that the kernels take: whole tiles, before the entries that a mesh may have padded."""
+    padding = 0 if inputs.bias is None else call.shards - 1
+    return (call.vocabulary - padding) // tiles.columns * tiles.columns
+
+
+def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
+    """The entries from `covered` on."""
+    part = inputs._replace(
+        head=inputs.head[covered:],
+        bias=None if inputs.bias is None else inputs.bias[covered:],
+        finite=None if inputs.finite is None else inputs.finite[covered:],
+        first_entry=inputs.first_entry + covered,
+    )
+    return part, replace(call, vocabulary=call.vocabulary - covered)
+
+
+def _operands(inputs: Inputs, covered: int, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+    """Hidden states padded to whole blocks, and the head in their dtype."""
+    hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
+    more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
+    # TMA moves groups of 8 rows of an array whose rows are a multiple of 8; a ragged vocabulary costs a copy of the head.
+    return jnp.pad(hidden, ((0, more), (0, 0))), head[:covered] if head.shape[0] % 8 else head
+
+
+def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:
+    """The rows of COEFFICIENTS, in units of base 2, and the targets' places in the shard, both of `tokens` rows."""
+    scaled = {"log_total": LOG2E, "slope": 1 / LOG2E}
+    found = {name: rows[name] * scaled.get(name, 1.0) for name in COEFFICIENTS if name in rows}
+    more = (0, tokens - inputs.targets.shape[0])
+    targets = jnp.pad(inputs.targets - inputs.first_entry, more, constant_values=-1)
+    return {name: jnp.pad(x, more) for name, x in found.items()}, targets
+
+
+def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[str, jax.Array]:
+    """Sums over the plan's tiles by the kernel, from one row of partial sums a share of the vocabulary."""
+    names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
+    rows, tokens = work.tiles.rows, hidden.shape[0]
+    scale = LOG2E / call.temperature
+
+    def body(hidden: Any, head: Any, out: Any, stats: Any, *stream: Any) -> None:
+        wg = lax.axis_index("warpgroup")
+
+        def start(row: Any) -> Any:
+            zero = jnp.zeros(rows, jnp.float32)
+            return (jnp.full(rows, FLOOR, jnp.float32), *[zero] * (len(names) - 1))
+
+        def finish(carry: Any, split: Any, row: Any) -> None:
+            for i, x in enumerate(carry):
+                stats[wg, i] = x
+            plgpu.commit_smem()
+            for i in range(len(names)):
+                plgpu.copy_smem_to_gmem(stats.at[wg, i], out.at[i, split, pl.ds(row, rows)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def tile(z: Any, n: Any, row: Any, carry: Any) -> Any:
+            return _add_tile(z, carry, scale, work.tiles.slice)
+
+        _stream((hidden, head), 0, work, stream, (start, tile, finish))
+
+    out_type = jax.ShapeDtypeStruct((len(names), work.splits, tokens), jnp.float32)
+    scratch = [plgpu.SMEM((2, len(names), rows), jnp.float32)]
+    out = _kernel(body, out_type, scratch, work)(hidden, _turned(head, work.tiles))
+    sums = dict(zip(names, out))
+    sums["first"] = sums["first"] / LOG2E
+    return _reduced(sums, call)
+
+
+def _reduced(sums: Tree, call: Call) -> dict[str, jax.Array]:
+    """Sums [splits, T] over the first axis."""
+    maximum = sums["maximum"].max(axis=0)
+    summed = fused.rescale(sums, maximum, call)
+    return {name: maximum if name == "maximum" else x.sum(axis=0) for name, x in summed.items()}
+
+
+def _add_tile(z: Any, carry: Any, scale: float, width: int) -> Any:
+    """The running sums with a tile of logits, taken a slice at a time so that few registers are live."""
+    before, *sums = carry
+    maximum = jnp.maximum(before, z.max(axis=1))
+    shift = (before - maximum) * scale
+    factor = jnp.exp2(shift)
+    total, first, *square = sums
+    kept = [total * factor, (first + shift * total) * factor, *(x * factor * factor for x in square)]
+    parts: list[Any] = []
+    for j in range(0, z.shape[1], width):
+        # The difference is taken before it is scaled, for large logits.
+        x = (z[:, j : j + width] - _across(maximum, width)) * scale
+        e = jnp.exp2(x)
+        new = [e, e * x, e * e][: len(kept)]
+        parts = [a + b for a, b in zip(parts, new)] if parts else new
+    return (maximum, *(a + b.sum(axis=1) for a, b in zip(kept, parts)))
+
+
+def _across(x: Any, width: int) -> Any:
+    return lax.broadcast_in_dim(x, (x.shape[0], width), (0,))
+
+
+def _logit_gradients(
+    hidden: jax.Array,
+    head: jax.Array,
+    coefficients: Tree,
+    targets: jax.Array,
+    start: Any,
+    call: Call,
+    work: Plan,
+) -> jax.Array:
+    """dz [T, count * columns] in the dtype of `hidden`, of the tiles from `start` on."""
+    names = tuple(coefficients)
+    tiles, rows = work.tiles, work.tiles.rows
+    scale = LOG2E / call.temperature
+
+    def body(hidden: Any, head: Any, numbers: Any, targets: Any, first: Any, dz: Any, *scratch: Any) -> None:
+        kept, places, out, loaded, *stream = scratch
+        wg = lax.axis_index("warpgroup")
+        first_tile = first[0]
+
+        def begin(row: Any) -> Any:
+            here = pl.ds(row, rows)
+            for i in range(len(names)):
+                plgpu.copy_gmem_to_smem(numbers.at[i, here], kept.at[wg, i], loaded.at[wg])
+            plgpu.copy_gmem_to_smem(targets.at[here], places.at[wg], loaded.at[wg])
+            plgpu.barrier_wait(loaded.at[wg])
+            return ()
+
+        def tile(z: Any, n: Any, row: Any, carry: Any) -> Any:
+            c = {name: kept[wg, i] for i, name in enumerate(names)}
+            place = places[wg] - (first_tile + n) * tiles.columns
+            for i, j in enumerate(range(0, tiles.columns, tiles.slice)):
+                part = _gradient(z[:, j : j + tiles.slice], c, place - j, scale)
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                out[wg, i % 2] = part.astype(out.dtype)
+                plgpu.commit_smem()
+                columns = pl.ds(n * tiles.columns + j, tiles.slice)
+                plgpu.copy_smem_to_gmem(out.at[wg, i % 2], dz.at[pl.ds(row, rows), columns])
+            return carry
+
+        _stream((hidden, head), first_tile, work, stream, (begin, tile, lambda *_: None))
+
+    out_type = jax.ShapeDtypeStruct((hidden.shape[0], work.count * tiles.columns), hidden.dtype)
+    scratch = [
+        plgpu.SMEM((2, len(names), rows), jnp.float32),
+        plgpu.SMEM((2, rows), jnp.int32),
+        _swizzled((2, 2, rows, tiles.slice), hidden.dtype),
+        plgpu.Barrier(num_arrivals=len(names) + 1, num_barriers=2),
+    ]
+    numbers = jnp.stack(list(coefficients.values()))
+    kernel = _kernel(body, out_type, scratch, work)
+    return kernel(hidden, _turned(head, tiles), numbers, targets, jnp.reshape(jnp.int32(start), 1))
+
+
+def _gradient(z: Any, c: Tree, place: Any, scale: float) -> Any:
+    """dz of `fused` of some columns of logits; `place` is the target's column among them."""
+
+    def row(name: str) -> Any:
+        return _across(c[name], z.shape[1])
+
+    logp = (z - row("maximum")) * scale - row("log_total")
+    p = jnp.exp2(logp)
+    weight = row("constant")
+    if "slope" in c:
+        weight = weight + row("slope") * logp
+    if "square" in c:
+        weight = weight + row("square") * p
+    dz = p * weight
+    if "uniform" in c:
+        dz = dz + row("uniform")
+    if "target" in c:
+        column = lax.broadcasted_iota(jnp.int32, z.shape, 1)
+        dz = dz + jnp.where(column == _across(place, z.shape[1]), row("target"), 0.0)
+    return dz
+
+
+def _turned(head: jax.Array, tiles: Tiles) -> jax.Array:
+    return head.T if tiles.head_columns else head
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout of wgmma's operands and of TMA."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], work: Plan) -> Callable[..., Any]:
+    """A kernel on the plan's grid; `body` takes inputs, output, `scratch`, then the stream's buffers and barriers."""
+    tiles = work.tiles
+    shared = tiles.cluster > 1
+    head_tile = (tiles.depth, tiles.columns) if tiles.head_columns else (tiles.columns, tiles.depth)
+    # A tile of the head is free when both blocks of the cluster are done with it.
+    cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+    free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
+    stream = [
+        _swizzled((tiles.stages, 2 * tiles.rows, tiles.depth), jnp.bfloat16),
+        _swizzled((tiles.stages, *head_tile), jnp.bfloat16),
+        plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
+        free(num_arrivals=2, num_barriers=tiles.stages),
+    ]
+    run: Callable[..., Any] = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=[*scratch, *stream],
+        grid=(work.clusters,),
+        grid_names=("clusters",),
+        cluster=(tiles.cluster,) if shared else (),
+        cluster_names=("block",) if shared else (),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run
+
+
+def _stream(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: Any) -> None:
+    """Runs `start(row)`, `tile(z, n, row, carry)` for each tile and `finish(carry, split, row)` for each item.
+
+    The three of `of_item` run in both warpgroups that compute, each on its own rows; the third warpgroup moves tiles.
+    """
+    tiles = work.tiles
+    start, tile, finish = of_item
+    cluster, wg = lax.axis_index("clusters"), lax.axis_index("warpgroup")
+    block_in_cluster = lax.axis_index("block") if tiles.cluster > 1 else 0
+
+    def first_row(block: Any) -> Any:
+        return (block * tiles.cluster + block_in_cluster) * (2 * tiles.rows)
+
+    @pl.when(wg < 2)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+
+        def item(of: Any, step: Any) -> Any:
+            block, split, first, end = of
+            row = first_row(block) + wg * tiles.rows
+
+            def one(n: Any, state: Any) -> Any:
+                step, carry = state
+                z = _multiply(step, wg, work, stream)
+                return step + work.steps, tile(z, n, row, carry)
+
+            step, carry = lax.fori_loop(first, end, one, (step, start(row)))
+            finish(carry, split, row)
+            return step
+
+        work.over_items(cluster, item, jnp.int32(0))
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 2)
+    def _move() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def item(of: Any, step: Any) -> Any:
+            row = first_row(of[0])
+
+            def one(n: Any, step: Any) -> Any:
+                return _load(step, row, first_tile + n, arrays, work, stream)
+
+            return lax.fori_loop(of[2], of[3], one, step)
+
+        end = work.over_items(cluster, item, jnp.int32(0))
+        # The other block of the cluster may not arrive at the barriers of a block that has left.
+        free = stream[3]
+        begin = jnp.maximum(end - tiles.stages, 0)
+        lax.fori_loop(begin, end, lambda s, _: plgpu.barrier_wait(free.at[lax.rem(s, tiles.stages)]), None)
+
+
+def _multiply(step: Any, wg: Any, work: Plan, stream: Any) -> Any:
+    """The logits [rows, columns] of one tile for the warpgroup, from the pieces `step` and on."""
+    hidden, head, full, free = stream
+    tiles = work.tiles
+
+    def slot(s: Any) -> Any:
+        return lax.rem(s, tiles.stages)
+
+    def multiply(sums: Any) -> Any:
+        def add(k: Any, _: None) -> None:
+            here = slot(step + k)
+            plgpu.barrier_wait(full.at[here])
+            weights = head.at[here] if tiles.head_columns else head.at[here].transpose((1, 0))
+            plgpu.wgmma(sums, hidden.at[here, pl.ds(wg * tiles.rows, tiles.rows)], weights)
+            # One product stays under way; the piece before it is free.
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _release() -> None:
+                plgpu.barrier_arrive(free.at[slot(step + k - 1)])
+
+        lax.fori_loop(0, work.steps, add, None)
+        plgpu.wgmma_wait(0)
+        plgpu.barrier_arrive(free.at[slot(step + work.steps - 1)])
+        return sums[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((tiles.rows, tiles.columns), jnp.float32))
+
+
+def _load(step: Any, row: Any, n: Any, arrays: Any, work: Plan, stream: Any) -> Any:
+    """Moves the pieces of the tokens from `row` and of the vocabulary's tile `n`; returns the next step."""
+    hidden, head, full, free = stream
+    tiles = work.tiles
+
+    def piece(k: Any, step: Any) -> Any:
+        slot = lax.rem(step, tiles.stages)
+
+        @pl.when(step >= tiles.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(free.at[slot])
+
+        depth, entries = pl.ds(k * tiles.depth, tiles.depth), pl.ds(n * tiles.columns, tiles.columns)
+        plgpu.copy_gmem_to_smem(arrays[0].at[pl.ds(row, 2 * tiles.rows), depth], hidden.at[slot], full.at[slot])
+        source = arrays[1].at[depth, entries] if tiles.head_columns else arrays[1].at[entries, depth]
+        together = "block" if tiles.cluster > 1 else None
+        plgpu.copy_gmem_to_smem(source, head.at[slot], full.at[slot], collective_axes=together)
+        return step + 1
+
+    return lax.fori_loop(0, work.steps, piece, step)
