@@ -96,7 +96,9 @@ class Classifier:
         if self.sees == "response":
             return rollout.text
         if self.sees == "pair":
-            question = prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
+            question = (
+                prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
+            )
             return [question, rollout.text]
         if prompt.messages is None:
             raise ValueError(f"prompt {prompt.id!r} is no chat: set Classifier.sees = 'pair' or 'response'")

@@ -41,7 +41,7 @@ class CodeTests:
             raise ValueError(f"CodeTests.kind must be one of {tuple(PATHS)} (got {self.kind!r})")
         if self.test_limit_s <= 0 or not 0 <= self.least <= 1:
             raise ValueError(
-                "CodeTests.test_limit_s must be > 0 and least in [0, 1] " f"(got {self.test_limit_s} and {self.least})"
+                f"CodeTests.test_limit_s must be > 0 and least in [0, 1] (got {self.test_limit_s} and {self.least})"
             )
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:

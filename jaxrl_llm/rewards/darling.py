@@ -58,9 +58,13 @@ class Darling:
                 f"(got {self.combine!r}, {self.negative!r})"
             )
         if self.normalise and self.combine == "product":
-            raise ValueError("Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False")
+            raise ValueError(
+                "Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False"
+            )
         if self.quality.needs_stats:
-            raise ValueError("Darling.quality must not need the learner's statistics: its rewards are wanted before them")
+            raise ValueError(
+                "Darling.quality must not need the learner's statistics: its rewards are wanted before them"
+            )
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "darling" [G]; invalid where the quality is, and throughout where distinctness could not be measured.
@@ -81,10 +85,12 @@ class Darling:
                 distinct[counted], classes = await self.distinctness.measure(own, quality[counted] > self.correct_above)
         except Failed as failure:
             failed = none_judged("darling", rollouts, failure)
-            return Scores(
-                parts={**failed.parts, "log/quality": quality}, valid={**failed.valid, "log/quality": valid}
-            )
-        parts = {"darling": self.combined(quality, distinct, counted), "log/quality": quality, "log/distinctness": distinct}
+            return Scores(parts={**failed.parts, "log/quality": quality}, valid={**failed.valid, "log/quality": valid})
+        parts = {
+            "darling": self.combined(quality, distinct, counted),
+            "log/quality": quality,
+            "log/distinctness": distinct,
+        }
         known = {"darling": valid, "log/quality": valid, "log/distinctness": counted}
         if classes is not None:
             parts["log/class"] = np.full(len(rollouts), -1.0)

@@ -58,7 +58,7 @@ class ByClasses:
         values, classes = np.full(len(rollouts), self.floor), np.full(len(rollouts), -1)
         inside = np.flatnonzero(correct) if self.correct_only else np.arange(len(rollouts))
         if len(inside):
-            classes[inside] = await self.partition.classes([rollouts[i].text for i in inside])
+            classes[inside] = await self.partition.classes([rollouts[int(i)].text for i in inside])
         if len(inside) > 1 or not self.correct_only:
             values[inside] = of_sizes(class_sizes(classes[inside]), self.floor)
         return (1 / (1 + np.exp(-values)) if self.sigmoid else values), classes

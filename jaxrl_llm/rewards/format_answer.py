@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.rewards import answers, maths
+from jaxrl_llm.rewards import maths
 from jaxrl_llm.rewards.maths import Maths
 
 # Patterns that must all occur.
@@ -93,6 +93,11 @@ def judge(references: Sequence[str], text: str) -> float:
 def breakdown(formed: np.ndarray, answered: np.ndarray) -> dict[str, tuple[int, float]]:
     """{class: (count, percentage)} of the four classes of form and answer, from 0 or 1 [N] each."""
     total = max(len(formed), 1)
-    classes = {"format1_answer1": (1, 1), "format1_answer0": (1, 0), "format0_answer0": (0, 0), "format0_answer1": (0, 1)}
+    classes = {
+        "format1_answer1": (1, 1),
+        "format1_answer0": (1, 0),
+        "format0_answer0": (0, 0),
+        "format0_answer1": (0, 1),
+    }
     counts = {name: int(np.sum((formed == f) & (answered == a))) for name, (f, a) in classes.items()}
     return {name: (count, 100 * count / total) for name, count in counts.items()}

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -11,6 +11,9 @@ from jaxtyping import Float, Int
 
 # A text, a pair of texts, or chat messages that the tokenizer's template renders.
 Text = str | Sequence[str] | Sequence[Mapping[str, str]]
+
+# Of models such as Llama, which find a row's last token by the padding: an id that no token has.
+NO_PADDING = -1
 
 
 class Classified(NamedTuple):
@@ -98,7 +101,9 @@ class HfClassifier:
         for i, name in labels.items():
             if self.label in (name, str(i)):
                 return i
-        raise ValueError(f"HfClassifier.label must be one of {labels} of {self.model}, name or index (got {self.label!r})")
+        raise ValueError(
+            f"HfClassifier.label must be one of {labels} of {self.model}, name or index (got {self.label!r})"
+        )
 
     def classify(self, texts: Sequence[Text]) -> Classified:
         """Raw outputs and probabilities of each text."""
@@ -152,10 +157,8 @@ class _Loaded:
         model = AutoModelForSequenceClassification.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
         tokenizer.truncation_side = "right" if config.keep == "start" else "left"
         tokenizer.padding_side = "right"
-        if tokenizer.pad_token is None:  # as in Llama: the model finds a row's last token by the padding
-            tokenizer.pad_token = tokenizer.eos_token
         if model.config.pad_token_id is None:
-            model.config.pad_token_id = tokenizer.pad_token_id
+            model.config.pad_token_id = NO_PADDING
         return tokenizer, model.to(config.device).eval()
 
     def classify(self, texts: Sequence[Text]) -> Classified:
@@ -163,11 +166,18 @@ class _Loaded:
             rows = [self._encode(text) for text in texts]
             lengths = np.array([len(row["input_ids"]) for row in rows], np.int64)
             logits = np.zeros((len(rows), self.model.config.num_labels))
-            order = np.argsort(lengths, kind="stable")  # rows of one length waste no padding
-            for start in range(0, len(rows), self.config.batch):
-                chosen = order[start : start + self.config.batch]
+            for chosen in self._batches(lengths):
                 logits[chosen] = self._forward([rows[i] for i in chosen])
         return Classified(logits=logits, probs=probabilities(logits), tokens=lengths)
+
+    def _batches(self, lengths: Int[np.ndarray, "N"]) -> Iterator[Int[np.ndarray, "n"]]:
+        """Rows to forward together: of similar length, or of the same where the model knows no padding."""
+        order = np.argsort(lengths, kind="stable")
+        changes = np.flatnonzero(np.diff(lengths[order])) + 1
+        unpadded = self.model.config.pad_token_id == NO_PADDING
+        for alike in np.split(order, changes) if unpadded else [order]:
+            for start in range(0, len(alike), self.config.batch):
+                yield alike[start : start + self.config.batch]
 
     def _encode(self, text: Text) -> Mapping[str, Any]:
         limits = {"truncation": True, "max_length": self.config.max_tokens}
@@ -182,9 +192,13 @@ class _Loaded:
     def _forward(self, rows: Sequence[Mapping[str, Any]]) -> Float[np.ndarray, "N K"]:
         import torch
 
-        padded = self.tokenizer.pad(list(rows), return_tensors="pt").to(self.config.device)
+        if len({len(row["input_ids"]) for row in rows}) == 1:
+            given = {name: torch.tensor([row[name] for row in rows]) for name in rows[0]}
+        else:
+            given = self.tokenizer.pad(list(rows), return_tensors="pt")
         with torch.inference_mode():
-            return self.model(**padded).logits.double().cpu().numpy()
+            placed = {name: values.to(self.config.device) for name, values in given.items()}
+            return self.model(**placed).logits.double().cpu().numpy()
 
 
 def probabilities(logits: Float[np.ndarray, "N K"]) -> Float[np.ndarray, "N K"]:

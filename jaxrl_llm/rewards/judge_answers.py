@@ -22,7 +22,7 @@ def rating(text: str) -> float:
 
 
 def score(text: str) -> float:
-    """"SCORE" of the last JSON object of the text that has one.
+    """ "SCORE" of the last JSON object of the text that has one.
 
     Raises:
       ValueError: there is none, or it is no number.

@@ -45,7 +45,9 @@ class Monitor:
         scores = await self.reward.score(rollouts, stats)
         weights = [(name, scores.weights.get(name, 1.0)) for name in scores.parts if not name.startswith("log/")]
         total = sum((weight * np.asarray(scores.parts[name]) for name, weight in weights), np.zeros(len(rollouts)))
-        known = np.all([scores.valid[name] for name, weight in weights if weight] or [np.ones(len(rollouts), bool)], axis=0)
+        known = np.all(
+            [scores.valid[name] for name, weight in weights if weight] or [np.ones(len(rollouts), bool)], axis=0
+        )
         try:
             found = await self.monitor.score(rollouts)
         except Failed as failure:
@@ -93,7 +95,10 @@ def agreement(
 
 
 def detection(
-    predicted: Float[np.ndarray, "N"], truth: Float[np.ndarray, "N"], valid: Bool[np.ndarray, "N"], threshold: float = 0.5
+    predicted: Float[np.ndarray, "N"],
+    truth: Float[np.ndarray, "N"],
+    valid: Bool[np.ndarray, "N"],
+    threshold: float = 0.5,
 ) -> dict[str, float]:
     """Counts of a monitor's yes (above `threshold`) against the truth's, precision, recall and F1 (0 where undefined)."""
     p, t = predicted[valid] > threshold, truth[valid] > threshold

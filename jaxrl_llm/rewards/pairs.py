@@ -87,7 +87,9 @@ class Classify:
         tokenizer = _tokenizer(self.tokenizer)
         cls, sep = tokenizer.convert_tokens_to_ids([self.cls, self.sep])
         if cls is None or sep is None or tokenizer.unk_token_id in (cls, sep):
-            raise ValueError(f"Classify.cls and sep must be tokens of {self.tokenizer} (got {self.cls!r} and {self.sep!r})")
+            raise ValueError(
+                f"Classify.cls and sep must be tokens of {self.tokenizer} (got {self.cls!r} and {self.sep!r})"
+            )
         a, b = (tokenizer.encode(text, add_special_tokens=False)[:half] for text in (first, second))
         return [cls, *a, sep, *b, sep]
 

@@ -1,7 +1,7 @@
 """Groups responses into classes of equal meaning by a pairwise classifier (DARLING, arXiv 2509.02534).
 
-    equal(a, b) = 2 |words(a) and words(b)| >= m          where the longer text has m <= 5 words, letter case ignored
-                  P(similar | a, b) > threshold           else
+equal(a, b) = 2 |words(a) and words(b)| >= m          where the longer text has m <= 5 words, letter case ignored
+              P(similar | a, b) > threshold           else
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ An assertion runs in the process of the program it tests: a program written to d
 by its output cannot.
 """
 
+import contextlib
 import ctypes
 import json
 import math
@@ -218,10 +219,8 @@ def follow(child: int, ends: dict[int, int], job: dict) -> tuple[dict[int, bytes
 def end_all(child: int, job: dict, user: int) -> int:
     """Ends the run and whatever it started; the exit status of the run."""
     status = 0
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     if job["isolation"] == "namespaces":  # where its first process ends, all of it does
         return os.waitpid(child, 0)[1]
     if user == 0:
@@ -233,8 +232,9 @@ def end_all(child: int, job: dict, user: int) -> int:
         os.waitpid(helper, 0)
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:  # orphans come to this process
-        for orphan in open(f"/proc/self/task/{os.getpid()}/children").read().split():
-            os.kill(int(orphan), signal.SIGKILL)
+        with open(f"/proc/self/task/{os.getpid()}/children") as orphans:
+            for orphan in orphans.read().split():
+                os.kill(int(orphan), signal.SIGKILL)
         try:
             gone, found = os.waitpid(-1, 0)
         except ChildProcessError:

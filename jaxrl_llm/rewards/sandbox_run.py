@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -130,7 +131,7 @@ class Sandbox:
             raise Unsafe(f"a run could not be shut in: {found.detail}")
         return found
 
-    async def _guarded(self, job: dict[str, object], limit_s: float) -> Outcome:
+    async def _guarded(self, job: Mapping[str, object], limit_s: float) -> Outcome:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", "-S", "-B", str(GUARD), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE, start_new_session=True, env={"PATH": os.defpath},
@@ -152,7 +153,10 @@ class Sandbox:
 def interpreters() -> list[str]:
     """Python interpreters to try: this one's, without its virtual environment, and the system's."""
     own = getattr(sys, "_base_executable", None) or sys.executable
-    found = [os.path.realpath(own), *filter(None, (shutil.which("python3", path=p) for p in ("/usr/local/bin", "/usr/bin")))]
+    found = [
+        os.path.realpath(own),
+        *filter(None, (shutil.which("python3", path=p) for p in ("/usr/local/bin", "/usr/bin"))),
+    ]
     return list(dict.fromkeys(found))
 
 

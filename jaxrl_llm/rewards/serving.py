@@ -110,7 +110,11 @@ class Batcher:
     """
 
     def __init__(
-        self, work: Callable[[list[Any]], Sequence[Any]], size: int = 32, wait_s: float = 0.005, most_waiting: int = 8192
+        self,
+        work: Callable[[list[Any]], Sequence[Any]],
+        size: int = 32,
+        wait_s: float = 0.005,
+        most_waiting: int = 8192,
     ) -> None:
         self.work, self.size, self.wait_s, self.most_waiting = work, size, wait_s, most_waiting
         self._queue: asyncio.Queue[tuple[Any, asyncio.Future[Any]]] = asyncio.Queue()
@@ -150,9 +154,7 @@ class Batcher:
         while len(batch) < self.size:
             left = deadline - asyncio.get_running_loop().time()
             try:
-                batch.append(
-                    self._queue.get_nowait() if left <= 0 else await asyncio.wait_for(self._queue.get(), left)
-                )
+                batch.append(self._queue.get_nowait() if left <= 0 else await asyncio.wait_for(self._queue.get(), left))
             except (TimeoutError, asyncio.QueueEmpty):
                 break
         return batch

@@ -73,6 +73,13 @@ def listening(app: FastAPI) -> Iterator[str]:
         thread.join(30)
 
 
+@pytest.fixture(scope="module")
+def serve_for_module() -> Iterator[Serve]:
+    """application -> its address while the module's tests run."""
+    with contextlib.ExitStack() as stack:
+        yield lambda app: stack.enter_context(listening(app))
+
+
 @pytest.fixture
 def serve() -> Iterator[Serve]:
     """application -> its address while the test runs."""

@@ -102,9 +102,9 @@ def test_an_answer_without_its_form_earns_nothing(score: Score, maths: Maths) ->
     assert scores.parts["log/answer"].tolist() == [1, 0, 0, 0, 1]
     lines = score(FormatAnswer(form="r1_zero_lines", maths=maths), texts, "0.5")
     assert lines.parts["format_answer"].tolist() == [1, 0, 1, 0, 1]
-    four = score(FormatAnswer(grade_unformatted=True, maths=maths), texts[:4], "0.5")
+    four = score(FormatAnswer(grade_unformatted=True, maths=maths), [*texts[:2], "it is $0.5$", "it is $3$"], "0.5")
     assert four.parts["format_answer"].tolist() == [1, 0, 0, 0]
-    assert four.parts["log/answer"].tolist() == [1, 0, 1, 1]
+    assert four.parts["log/answer"].tolist() == [1, 0, 1, 0]
     boxed = score(FormatAnswer(form="boxed", maths=maths), texts[:4], "0.5")
     assert boxed.parts["format_answer"].tolist() == [0, 0, 0, 1]
 
