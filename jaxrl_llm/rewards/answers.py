@@ -1,4 +1,4 @@
-"""Where a response states its answer: boxed, after a mark, in <answer> tags; and the number a piece of text names."""
+"""Where a response states its answer: boxed, after a mark, in tags, after its thought; and the number or choice there."""
 
 import re
 from fractions import Fraction
@@ -31,6 +31,23 @@ def tagged(text: str) -> str | None:
     """What stands in the last <answer>...</answer>; None without a closed one."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else None
+
+
+def thought(text: str, opened: bool = False) -> tuple[str, str | None]:
+    """(chain of thought, output): what stands between the first <think> and the </think> after it, and the rest.
+
+    Without <think> the thought begins with the text; without </think> it is the whole rest and the output is None, as
+    it is where neither tag stands.
+
+    Args:
+      opened: the prompt has opened <think>, so that a text without </think> is thought; else a text without <think>
+        has no output, as in Classmate-CoT.
+    """
+    _, begun, rest = text.partition("<think>")
+    inside, ended, output = (rest if begun else text).partition("</think>")
+    if not ended or not (begun or opened):
+        return inside, None
+    return inside, output.strip()
 
 
 def last_number(text: str) -> Fraction | None:

@@ -7,7 +7,7 @@ cannot be evaluated equal nothing; a response that exhausts its time or memory i
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -45,6 +45,10 @@ class Maths:
         del stats
         arguments = [(rollout.prompt.reference, rollout.text) for rollout in rollouts]
         return await judge_in_pool("maths", self._pool, __name__, "judge", arguments)
+
+    async def judge_all(self, module: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> Scores:
+        """Part "maths" [G] of another judge (`module.function`), called in the same processes with each of `arguments`."""
+        return await judge_in_pool("maths", self._pool, module, function, arguments)
 
     def close(self) -> None:
         """Ends the processes."""

@@ -6,7 +6,6 @@ signal, so calls may come from any thread and any event loop.
 """
 
 import asyncio
-import logging
 import os
 import queue
 import subprocess
@@ -18,15 +17,9 @@ from multiprocessing import Pipe
 from typing import Any
 
 from jaxrl_llm.experience import Scores
-from jaxrl_llm.rewards.wrap import part
+from jaxrl_llm.rewards.wrap import Failed, judge_together
 
 STARTUP_S = 120.0
-
-_log = logging.getLogger(__name__)
-
-
-class Failed(RuntimeError):
-    """A call that raised, ran out of time or lost its process."""
 
 
 class Pool:
@@ -94,17 +87,7 @@ async def judge_in_pool(
     name: str, pool: Pool, module: str, function: str, arguments: Sequence[tuple[Any, ...]]
 ) -> Scores:
     """One part [G]: a call for each element of `arguments` (G of them); failed calls are invalid."""
-    calls = (pool.call(module, function, *each) for each in arguments)
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    failures = [result for result in results if isinstance(result, BaseException)]
-    for failure in failures:
-        if not isinstance(failure, Failed):
-            raise failure
-    if failures:
-        _log.warning(
-            "reward %r failed on %d of %d responses; first: %s", name, len(failures), len(results), failures[0]
-        )
-    return part(name, [None if isinstance(result, BaseException) else float(result) for result in results])
+    return await judge_together(name, [pool.call(module, function, *each) for each in arguments])
 
 
 class _Worker:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.protocols import Reward
-from jaxrl_llm.rewards.wrap import part
+from jaxrl_llm.rewards.wrap import Down, part
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +75,8 @@ class Weighted:
     async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
         try:
             return await asyncio.wait_for(self.parts[name].score(rollouts, stats), self.limit_s)
+        except Down:  # and a run whose service stays down must stop
+            raise
         except Exception as error:  # one service that is down must not take the other rewards with it
             _log.warning("reward %r failed on a whole group of %d: %r", name, len(rollouts), error)
             return part(name, [None] * len(rollouts))

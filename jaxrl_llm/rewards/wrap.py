@@ -1,8 +1,9 @@
 """Makes a reward of a plain function (prompt, text) -> float; what it cannot judge is invalid, not 0."""
 
+import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,14 @@ from jaxrl_llm.experience import Prompt, Rollout, Scores
 Judge = Callable[[Prompt, str], float]
 
 _log = logging.getLogger(__name__)
+
+
+class Failed(RuntimeError):
+    """A response that could not be judged; its reward is invalid."""
+
+
+class Down(RuntimeError):
+    """A service that failed too often in a row: the run stops, whatever other rewards say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +57,26 @@ def judge_each(name: str, judge: Judge, rollouts: Sequence[Rollout]) -> Scores:
     if errors:
         _log.warning("reward %r failed on %d of %d responses; first: %r", name, len(errors), len(rollouts), errors[0])
     return part(name, values)
+
+
+async def judge_together(name: str, judgements: Sequence[Awaitable[float | None]]) -> Scores:
+    """One part [G] of judgements made at the same time, one for each response; None and `Failed` are invalid."""
+    results = await asyncio.gather(*judgements, return_exceptions=True)
+    failures = [result for result in results if isinstance(result, BaseException)]
+    for failure in failures:
+        if not isinstance(failure, Failed):
+            raise failure
+    if failures:
+        _log.warning(
+            "reward %r failed on %d of %d responses; first: %s", name, len(failures), len(results), failures[0]
+        )
+    return part(name, [None if isinstance(result, BaseException) else result for result in results])
+
+
+def none_judged(name: str, rollouts: Sequence[Rollout], failure: Failed) -> Scores:
+    """One part [G] that is invalid throughout, because what judges the group failed as a whole."""
+    _log.warning("reward %r failed on a whole group of %d: %s", name, len(rollouts), failure)
+    return part(name, [None] * len(rollouts))
 
 
 def part(name: str, values: Sequence[float | None]) -> Scores:

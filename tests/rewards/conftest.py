@@ -1,17 +1,23 @@
-"""Scores texts as the responses to one prompt."""
+"""Scores texts as the responses to one prompt; serves applications on loopback."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
+from fastapi import FastAPI
 
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
 from jaxrl_llm.protocols import Reward
 
 Score = Callable[..., Scores]
 Group = Callable[..., ScoredGroup]
+Serve = Callable[[FastAPI], str]
 
 
 def rollout(prompt: Prompt, text: str) -> Rollout:
@@ -27,24 +33,55 @@ def rollout(prompt: Prompt, text: str) -> Rollout:
 
 
 def scored(
-    reward: Reward, texts: Sequence[str], reference: str = "", extra: Mapping[str, Any] | None = None
+    reward: Reward, texts: Sequence[str], reference: str = "", extra: Mapping[str, Any] | None = None, source: str = ""
 ) -> ScoredGroup:
-    prompt = Prompt(id="p", text="?", reference=reference, extra=extra or {})
+    prompt = Prompt(id="p", text="?", reference=reference, extra=extra or {}, source=source)
     rollouts = [rollout(prompt, text) for text in texts]
     return ScoredGroup(rollouts=rollouts, scores=asyncio.run(reward.score(rollouts)))
 
 
 @pytest.fixture
 def group() -> Group:
-    """(reward, texts, reference, extra) -> the texts as one group with its scores."""
+    """(reward, texts, reference, extra, source) -> the texts as one group with its scores."""
     return scored
 
 
 @pytest.fixture
 def score() -> Score:
-    """(reward, texts, reference, extra) -> Scores of the texts as one group."""
+    """(reward, texts, reference, extra, source) -> Scores of the texts as one group."""
 
     def run(*arguments: Any, **options: Any) -> Scores:
         return scored(*arguments, **options).scores
 
     return run
+
+
+@contextlib.contextmanager
+def listening(app: FastAPI) -> Iterator[str]:
+    """Serves `app` in a thread, on a port that the system chooses."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started and thread.is_alive() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert server.started, "the server did not start"
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+@pytest.fixture(scope="module")
+def serve_for_module() -> Iterator[Serve]:
+    """application -> its address while the module's tests run."""
+    with contextlib.ExitStack() as stack:
+        yield lambda app: stack.enter_context(listening(app))
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """application -> its address while the test runs."""
+    with contextlib.ExitStack() as stack:
+        yield lambda app: stack.enter_context(listening(app))

@@ -1,0 +1,110 @@
+"""The score of a sequence classifier or a reward model: behind HTTP, in this process, or any object that scores texts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.protocols import Closing
+from jaxrl_llm.rewards.service import Service
+from jaxrl_llm.rewards.wrap import Failed, none_judged, part
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Scores texts: `Served`, `hf_classifier.HfClassifier`, or a model of one's own."""
+
+    async def scores(self, texts: Sequence[Any]) -> Sequence[float | None]:
+        """A score of each text, None where there is none; raises wrap.Failed where none could be had."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """The server of rewards/classifier_server.py.
+
+    Attributes:
+      service: where it is, and how long it may take.
+    """
+
+    service: Service
+
+    async def scores(self, texts: Sequence[Any]) -> list[float | None]:
+        """The scores that the server gives; raises wrap.Failed for another number of them."""
+
+        def read(answer: Any) -> list[float | None]:
+            found = [None if score is None else float(score) for score in answer["scores"]]
+            if len(found) != len(texts):
+                raise ValueError(f"{len(found)} scores for {len(texts)} texts")
+            return found
+
+        return await self.service.post("/score", {"texts": list(texts)}, read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A scorer as a reward.
+
+    Attributes:
+      scorer: scores texts.
+      sees: what it is shown, the "response" alone, the "pair" of prompt text and response, or the whole "chat".
+      minimum: scores below it are raised to it; None leaves them.
+      maximum: scores above it are lowered to it (TokenBuncher: 1.5 in its second objective); None leaves them.
+      name: the part's name.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    scorer: Scorer
+    sees: Literal["response", "pair", "chat"] = "response"
+    minimum: float | None = None
+    maximum: float | None = None
+    name: str = "classifier"
+
+    def __post_init__(self) -> None:
+        if self.sees not in ("response", "pair", "chat"):
+            raise ValueError(f"Classifier.sees must be 'response', 'pair' or 'chat' (got {self.sees!r})")
+        if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
+            raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """One part, float64 [G]; invalid where the scorer failed or a score is not finite."""
+        del stats
+        if not rollouts:
+            return part(self.name, [])
+        try:
+            found = list(await self.scorer.scores([self.shown(rollout) for rollout in rollouts]))
+            if len(found) != len(rollouts):
+                raise Failed(f"{type(self.scorer).__name__} gave {len(found)} scores for {len(rollouts)} responses")
+        except Failed as failure:
+            return none_judged(self.name, rollouts, failure)
+        scores = part(self.name, found)
+        low = -np.inf if self.minimum is None else self.minimum
+        high = np.inf if self.maximum is None else self.maximum
+        clipped = np.clip(scores.parts[self.name], low, high)
+        return Scores(parts={self.name: np.where(scores.valid[self.name], clipped, 0.0)}, valid=scores.valid)
+
+    def shown(self, rollout: Rollout) -> Any:
+        """What the scorer is shown of a rollout.
+
+        Raises:
+          ValueError: chat messages are asked for and the prompt has none.
+        """
+        prompt = rollout.prompt
+        if self.sees == "response":
+            return rollout.text
+        if self.sees == "pair":
+            question = (
+                prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
+            )
+            return [question, rollout.text]
+        if prompt.messages is None:
+            raise ValueError(f"prompt {prompt.id!r} is no chat: set Classifier.sees = 'pair' or 'response'")
+        return [*map(dict, prompt.messages), {"role": "assistant", "content": rollout.text}]
+
+    def close(self) -> None:
+        """Closes the scorer, where it holds something."""
+        if isinstance(self.scorer, Closing):
+            self.scorer.close()

@@ -1,0 +1,89 @@
+"""The share of its tests that the program in a response passes, run by the service of rewards/sandbox.py."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, Scores
+from jaxrl_llm.rewards.service import Service
+from jaxrl_llm.rewards.wrap import judge_together
+
+PATHS = {"assert": "/test_program", "stdio": "/test_program_stdio"}
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodeTests:
+    """Tests the last fenced block of Python of a response; a response without one scores 0.
+
+    Attributes:
+      service: the sandbox; its limit_s should cover all tests of a response, over the sandbox's workers.
+      kind: "assert" (tests are Python that follows the program) or "stdio" (objects with `input` and `output`).
+      column: column of the prompt that holds the tests, a list or its JSON text.
+      test_limit_s: seconds of one test.
+      least: smallest share of passed tests that earns anything; the score is the share. The original asks for 0.99.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    service: Service
+    kind: Literal["assert", "stdio"] = "assert"
+    column: str = "tests"
+    test_limit_s: float = 5.0
+    least: float = 0.99
+
+    def __post_init__(self) -> None:
+        if self.kind not in PATHS:
+            raise ValueError(f"CodeTests.kind must be one of {tuple(PATHS)} (got {self.kind!r})")
+        if self.test_limit_s <= 0 or not 0 <= self.least <= 1:
+            raise ValueError(
+                f"CodeTests.test_limit_s must be > 0 and least in [0, 1] (got {self.test_limit_s} and {self.least})"
+            )
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.
+
+        Raises:
+          ValueError: a prompt without tests.
+        """
+        del stats
+        tests = [self.tests(rollout.prompt) for rollout in rollouts]
+        asked = [self._rate(rollout.text, own) for rollout, own in zip(rollouts, tests)]
+        found = await judge_together("code", asked)
+        rate, valid = found.parts["code"], found.valid["code"]
+        return Scores(
+            parts={"code": np.where(rate >= self.least, rate, 0.0), "log/pass_rate": rate},
+            valid={"code": valid, "log/pass_rate": valid},
+        )
+
+    def tests(self, prompt: Prompt) -> list[Any]:
+        """The tests of a prompt; raises ValueError where there are none."""
+        given = prompt.extra.get(self.column)
+        tests = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(tests, Sequence) or not len(tests):
+            raise ValueError(f"prompt {prompt.id!r} has no tests in the column {self.column!r}: set CodeTests.column")
+        return list(tests)
+
+    async def _rate(self, text: str, tests: Sequence[Any]) -> float:
+        program = block(text)
+        if program is None:
+            return 0.0
+
+        def read(answer: Any) -> float:
+            results = [int(result) for result in answer["results"]]
+            if len(results) != len(tests):
+                raise ValueError(f"{len(results)} results for {len(tests)} tests")
+            return sum(results) / len(results)
+
+        body = {"program": program, "tests": list(tests), "max_execution_time": self.test_limit_s}
+        return await self.service.post(PATHS[self.kind], body, read)
+
+
+def block(text: str) -> str | None:
+    """The content of the last fenced block, of Python or of no named language; None without one."""
+    found = _BLOCK.findall(text)
+    return found[-1] if found else None

@@ -1,0 +1,83 @@
+"""Countdown: 1 where the answer is arithmetic over exactly the given numbers that makes the target (TinyZero's task)."""
+
+import ast
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, Scores
+from jaxrl_llm.rewards import answers
+from jaxrl_llm.rewards.wrap import judge_each
+
+_ALLOWED = re.compile(r"[\d+\-*/() ]{1,200}")
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Div: lambda a, b: a / b,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown:
+    """Evaluates the equation exactly, without running it; the prompt's columns are `numbers` and `target`.
+
+    Attributes:
+      attempt: score of an answer in tags that is not right.
+      every_number: each number must be used exactly once; False lets numbers be left out.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    attempt: float = 0.1
+    every_number: bool = True
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "countdown", 1, `attempt` or 0 [G]; invalid where the prompt has no numbers or target."""
+        del stats
+        return judge_each("countdown", self.judge, rollouts)
+
+    def judge(self, prompt: Prompt, text: str) -> float:
+        """1 for a right equation in <answer></answer>, `attempt` for another, 0 for none.
+
+        Raises:
+          ValueError: the prompt lacks its columns.
+        """
+        missing = {"numbers", "target"} - set(prompt.extra)
+        if missing:
+            raise ValueError(f"prompt {prompt.id!r} has no {sorted(missing)} in `extra`")
+        equation = answers.tagged(text)
+        if equation is None:
+            return 0.0
+        return 1.0 if self.right(equation, prompt.extra["numbers"], prompt.extra["target"]) else self.attempt
+
+    def right(self, equation: str, numbers: Sequence[int], target: int) -> bool:
+        """Whether the left side of `equation` uses the numbers as allowed and makes `target`."""
+        left = equation.partition("=")[0].strip()
+        if not _ALLOWED.fullmatch(left):
+            return False
+        used, given = sorted(map(int, re.findall(r"\d+", left))), sorted(int(n) for n in numbers)
+        fits = used == given if self.every_number else all(used.count(n) <= given.count(n) for n in used)
+        return fits and value(left) == Fraction(str(target))
+
+
+def value(expression: str) -> Fraction | None:
+    """The exact value of +, -, *, / over whole numbers; None where there is none."""
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr) -> Fraction:
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATIONS:
+        return _OPERATIONS[type(node.op)](_value(node.left), _value(node.right))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.UAdd | ast.USub):
+        return _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return Fraction(node.value)
+    raise ValueError("only +, -, *, / of whole numbers")

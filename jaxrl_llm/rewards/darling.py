@@ -1,0 +1,134 @@
+"""DARLING: quality times distinctness within the group (arXiv 2509.02534).
+
+    r_i = q_i D_i           combine = "product", the paper's
+    r_i = a q_i + b D_i     combine = "sum"
+
+Advantages are the rewards less their group's mean, not divided by its deviation (algorithm dr_grpo). Deviations from
+the original: q is one number of a response, never spread over tokens; negative qualities, whose product with D would
+reward duplicates, are refused unless `negative` says what to do; normalisation before the sum takes effect.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.rewards.distinctness import Distinctness
+from jaxrl_llm.rewards.wrap import Failed, none_judged
+
+NEGATIVE = ("refuse", "group_minimum", "sigmoid", "raw")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Darling:
+    """A quality reward and a measure of distinctness, combined.
+
+    Attributes:
+      quality: says how good a rollout is; its total counts.
+      distinctness: says how distinct it is in its group.
+      combine: "product" or "sum".
+      negative: what a product does with qualities below 0: "refuse" (an error), "group_minimum" (subtracts the least
+        quality of the group where that is below 0), "sigmoid" (of every quality), "raw" (multiplies them as they are:
+        the original, which prefers duplicates among bad responses).
+      quality_weight: a of a sum; of no account in a product.
+      distinctness_weight: b of a sum; 0 leaves the quality alone.
+      normalise: divides q and D, less their group means, by their group deviations before a sum.
+      correct_above: a rollout is correct where its quality is above this, for measures that ask.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    quality: Reward
+    distinctness: Distinctness
+    combine: Literal["product", "sum"] = "product"
+    negative: Literal["refuse", "group_minimum", "sigmoid", "raw"] = "refuse"
+    quality_weight: float = 1.0
+    distinctness_weight: float = 1.0
+    normalise: bool = False
+    correct_above: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.combine not in ("product", "sum") or self.negative not in NEGATIVE:
+            raise ValueError(
+                f"Darling.combine must be 'product' or 'sum', and negative one of {NEGATIVE} "
+                f"(got {self.combine!r}, {self.negative!r})"
+            )
+        if self.normalise and self.combine == "product":
+            raise ValueError(
+                "Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False"
+            )
+        if self.quality.needs_stats:
+            raise ValueError(
+                "Darling.quality must not need the learner's statistics: its rewards are wanted before them"
+            )
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "darling" [G]; invalid where the quality is, and throughout where distinctness could not be measured.
+
+        Greedy rollouts are in no group: their distinctness is 1.
+
+        Raises:
+          ValueError: a quality below 0 where `negative` refuses it.
+        """
+        group = ScoredGroup(rollouts=rollouts, scores=await self.quality.score(rollouts, stats))
+        quality, valid = group.total(), group.valid()
+        sampled = np.array([rollout.role == "sample" for rollout in rollouts], bool)
+        counted = sampled & valid
+        distinct, classes = np.ones(len(rollouts)), None
+        try:
+            own = [rollout for rollout, ok in zip(rollouts, counted) if ok]
+            if own:
+                distinct[counted], classes = await self.distinctness.measure(own, quality[counted] > self.correct_above)
+        except Failed as failure:
+            failed = none_judged("darling", rollouts, failure)
+            return Scores(parts={**failed.parts, "log/quality": quality}, valid={**failed.valid, "log/quality": valid})
+        parts = {
+            "darling": self.combined(quality, distinct, counted),
+            "log/quality": quality,
+            "log/distinctness": distinct,
+        }
+        known = {"darling": valid, "log/quality": valid, "log/distinctness": counted}
+        if classes is not None:
+            parts["log/class"] = np.full(len(rollouts), -1.0)
+            parts["log/class"][counted] = classes
+            parts["log/classes"] = np.full(len(rollouts), float(len(set(classes[classes >= 0].tolist()))))
+            known |= {"log/class": counted, "log/classes": counted}
+        return Scores(parts=parts, valid=known)
+
+    def combined(
+        self, quality: Float[np.ndarray, "G"], distinct: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]
+    ) -> Float[np.ndarray, "G"]:
+        """The reward; `counted` are the rollouts of the group's statistics."""
+        if self.combine == "product":
+            return self._shifted(quality, counted) * distinct
+        if self.normalise:
+            quality, distinct = _standard(quality, counted), _standard(distinct, counted)
+        return self.quality_weight * quality + self.distinctness_weight * distinct
+
+    def _shifted(self, quality: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:
+        if self.negative == "sigmoid":
+            return 1 / (1 + np.exp(-np.clip(quality, -700, 700)))
+        least = float(quality[counted].min(initial=0.0))
+        if least < 0 and self.negative == "refuse":
+            raise ValueError(
+                f"a quality of {least} times distinctness would reward duplicates: set Darling.negative to "
+                "'group_minimum' or 'sigmoid' ('raw' multiplies it all the same)"
+            )
+        return quality - least if self.negative == "group_minimum" else quality
+
+    def close(self) -> None:
+        """Closes the quality reward, where it holds something."""
+        if isinstance(self.quality, Closing):
+            self.quality.close()
+
+
+def _standard(values: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:
+    """Values less the mean of those counted, over their deviation; 0 where they do not differ."""
+    own = values[counted]
+    if not len(own) or np.ptp(own) == 0:
+        return np.zeros(len(values))
+    return (values - own.mean()) / own.std()

@@ -1,0 +1,123 @@
+"""Who answers a judge's question: any server with OpenAI's chat completions, or a lexicon for work offline."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jaxrl_llm.rewards.service import Service
+
+Messages = Sequence[Mapping[str, str]]
+
+
+@runtime_checkable
+class Endpoint(Protocol):
+    """Answers messages."""
+
+    async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
+        """What `read` makes of the answer to `messages`, which ask about `judged`; raises wrap.Failed.
+
+        `read` raises ValueError for an answer that it cannot read.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatEndpoint:
+    """A server of POST /v1/chat/completions.
+
+    Attributes:
+      service: where it is, without "/v1"; tries, limits and back-off.
+      model: the model's name there.
+      temperature: 0 for the likeliest answer.
+      max_tokens: most tokens of an answer.
+      extra: further fields of the request's body.
+      cache: folder of answers that could be read, by a hash of the whole question; empty keeps none.
+    """
+
+    service: Service
+    model: str
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    extra: Mapping[str, Any] | None = None
+    cache: str = ""
+
+    async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
+        """What `read` makes of the answer, from the cache where it is there; an answer it cannot read is asked for again."""
+        del judged
+        body = {
+            "model": self.model,
+            "messages": [dict(message) for message in messages],
+            "temperature": self.temperature,
+            "max_tokens": self.max_tokens,
+            **(self.extra or {}),
+        }
+        kept = Kept(Path(self.cache)) if self.cache else None
+        if kept is not None and (text := await asyncio.to_thread(kept.get, body)) is not None:
+            return read(text)
+
+        def readable(answer: Any) -> str:
+            text = answer["choices"][0]["message"]["content"]
+            if not isinstance(text, str):
+                raise ValueError(f"an answer without text: {text!r}")
+            read(text)
+            return text
+
+        text = await self.service.post("/v1/chat/completions", body, readable)
+        if kept is not None:
+            await asyncio.to_thread(kept.put, body, text)
+        return read(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lexicon:
+    """Rates texts by the words they have, always the same way: a stand-in for a judge, for demonstrations and tests.
+
+    Its answer has the two lines that rating judges are asked for, "RATING: n" and "EXPLANATION: ...", with
+    n = min(1 + number of listed words, 10), repeats counted.
+
+    Attributes:
+      words: the listed words, letter case ignored.
+    """
+
+    words: Sequence[str] = ("great", "excellent", "wonderful", "absolutely", "right", "agree")
+
+    async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
+        """What `read` makes of the rating."""
+        del messages
+        listed = {word.lower() for word in self.words}
+        found = [word for word in re.findall(r"\w+", judged.lower()) if word in listed]
+        return read(f"RATING: {min(1 + len(found), 10)}\nEXPLANATION: listed words: {', '.join(found) or 'none'}")
+
+
+class Kept:
+    """Answers on disk, one file each, named by the hash of the question; several processes may write at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get(self, body: Mapping[str, Any]) -> str | None:
+        """The answer to `body`; None where there is none, or none that is whole."""
+        try:
+            kept = json.loads(self._file(body).read_text())
+        except (OSError, ValueError):
+            return None
+        return kept["answer"] if isinstance(kept, dict) and isinstance(kept.get("answer"), str) else None
+
+    def put(self, body: Mapping[str, Any], answer: str) -> None:
+        """Keeps the answer to `body`."""
+        file = self._file(body)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+            json.dump({"question": body, "answer": answer}, part)
+        os.replace(part.name, file)
+
+    def _file(self, body: Mapping[str, Any]) -> Path:
+        name = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        return self.folder / name[:2] / f"{name}.json"

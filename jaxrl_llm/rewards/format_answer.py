@@ -1,0 +1,103 @@
+"""Form times answer: 1 where a response has the asked form and its answer equals the reference as mathematics.
+
+R1-Zero's form is a closed thought and an answer in tags; the other is a box. The four classes of form and answer are
+logged: in the assignment of CS336 a response without the form has no answer (three classes), unless it is graded whole.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.rewards import maths
+from jaxrl_llm.rewards.maths import Maths
+
+# Patterns that must all occur.
+FORMS: Mapping[str, tuple[str, ...]] = {
+    "r1_zero": ("</think> <answer>", "</answer>"),
+    "r1_zero_lines": (r"</think>\s*<answer>", "</answer>"),
+    "boxed": (r"\\boxed\{",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FormatAnswer:
+    """The reward of Dr. GRPO's r1_zero grader (arXiv 2503.20783), and of its question-only one.
+
+    Attributes:
+      form: "r1_zero" (both "</think> <answer>" and "</answer>" occur), "r1_zero_lines" (white space of any kind may
+        stand between the tags), "boxed" (a box occurs).
+      grade_unformatted: a response without the form is graded as a whole, and so may have the right answer.
+      maths: judges the answers.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    form: Literal["r1_zero", "r1_zero_lines", "boxed"] = "r1_zero"
+    grade_unformatted: bool = False
+    maths: Maths = field(default_factory=Maths)
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"FormatAnswer.form must be one of {tuple(FORMS)} (got {self.form!r})")
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""
+        del stats
+        spans = [self.answer(rollout.text) for rollout in rollouts]
+        formed = np.array([self.formatted(rollout.text) for rollout in rollouts], float)
+        graded = [i for i, span in enumerate(spans) if span is not None]
+        answer, valid = np.zeros(len(rollouts)), np.ones(len(rollouts), bool)
+        if graded:
+            asked = [(references(rollouts[i]), spans[i]) for i in graded]
+            found = await self.maths.judge_all(__name__, "judge", asked)
+            answer[graded], valid[graded] = found.parts["maths"], found.valid["maths"]
+        sure = np.ones(len(rollouts), bool)
+        return Scores(
+            parts={"format_answer": formed * answer, "log/format": formed, "log/answer": answer},
+            valid={"format_answer": valid | (formed == 0), "log/format": sure, "log/answer": valid},
+        )
+
+    def formatted(self, text: str) -> bool:
+        """Whether the response has the form."""
+        return all(re.search(pattern, text) for pattern in FORMS[self.form])
+
+    def answer(self, text: str) -> str | None:
+        """The text that is graded; None where nothing is."""
+        if not self.formatted(text):
+            return text if self.grade_unformatted else None
+        if self.form == "boxed":
+            return text
+        span = text.rpartition("<answer>")[2].replace("</answer>", "")
+        return span if "\\boxed" in span else maths.delimited(span)
+
+    def close(self) -> None:
+        """Ends the processes of `maths`."""
+        self.maths.close()
+
+
+def references(rollout: Rollout) -> list[str]:
+    """The right answers: the column "references" of the prompt where it has one, else its reference."""
+    several = rollout.prompt.extra.get("references")
+    return [str(one) for one in several] if several else [rollout.prompt.reference]
+
+
+def judge(references: Sequence[str], text: str) -> float:
+    """1 where `text` ends in an expression equal to one of `references`; runs in a worker process."""
+    return max(maths.judge(reference, text) for reference in references)
+
+
+def breakdown(formed: np.ndarray, answered: np.ndarray) -> dict[str, tuple[int, float]]:
+    """{class: (count, percentage)} of the four classes of form and answer, from 0 or 1 [N] each."""
+    total = max(len(formed), 1)
+    classes = {
+        "format1_answer1": (1, 1),
+        "format1_answer0": (1, 0),
+        "format0_answer0": (0, 0),
+        "format0_answer1": (0, 1),
+    }
+    counts = {name: int(np.sum((formed == f) & (answered == a))) for name, (f, a) in classes.items()}
+    return {name: (count, 100 * count / total) for name, count in counts.items()}

@@ -1,0 +1,111 @@
+"""A language model as judge, and as monitor: it is asked a question about each response, and its answer is parsed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from string import Formatter
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, Scores
+from jaxrl_llm.protocols import Closing
+from jaxrl_llm.rewards import answers
+from jaxrl_llm.rewards.endpoint import Endpoint
+from jaxrl_llm.rewards.judge_answers import PARSERS
+from jaxrl_llm.rewards.wrap import Failed, judge_together
+
+QUALITY = (
+    "Rate the response to the request below from 1 (useless) to 10 (excellent). Answer in two lines:\n"
+    "RATING: a whole number\nEXPLANATION: one sentence\n\n[Request]\n{prompt}\n\n[Response]\n{judged}"
+)
+
+PREDICTION = (
+    "Below are a request and the private reasoning of an assistant before it answered. The answer is not shown. From the "
+    "reasoning alone, predict the rating from 1 to 10 that a judge of the answer gives. Answer in two lines:\n"
+    "RATING: a whole number\nEXPLANATION: one sentence\n\n[Request]\n{prompt}\n\n[Reasoning]\n{judged}"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Asks an endpoint about each rollout. A judge that fails, or cannot be read, is invalid, never 0.
+
+    Attributes:
+      endpoint: who is asked.
+      template: the question, with {prompt}, {judged}, {reference}, and the columns of the prompt by their names; empty
+        asks for a rating from 1 to 10, and of a thought for a prediction of the output's.
+      parser: how the answer is read, a name of rewards/judge_answers.py.
+      sees: what {judged} is: the whole "response", its "output" (after </think>), or its "thought" (between the tags).
+      opened: the prompt has opened <think>, so that a response without </think> is all thought.
+      absent: the score of a rollout that has no such part; None makes it invalid. The original Classmate-CoT gives 0.
+      name: the part's name; "log/..." is logged and never summed, as for a monitor beside the reward.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    endpoint: Endpoint
+    template: str = ""
+    parser: str = "rating"
+    sees: Literal["response", "output", "thought"] = "response"
+    opened: bool = False
+    absent: float | None = None
+    name: str = "judge"
+
+    def __post_init__(self) -> None:
+        if self.parser not in PARSERS:
+            raise ValueError(f"Judge.parser must be one of {tuple(PARSERS)} (got {self.parser!r})")
+        if self.sees not in ("response", "output", "thought"):
+            raise ValueError(f"Judge.sees must be 'response', 'output' or 'thought' (got {self.sees!r})")
+        if "judged" not in fields(self._template):
+            raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """One part, float64 [G], as the parser reads it."""
+        del stats
+        return await judge_together(self.name, [self._one(rollout) for rollout in rollouts])
+
+    async def _one(self, rollout: Rollout) -> float | None:
+        judged = self.judged(rollout.text)
+        if judged is None:
+            return self.absent
+        question = self.question(rollout.prompt, judged)
+        try:
+            return await self.endpoint.reply([{"role": "user", "content": question}], judged, PARSERS[self.parser])
+        except ValueError as error:
+            raise Failed(str(error)) from error
+
+    def judged(self, text: str) -> str | None:
+        """What the judge is shown of a response; None where it has no such part."""
+        if self.sees == "response":
+            return text
+        thought, output = answers.thought(text, self.opened)
+        if self.sees == "output":
+            return output
+        return None if output is None else thought.strip() or None
+
+    def question(self, prompt: Prompt, judged: str) -> str:
+        """The template filled in.
+
+        Raises:
+          ValueError: the prompt lacks a column that the template names.
+        """
+        text = prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
+        columns = {**prompt.extra, "prompt": text, "judged": judged, "reference": prompt.reference}
+        missing = fields(self._template) - set(columns)
+        if missing:
+            raise ValueError(f"Judge.template names {sorted(missing)}, which prompt {prompt.id!r} lacks in `extra`")
+        return self._template.format(**columns)
+
+    @property
+    def _template(self) -> str:
+        return self.template or (PREDICTION if self.sees == "thought" else QUALITY)
+
+    def close(self) -> None:
+        """Closes the endpoint, where it holds something."""
+        if isinstance(self.endpoint, Closing):
+            self.endpoint.close()
+
+
+def fields(template: str) -> set[str]:
+    """The names in braces of a template."""
+    return {name for _, name, _, _ in Formatter().parse(template) if name is not None}

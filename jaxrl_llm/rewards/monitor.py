@@ -1,0 +1,121 @@
+"""A monitor that sees the prompt and the chain of thought alone, beside the judge whose verdict on the output it predicts.
+
+Monitorability (Classmate-CoT): how well the chain of thought tells what the output will be. The monitor's rating is
+logged, never learned from.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.wrap import Failed, none_judged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """Adds a monitor's prediction to a reward.
+
+    Attributes:
+      reward: what is learned from; its total is what the monitor predicts.
+      monitor: a judge with sees = "thought".
+    """
+
+    reward: Reward
+    monitor: Judge
+
+    def __post_init__(self) -> None:
+        if self.monitor.sees != "thought":
+            raise ValueError(f"Monitor.monitor must see the thought alone: set Judge.sees (got {self.monitor.sees!r})")
+
+    @property
+    def needs_stats(self) -> bool:
+        """Whether the reward wants the learner's statistics."""
+        return self.reward.needs_stats
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """The reward's parts, "log/monitor" and "log/monitor_squared_error" [G].
+
+        A monitor that fails costs no rollout: its two parts are invalid.
+        """
+        scores = await self.reward.score(rollouts, stats)
+        weights = [(name, scores.weights.get(name, 1.0)) for name in scores.parts if not name.startswith("log/")]
+        total = sum((weight * np.asarray(scores.parts[name]) for name, weight in weights), np.zeros(len(rollouts)))
+        known = np.all(
+            [scores.valid[name] for name, weight in weights if weight] or [np.ones(len(rollouts), bool)], axis=0
+        )
+        try:
+            found = await self.monitor.score(rollouts)
+        except Failed as failure:
+            found = none_judged(self.monitor.name, rollouts, failure)
+        seen, valid = found.parts[self.monitor.name], found.valid[self.monitor.name]
+        both = valid & known
+        return Scores(
+            parts={
+                **scores.parts,
+                "log/monitor": seen,
+                "log/monitor_squared_error": np.where(both, (seen - total) ** 2, 0.0),
+            },
+            valid={**scores.valid, "log/monitor": valid, "log/monitor_squared_error": both},
+            weights=scores.weights,
+        )
+
+    def close(self) -> None:
+        """Closes what holds something."""
+        for held in (self.reward, self.monitor):
+            if isinstance(held, Closing):
+                held.close()
+
+
+def agreement(
+    predicted: Float[np.ndarray, "N"], truth: Float[np.ndarray, "N"], valid: Bool[np.ndarray, "N"]
+) -> dict[str, float]:
+    """How well a monitor's ratings predict the judge's: mse, rmse, both means, Pearson's and Spearman's correlation.
+
+    Only valid pairs count; `count` says how many there are. A correlation with a constant is nan.
+    """
+    p, t = predicted[valid].astype(np.float64), truth[valid].astype(np.float64)
+    if not len(p):
+        nothing = ("mse", "rmse", "prediction_mean", "ground_truth_mean", "pearson", "spearman")
+        return {"count": 0.0, **dict.fromkeys(nothing, float("nan"))}
+    mse = float(np.mean((p - t) ** 2))
+    return {
+        "count": float(len(p)),
+        "mse": mse,
+        "rmse": float(np.sqrt(mse)),
+        "prediction_mean": float(p.mean()),
+        "ground_truth_mean": float(t.mean()),
+        "pearson": _correlation(p, t),
+        "spearman": _correlation(_ranks(p), _ranks(t)),
+    }
+
+
+def detection(
+    predicted: Float[np.ndarray, "N"],
+    truth: Float[np.ndarray, "N"],
+    valid: Bool[np.ndarray, "N"],
+    threshold: float = 0.5,
+) -> dict[str, float]:
+    """Counts of a monitor's yes (above `threshold`) against the truth's, precision, recall and F1 (0 where undefined)."""
+    p, t = predicted[valid] > threshold, truth[valid] > threshold
+    tp, tn, fp, fn = (float(np.sum(x)) for x in (p & t, ~p & ~t, p & ~t, ~p & t))
+    precision, recall = tp / max(tp + fp, 1), tp / max(tp + fn, 1)
+    f1 = 2 * tp / max(2 * tp + fp + fn, 1)
+    return {"tp": tp, "tn": tn, "fp": fp, "fn": fn, "precision": precision, "recall": recall, "f1": f1}
+
+
+def _correlation(a: Float[np.ndarray, "N"], b: Float[np.ndarray, "N"]) -> float:
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
+        return float("nan")
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """Ranks from 1, equal values sharing their mean rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    return ((ends - counts + 1 + ends) / 2)[inverse.reshape(-1)]

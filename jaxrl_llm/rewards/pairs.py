@@ -1,0 +1,154 @@
+"""How alike two responses are, between 0 and 1: classifiers behind HTTP, and two offline measures.
+
+`hf_classifier.HfClassifier` is the classifier in this process. The prompt is not shown. A classifier need not be
+symmetric; it is asked about (earlier, later) alone.
+"""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from jaxrl_llm.rewards.service import Service
+
+Pair = tuple[str, str]
+
+
+@runtime_checkable
+class Pairwise(Protocol):
+    """Says how alike two texts are."""
+
+    async def similar(self, pairs: Sequence[Pair]) -> Sequence[float]:
+        """P(same class) of each pair, in [0, 1]; raises wrap.Failed where it could not be had."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classify:
+    """Servers that answer /classify in vLLM's shape (`vllm serve MODEL --task classify`), our own among them.
+
+    Attributes:
+      service: where they are; batches of pairs go round them.
+      model: the name under which they serve the model.
+      form: how a pair is sent: "tokens" (ids CLS a SEP b SEP of `tokenizer`, as classifiers are trained), "words" (the
+        same in words with the marks spelled out, as DARLING sends them: white space is lost and words are counted, not
+        tokens), "pair" (both texts, to our own server).
+      tokenizer: folder or Hugging Face id, for "tokens".
+      cls: the token that opens a pair.
+      sep: the token that ends each text.
+      budget: most tokens, or words, of a pair; each text keeps its first half of what the marks leave.
+      batch: pairs in one request.
+    """
+
+    service: Service
+    model: str = "similarity"
+    form: Literal["tokens", "words", "pair"] = "tokens"
+    tokenizer: str = ""
+    cls: str = "<|im_start|>"
+    sep: str = "<|im_end|>"
+    budget: int = 4096
+    batch: int = 32
+
+    def __post_init__(self) -> None:
+        if self.form not in ("tokens", "words", "pair"):
+            raise ValueError(f"Classify.form must be 'tokens', 'words' or 'pair' (got {self.form!r})")
+        if self.form == "tokens" and not self.tokenizer:
+            raise ValueError("Classify.form = 'tokens' needs Classify.tokenizer, the classifier's folder or id")
+        if self.budget < 5 or self.batch < 1:
+            raise ValueError(f"Classify.budget must be >= 5 and batch >= 1 (got {self.budget} and {self.batch})")
+
+    async def similar(self, pairs: Sequence[Pair]) -> list[float]:
+        """The last probability of each pair: the class "similar"."""
+        starts = range(0, len(pairs), self.batch)
+        answers = await asyncio.gather(*(self._batch(pairs[i : i + self.batch]) for i in starts))
+        return [p for answer in answers for p in answer]
+
+    async def _batch(self, pairs: Sequence[Pair]) -> list[float]:
+        def read(answer: Any) -> list[float]:
+            rows = sorted(answer["data"], key=lambda row: row.get("index", 0))
+            found = [float(row["probs"][-1]) for row in rows]
+            if len(found) != len(pairs) or not all(0 <= p <= 1 for p in found):
+                raise ValueError(f"{len(found)} answers for {len(pairs)} pairs, or no probabilities: {found[:4]}")
+            return found
+
+        body = {"model": self.model, "input": [self.sent(a, b) for a, b in pairs]}
+        return await self.service.post("/classify", body, read)
+
+    def sent(self, first: str, second: str) -> Any:
+        """What is sent of a pair."""
+        half = (self.budget - 3) // 2
+        if self.form == "pair":
+            return [first, second]
+        if self.form == "words":
+            a, b = (" ".join(text.split()[:half]) for text in (first, second))
+            return f"{self.cls} {a} {self.sep} {b} {self.sep}"
+        tokenizer = _tokenizer(self.tokenizer)
+        cls, sep = tokenizer.convert_tokens_to_ids([self.cls, self.sep])
+        if cls is None or sep is None or tokenizer.unk_token_id in (cls, sep):
+            raise ValueError(
+                f"Classify.cls and sep must be tokens of {self.tokenizer} (got {self.cls!r} and {self.sep!r})"
+            )
+        a, b = (tokenizer.encode(text, add_special_tokens=False)[:half] for text in (first, second))
+        return [cls, *a, sep, *b, sep]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedWords:
+    """Offline: shared n-grams of words over all of both (Jaccard), letter case ignored.
+
+    Attributes:
+      n: words of an n-gram.
+    """
+
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"SharedWords.n must be >= 1 (got {self.n})")
+
+    async def similar(self, pairs: Sequence[Pair]) -> list[float]:
+        """|A and B| / |A or B| of each pair; 1 for two texts without n-grams."""
+        grams = [(ngrams(a.lower(), self.n), ngrams(b.lower(), self.n)) for a, b in pairs]
+        return [len(set(a) & set(b)) / len(set(a) | set(b)) if a or b else 1.0 for a, b in grams]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SameText:
+    """Offline: 1 where two responses say the same, white space at the ends aside, else 0; for tasks with many answers.
+
+    Attributes:
+      pattern: regular expression of the part that is compared, its first group where it has one; empty compares the
+        whole response. A response without a match is compared as a whole.
+    """
+
+    pattern: str = ""
+    _compiled: "re.Pattern[str]" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            object.__setattr__(self, "_compiled", re.compile(self.pattern, re.DOTALL))
+        except re.error as error:
+            raise ValueError(f"SameText.pattern={self.pattern!r} is no regular expression: {error}") from error
+
+    async def similar(self, pairs: Sequence[Pair]) -> list[float]:
+        """0 or 1 of each pair."""
+        return [float(self._compared(a) == self._compared(b)) for a, b in pairs]
+
+    def _compared(self, text: str) -> str:
+        found = self._compiled.search(text) if self.pattern else None
+        return (found[found.re.groups and 1] or "" if found else text).strip()
+
+
+def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
+    """The n-grams of a text's words, in order; none where it has fewer than n words."""
+    words = text.split()
+    return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+
+
+@cache
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(name)

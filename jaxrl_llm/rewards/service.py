@@ -1,0 +1,150 @@
+"""JSON over HTTP to the services that rewards ask: several servers, time limits, retries with back-off."""
+
+import asyncio
+import json
+import os
+import random
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import aiohttp
+
+from jaxrl_llm.rewards.wrap import Down, Failed
+
+T = TypeVar("T")
+
+# Statuses that another attempt may change; any other beside 200 is the caller's mistake.
+PASSING = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Servers that answer the same calls.
+
+    Attributes:
+      urls: addresses such as "http://127.0.0.1:8000"; calls go round them, and another attempt asks the next one.
+      token_env: environment variable that holds the bearer token; empty sends none.
+      limit_s: seconds that one attempt may take.
+      tries: attempts of a call.
+      backoff_s: seconds before the second attempt; they double with each further one, with a random half.
+      concurrency: calls in flight at a time.
+      stop_after: calls in a row that fail with all their attempts before the run is stopped; 0 never stops it.
+    """
+
+    urls: Sequence[str]
+    token_env: str = ""
+    limit_s: float = 60.0
+    tries: int = 3
+    backoff_s: float = 1.0
+    concurrency: int = 64
+    stop_after: int = 64
+    _state: "_State" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        bad = [url for url in self.urls if not url.startswith(("http://", "https://"))]
+        if isinstance(self.urls, str) or not self.urls or bad:
+            raise ValueError(
+                f"Service.urls must be a sequence of addresses that begin with http:// or https:// (got {self.urls!r})"
+            )
+        for name in ("limit_s", "tries", "concurrency"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"Service.{name} must be > 0 (got {getattr(self, name)})")
+        for name in ("backoff_s", "stop_after"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"Service.{name} must be >= 0 (got {getattr(self, name)})")
+        object.__setattr__(self, "_state", _State())
+
+    async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """What `read` makes of the JSON answer to `body`.
+
+        Args:
+          path: from the server's root, such as "/score".
+          read: raises ValueError, KeyError, TypeError or IndexError for an answer that is not as it should be.
+
+        Raises:
+          Failed: no attempt gave an answer that `read` takes, or the server refused the call.
+          Down: so did the last `stop_after` calls.
+        """
+        async with self._state.turns(self.concurrency):
+            try:
+                answer = await self._tried(path, body, read)
+            except Failed as failure:
+                self._state.failures += 1
+                if self.stop_after and self._state.failures >= self.stop_after:
+                    raise Down(
+                        f"the last {self._state.failures} calls failed; last: {failure}. Start the server, set "
+                        "service.Service.urls, or let the run go on without it by service.Service.stop_after = 0"
+                    ) from failure
+                raise
+            self._state.failures = 0
+            return answer
+
+    async def _tried(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        limit = aiohttp.ClientTimeout(total=self.limit_s)
+        # A session of its own: a kept one would belong to an event loop that may have ended.
+        async with aiohttp.ClientSession(timeout=limit, headers=self._headers()) as session:
+            for attempt in range(self.tries):
+                url = self._state.next(self.urls) + path
+                try:
+                    return read(await _answer(session, url, body))
+                except _Again as error:
+                    problem, wait = str(error), error.wait_s
+                except TimeoutError:
+                    problem, wait = f"no answer within {self.limit_s} s", 0.0
+                except (aiohttp.ClientError, OSError) as error:
+                    problem, wait = f"{type(error).__name__}: {error}", 0.0
+                except (ValueError, KeyError, TypeError, IndexError) as error:
+                    problem, wait = f"an answer that cannot be used: {error!r}", 0.0
+                if attempt + 1 < self.tries:
+                    delay = self.backoff_s * 2**attempt * (1 + random.random()) / 2
+                    await asyncio.sleep(max(delay, min(wait, self.limit_s)))
+        raise Failed(f"{url}: {problem} ({self.tries} attempts)")
+
+    def _headers(self) -> dict[str, str]:
+        if not self.token_env:
+            return {}
+        token = os.environ.get(self.token_env)
+        if not token:
+            raise Down(f"Service.token_env: the environment variable {self.token_env} is not set")
+        return {"Authorization": f"Bearer {token}"}
+
+
+async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:
+    """The JSON of a 200; _Again for what may pass, Failed for what will not."""
+    async with session.post(url, json=body) as response:
+        text = await response.text()
+        if response.status == 200:
+            return json.loads(text)
+        problem = f"{response.status} {response.reason}: {text[:200]}"
+        if response.status in PASSING or response.status >= 500:
+            asked = response.headers.get("Retry-After", "")
+            raise _Again(problem, float(asked) if asked.isdigit() else 0.0)
+        raise Failed(f"{url}: {problem}")
+
+
+class _Again(Exception):
+    """An answer that another attempt may better, after `wait_s` seconds."""
+
+    def __init__(self, problem: str, wait_s: float) -> None:
+        super().__init__(problem)
+        self.wait_s = wait_s
+
+
+class _State:
+    """What calls have in common: whose turn it is, how many failed in a row, and the turns of each event loop."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.failures = 0
+        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def turns(self, concurrency: int) -> asyncio.Semaphore:
+        return self._turns.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(concurrency))
+
+    def next(self, urls: Sequence[str]) -> str:
+        self.calls += 1
+        return urls[(self.calls - 1) % len(urls)].rstrip("/")
