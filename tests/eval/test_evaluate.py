@@ -3,13 +3,13 @@
 import asyncio
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
+from jaxrl_llm.eval.answered import Answered, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, evaluate, summary
 from jaxrl_llm.experience import Prompt, SamplingSettings
 from jaxrl_llm.rewards.wrap import Wrap
@@ -74,11 +74,17 @@ def test_answers_that_reach_the_limit_are_counted():
 def test_the_summary_of_mixed_answers():
     prompt = make_prompt()
     answers = [make_rollout(prompt, range(n), text=t, finish=f) for n, t, f in ((1, "x", "stop"), (4, "x", "length"))]
-    group = make_group(answers, {"r": [1, 0]})
-    assert summary([group]) == {"": 0.5, "_truncated": 0.5, "_length": 2.5, "_distinct": 1}
-    nothing = replace(group, scores=make_group(answers, {"r": [1, 0]}, {"r": [False, False]}).scores)
-    found = summary([nothing])
-    assert math.isnan(found[""]) and found["_invalid"] == 2
+
+    def found(*valid: bool) -> dict[str, float]:
+        scores = make_group(answers, {"r": [1, 0]}, {"r": valid}).scores
+        one = Answered(prompt=prompt, records=records(answers, scores, "sampled"))
+        assert not one.of("greedy")
+        return {name: estimate(values).mean for name, values in summary([one], "sampled").items()}
+
+    assert found(True, True) == {"": 0.5, "_truncated": 0.5, "_length": 2.5, "_distinct": 1}
+    nothing = found(False, False)
+    assert math.isnan(nothing[""]) and nothing["_invalid"] == 2
+    assert found(True, False)[""] == 1.0
 
 
 def test_a_reward_that_waits_for_the_learner_is_refused():
