@@ -77,7 +77,7 @@ class Results:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-                found.setdefault((record["id"], record["kind"]), {})[record["sample"]] = record
+                found.setdefault((record["id"], record["kind"]), {}).setdefault(record["sample"], record)
             except (ValueError, KeyError, TypeError) as error:
                 if number < len(lines):
                     raise ValueError(f"{self.file}:{number} is no record ({error!r}): move the file away") from error

@@ -18,7 +18,9 @@ def by_enumeration(answers, correct, k):
     for subset in combinations(range(len(answers)), k):
         subsets += 1
         passed += any(correct[i] for i in subset)
-        votes = Counter("the gold" if correct[i] else answers[i] for i in subset if correct[i] or answers[i] is not None)
+        votes = Counter(
+            "the gold" if correct[i] else answers[i] for i in subset if correct[i] or answers[i] is not None
+        )
         top = [answer for answer, count in votes.items() if count == max(votes.values())]
         majority += Fraction(top.count("the gold"), len(top)) if top else 0
     return passed / subsets, majority / subsets
@@ -106,4 +108,6 @@ def test_stored_grades_of_real_samples_give_their_known_means(real_data):
     assert np.mean(ours) > 0.910
     for k in (2, 4):
         subsets = [by_enumeration(row["pred"], row["score"], k) for row in rows]
-        assert np.mean([pass_at_k(8, int(s.sum()), k) for s in scores]) == pytest.approx(float(np.mean([p for p, _ in subsets])))
+        assert np.mean([pass_at_k(8, int(s.sum()), k) for s in scores]) == pytest.approx(
+            float(np.mean([p for p, _ in subsets]))
+        )
