@@ -30,6 +30,7 @@ from jaxrl_llm.protocols import Closing, Params, SamplerFactory
 from jaxrl_llm.rollouts import Asking, seed_of, stopping
 
 SCHEMA = 1
+SUMMARY = "summary.json"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -274,14 +275,21 @@ class Evaluating:
             "model": {"path": self.model.name, "hash": self.hash},
             "sampling": self._sampling(),
             "sampler": _stable(self.harness.sampler),
-            "throughput": self.progress.throughput(),
+            "throughput": self._throughput(),
             "commit": run_folder.commit(),
             "gin": config,
         }
-        write_whole(self.folder / "summary.json", json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         for name, e in estimates.items():
             print(f"  {name:<28} {e.mean:.4f}" + (f" +- {e.ci95:.4f}" if np.isfinite(e.ci95) else ""))
-        print(f"wrote {self.folder / 'summary.json'}", flush=True)
+        print(f"wrote {self.folder / SUMMARY}", flush=True)
+
+    def _throughput(self) -> dict[str, float]:
+        """This start's, or that of the start before where nothing was left to answer."""
+        found, before = self.progress.throughput(), self.folder / SUMMARY
+        if not found["responses"] and before.is_file():
+            return json.loads(before.read_text())["throughput"]
+        return found
 
 
 def model_hash(params: Params) -> str:
