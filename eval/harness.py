@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_llm import run_folder
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
-from jaxrl_llm.eval.evaluate import SEED, Evaluation
+from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
 from jaxrl_llm.eval.results import Results, locked, same_configuration, write_whole
 from jaxrl_llm.experience import Prompt, Rollout
@@ -126,6 +126,8 @@ class Evaluating:
     def __init__(self, harness: Harness, folder: Path, rows: Sequence[Prompt], model: Opened) -> None:
         self.harness, self.folder, self.model = harness, folder, model
         self.evaluation = harness.evaluation
+        if self.evaluation.reward is not None:
+            check_reward(self.evaluation.name, self.evaluation.reward)
         if len(model.tokenizer) > (size := model.policy.architecture.vocabulary_size):
             raise ValueError(
                 f"the tokenizer of {model.name} has {len(model.tokenizer)} tokens and the model's vocabulary {size}: "

@@ -11,6 +11,7 @@ from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
 from jaxrl_llm.eval.answered import Answered, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, evaluate, summary
+from jaxrl_llm.eval.maths import AtK
 from jaxrl_llm.experience import Prompt, SamplingSettings
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.rollouts import Asking, seed_of
@@ -50,6 +51,18 @@ def test_greedy_and_sampled_means_over_valid_answers():
     assert [len(g.rollouts) for g in groups] == [1, 1, 1, 4, 4, 4]
     assert [g.rollouts[0].prompt.id for g in groups] == ["0", "1", "2"] * 2
     assert not asking.counters  # the training's own counters do not hold what an evaluation asked
+
+
+def test_a_run_measures_what_an_evaluation_alone_does():
+    def first(prompt: Prompt, text: str) -> float:
+        return float(text.split()[1] == "1")
+
+    metrics, _, _ = run(reward=Wrap(function=first), samples=4, answer=str.upper, measures=[AtK(ks=(1, 2))])
+    found = {name.removeprefix("eval/heldout/"): value for name, value in metrics.items() if "@" in name}
+    # One of four is right: 3 of 6 pairs hold it, and it ties with the other answer of its pair.
+    assert found == pytest.approx({"avg@4": 1 / 4, "pass@1": 1 / 4, "pass@2": 1 / 2, "maj@2": 1 / 4})
+    with pytest.raises(ValueError, match=r"two measures that give .'avg@4', 'pass@1'.: leave one out"):
+        run(reward=Wrap(function=first), samples=4, measures=[AtK(ks=(1,)), AtK(ks=(1,))])
 
 
 def test_sampled_answers_use_the_settings_and_greedy_ones_their_limits_alone():

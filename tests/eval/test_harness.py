@@ -45,6 +45,12 @@ class Graded:
         return "Graded()"
 
 
+class Waiting(Graded):
+    """Wants statistics that only a learner has."""
+
+    needs_stats = True
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the model and six questions."""
@@ -174,6 +180,9 @@ def test_bad_input_is_named(folder, tmp_path):
         harness.run("")
     harness, _ = built(folder, tmp_path / "c", Graded(), "PROMPT_LIMIT = 4")
     with pytest.raises(ValueError, match="none of 6 prompts fits in 4 tokens"):
+        harness.run("")
+    harness, _ = built(folder, tmp_path / "c", Waiting())
+    with pytest.raises(ValueError, match="no learner to give Waiting its statistics"):
         harness.run("")
     harness, _ = built(folder, tmp_path / "d", None, "STEP = 3")
     with pytest.raises(FileNotFoundError, match="no run folder"):
