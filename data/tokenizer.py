@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# One of these is in every folder with a tokenizer; without any, transformers makes an empty one of the model's kind.
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+
 # Ids 0, 1, 2 of the tokenizers made here.
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
@@ -93,6 +96,8 @@ class PretrainedTokenizer:
         folder = Path(self.path).expanduser()
         name = str(folder) if folder.is_dir() else self.path
         try:
+            if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
+                raise OSError(f"It has none of {', '.join(FILES)}.")
             tokenizer = AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
             where = f"{sorted(p.name for p in folder.iterdir())}" if folder.is_dir() else "no such folder here"

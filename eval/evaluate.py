@@ -1,11 +1,12 @@
-"""Accuracy of a policy on held-out prompts, greedy and sampled, during a run and alone."""
+"""Accuracy of a policy on held-out prompts, greedy and sampled, during a run; eval/harness.py does the same alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from jaxrl_llm.collect import Collector
+from jaxrl_llm.eval.answered import KINDS, Answered, Extract, Measure, estimate, mean, records, value
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
 from jaxrl_llm.protocols import Reward, Source
 from jaxrl_llm.rollouts import Asking
@@ -16,7 +17,7 @@ SEED = 20_011
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A set of prompts and how it is answered.
+    """A set of prompts, how it is answered and what is measured.
 
     Attributes:
       name: names the metrics, "eval/NAME/...".
@@ -25,7 +26,9 @@ class Evaluation:
       greedy: measures greedy answers.
       samples: answers drawn per prompt by `settings`; 0 draws none.
       settings: how answers are drawn; greedy answers share its token limits.
-      reward: what an answer is worth; None takes the stage's reward.
+      reward: what an answer is worth; None takes the stage's reward, and grades nothing in an evaluation alone.
+      answer: response -> its answer, kept in the records and counted as a vote by maj@k; None extracts nothing.
+      measures: metric families beside the mean reward.
     """
 
     name: str = "heldout"
@@ -35,14 +38,41 @@ class Evaluation:
     samples: int = 1
     settings: SamplingSettings = field(default_factory=SamplingSettings)
     reward: Reward | None = None
+    answer: Extract | None = None
+    measures: Sequence[Measure] = ()
 
     def __post_init__(self) -> None:
-        if not self.greedy and self.samples < 1:
+        if self.samples < 0 or (not self.greedy and self.samples < 1):
             raise ValueError(
                 f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1"
             )
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"Evaluation.limit must be >= 1, or None for all prompts (got {self.limit})")
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        """{"greedy": 1, "sampled": samples}, less what is not asked for."""
+        return {kind: n for kind, n in zip(KINDS, (int(self.greedy), self.samples), strict=True) if n}
+
+    def asked(self, kind: str) -> SamplingSettings:
+        """How answers of a kind are drawn."""
+        return self.settings.greedy() if kind == "greedy" else self.settings
+
+    def metrics(self, answered: Sequence[Answered]) -> dict[str, np.ndarray]:
+        """Every metric, one value a prompt [N] or a scalar.
+
+        Raises:
+          ValueError: two measures give one name.
+        """
+        found: dict[str, np.ndarray] = {}
+        for kind in self.kinds:
+            found |= {f"{kind}{name}": v for name, v in summary(answered, kind).items()}
+        for family in self.measures:
+            more = family.measure(answered)
+            if twice := sorted(set(more) & set(found)):
+                raise ValueError(f"evaluation {self.name!r} has two measures that give {twice}: leave one out")
+            found |= more
+        return found
 
 
 async def evaluate(
@@ -52,39 +82,46 @@ async def evaluate(
 
     Returns:
       {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of drawn ones, and of each kind the share
-      cut off ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}.
+      cut off ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}, and what the
+      evaluation's measures give.
 
     Raises:
       ValueError: a reward that waits for the learner's statistics.
     """
-    if reward.needs_stats:
-        raise ValueError(
-            f"evaluation {evaluation.name!r} has no learner to give {type(reward).__name__} its statistics: "
-            "set Evaluation.reward to a reward that needs none"
-        )
-    metrics: dict[str, float] = {}
+    check_reward(evaluation.name, reward)
+    answered = [Answered(prompt=prompt, records=[]) for prompt in prompts]
     shown: list[ScoredGroup] = []
-    for kind, count in (("greedy", int(evaluation.greedy)), ("sampled", evaluation.samples)):
-        if not count:
-            continue
-        settings = evaluation.settings.greedy() if kind == "greedy" else evaluation.settings
-        collector = Collector(asking=asking, reward=reward, settings=settings, group_size=count)
+    for kind, count in evaluation.kinds.items():
+        collector = Collector(asking=asking, reward=reward, settings=evaluation.asked(kind), group_size=count)
         groups = await collector.score(prompts, (SEED,))
-        metrics |= {f"eval/{evaluation.name}/{kind}{k}": v for k, v in summary(groups).items()}
+        for one, group in zip(answered, groups, strict=True):
+            one.records = [*one.records, *records(group.rollouts, group.scores, kind, evaluation.answer)]
         shown += groups
     asking.counters.clear()
-    return metrics, shown
+    found = evaluation.metrics(answered)
+    return {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}, shown
 
 
-def summary(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Mean total reward over valid answers (""), and what else is worth knowing of them."""
-    totals = np.concatenate([g.total()[g.valid()] for g in groups])
-    answers = [r for g in groups for r in g.rollouts]
-    invalid = len(answers) - len(totals)
+def check_reward(name: str, reward: Reward) -> None:
+    """Raises ValueError where the reward of the evaluation `name` waits for the learner's statistics."""
+    if reward.needs_stats:
+        raise ValueError(
+            f"evaluation {name!r} has no learner to give {type(reward).__name__} its statistics: "
+            "set Evaluation.reward to a reward that needs none"
+        )
+
+
+def summary(answered: Sequence[Answered], kind: str) -> Mapping[str, np.ndarray]:
+    """Mean total reward over valid answers (""), where graded, and what else is worth knowing of the answers of one kind."""
+    groups = [one.of(kind) for one in answered]
     values = {
-        "": float(totals.mean()) if len(totals) else float("nan"),
-        "_truncated": float(np.mean([r.finish == "length" for r in answers])),
-        "_length": float(np.mean([len(r.tokens) for r in answers])),
-        "_distinct": float(len({r.text for r in answers})),
+        "_truncated": np.array([np.mean([r["finish"] == "length" for r in group]) for group in groups]),
+        "_length": np.array([np.mean([r["tokens"] for r in group]) for group in groups]),
+        "_distinct": np.array(float(len({r["response"] for group in groups for r in group}))),
     }
-    return values | ({"_invalid": float(invalid)} if invalid else {})
+    if not any(record["scores"] for group in groups for record in group):
+        return values
+    scores = [[value(record) for record in group] for group in groups]
+    invalid = int(np.isnan([x for group in scores for x in group]).sum())
+    values[""] = np.array([mean(group) for group in scores])
+    return values | ({"_invalid": np.array(float(invalid))} if invalid else {})

@@ -9,23 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import export, launch
+from jaxrl_llm import launch
 from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.loading import Model
 from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models.policy_source import PolicySource
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
 
 
 def load(folder: Path) -> tuple[Any, Any, Any]:
     """The policy, its parameters and the tokenizer of a run folder or a Hugging Face folder."""
-    if (folder / "config.gin").is_file():
-        return export.policy_of(folder)
-    import jax
-    from transformers import AutoTokenizer
-
-    source = PolicySource(pretrained=str(folder))
-    policy = source.policy(Partitioner.create(MeshConfig()))
-    return policy, source.params(policy, jax.random.key(0)), AutoTokenizer.from_pretrained(str(folder))
+    opened = Model(path=str(folder)).open(Partitioner.create(MeshConfig()))
+    return opened.policy, opened.params(), opened.tokenizer
 
 
 def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import launch
-from jaxrl_llm.checkpoint import last_step, read_policy
 from jaxrl_llm.hf_weights import save
+from jaxrl_llm.loading import Model
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 
 
@@ -26,15 +26,8 @@ def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> 
     """
     if not (run_dir / "config.gin").is_file():
         raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.gin")
-    run, _ = launch.build([str(run_dir)])
-    folder = run_dir / ("best" if best else "checkpoints")
-    step = last_step(folder) if step is None else step
-    if not (folder / str(step)).is_dir():
-        raise FileNotFoundError(
-            f"no checkpoint {step} in {folder}; there are {sorted(p.name for p in folder.glob('*'))}"
-        )
-    policy = run.policy.policy(Partitioner.create(MeshConfig()))
-    return policy, read_policy(folder, step, policy.abstract()), run.tokenizer.load()
+    opened = Model(path=str(run_dir), step=step, best=best).open(Partitioner.create(MeshConfig()))
+    return opened.policy, opened.params(), opened.tokenizer
 
 
 def main(argv: Sequence[str] | None = None) -> int:

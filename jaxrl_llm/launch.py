@@ -58,7 +58,7 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
     gin.add_config_file_search_path(str(PACKAGE))
     files = [str(Path(f) / "config.gin") if Path(f).is_dir() else f for f in files]
     try:
-        gin.parse_config_files_and_bindings(files, list(bindings), finalize_config=False)
+        gin.parse_config_files_and_bindings(files, list(bindings))  # finalizing refuses values that are still required
         return gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
     except (ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError) as error:
         raise ValueError(_explain(error, files)) from error
@@ -66,7 +66,7 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
 
 def _explain(error: Exception, files: Sequence[str]) -> str:
     """gin's message on one line, without what gin adds of its own internals."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" in config string:")[0]
     if "RUN" in text and "macro" in text.lower() and "bound" in text:
         return f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()"
     return text

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.eval.harness import Harness
+from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train import Run
@@ -14,30 +16,56 @@ from jaxrl_llm.train import Run
 GIB = 2**30
 
 
-def plan(run: Run) -> str:
-    """The resolved plan of a run as text.
+def plan(run: Run | Harness) -> str:
+    """The resolved plan of a run, or of an evaluation alone, as text.
 
     Raises:
       ValueError: what cannot work, naming the binding to change.
       OSError: a missing file.
     """
     partitioner = Partitioner.create(run.mesh)
+    if isinstance(run, Harness):
+        return "\n".join(_evaluation(run, partitioner))
     tokenizer = run.tokenizer.load()
     policy = run.policy.policy(partitioner)
     shards = partitioner.batch_shards
     parameters = policy.abstract()
     lines = [
         f"run folder   {Path(run.run_dir).absolute()} (seed {run.seed})",
-        f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_mesh(partitioner)}",
-        f"model        {type(policy.architecture).__name__}, {_count(parameters) / 1e6:.2f} M parameters, compute in {policy.compute_dtype}, "
-        f"remat {policy.remat}",
-        f"tokenizer    {len(tokenizer)} tokens of a vocabulary of {policy.architecture.vocabulary_size}",
+        *_machine(partitioner, policy, tokenizer),
         f"sampler      {run.sampler!r}",
     ]
     for stage, start in zip(run.stages, run.starts, strict=False):
         stage.check_devices(shards)
         lines += ["", *_stage(stage, start), *_memory(stage, policy, parameters, shards)]
     return "\n".join(lines)
+
+
+def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
+    """What an evaluation alone would ask, and what of it is answered already."""
+    model, evaluation, rows = harness.model.open(partitioner), harness.evaluation, harness.rows()
+    yield f"results      {Path(harness.out_dir).absolute()} (seed {harness.seed})"
+    yield f"weights      {model.name}"
+    yield from _machine(partitioner, model.policy, model.tokenizer)
+    yield f"sampler      {harness.sampler!r}"
+    yield f"evaluation   {evaluation.name}: {len(rows)} prompts by {type(evaluation.data).__name__}, first: {rows[0].id}"
+    for kind, n in evaluation.kinds.items():
+        yield f"  {kind:<10} {n} a prompt = {n * len(rows)} responses, {evaluation.asked(kind)}"
+    yield f"  lengths    prompt <= {harness.max_prompt_tokens}, response <= {evaluation.settings.max_tokens} tokens"
+    yield f"  reward     {evaluation.reward!r}"
+    yield f"  measures   {', '.join(map(repr, evaluation.measures)) or 'the mean reward alone'}"
+    if (there := Path(harness.out_dir) / SAMPLES).is_file():
+        yield f"  here       {sum(1 for _ in there.open(encoding='utf-8'))} responses already"
+
+
+def _machine(partitioner: Partitioner, policy: Any, tokenizer: Any) -> list[str]:
+    size = policy.architecture
+    return [
+        f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_mesh(partitioner)}",
+        f"model        {type(size).__name__}, {_count(policy.abstract()) / 1e6:.2f} M parameters, compute in "
+        f"{policy.compute_dtype}, remat {policy.remat}",
+        f"tokenizer    {len(tokenizer)} tokens of a vocabulary of {size.vocabulary_size}",
+    ]
 
 
 def _mesh(partitioner: Partitioner) -> str:

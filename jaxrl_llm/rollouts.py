@@ -21,6 +21,17 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
+def stopping(settings: SamplingSettings, tokenizer: Any) -> SamplingSettings:
+    """The settings with the tokenizer's end-of-sequence id among the stop ids."""
+    end = tokenizer.eos_token_id
+    if end is None and not settings.stop_token_ids and not settings.stop_strings:
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings"
+        )
+    ids = settings.stop_token_ids if end is None or end in settings.stop_token_ids else (*settings.stop_token_ids, end)
+    return replace(settings, stop_token_ids=ids)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Asking:
     """Asks a sampler for groups of rollouts.

@@ -22,7 +22,7 @@ from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
 from jaxrl_llm.protocols import Params
-from jaxrl_llm.rollouts import Asking
+from jaxrl_llm.rollouts import Asking, stopping
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
 
@@ -64,7 +64,7 @@ class StageRun:
         Args:
           training: the run in progress: policy, tokenizer, sampler, seed.
         """
-        settings = _stopping(config.settings, training.tokenizer)
+        settings = stopping(config.settings, training.tokenizer)
         encoder = Encoder(
             tokenizer=training.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
             truncation=config.truncation, template_kwargs=config.template_kwargs,
@@ -226,7 +226,7 @@ class StageRun:
                 raise ValueError(
                     f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}"
                 )
-            asked = replace(evaluation, settings=_stopping(evaluation.settings, self.asking.tokenizer))
+            asked = replace(evaluation, settings=stopping(evaluation.settings, self.asking.tokenizer))
             found, _ = await evaluate(asked, prompts, self.asking, reward)
             metrics |= found
         return metrics
@@ -246,17 +246,6 @@ def _feed(
         return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
     given = pairs(encoder, rows) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
     return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
-
-
-def _stopping(settings: SamplingSettings, tokenizer: Any) -> SamplingSettings:
-    """The settings with the tokenizer's end-of-sequence id among the stop ids."""
-    end = tokenizer.eos_token_id
-    if end is None and not settings.stop_token_ids and not settings.stop_strings:
-        raise ValueError(
-            "the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings"
-        )
-    ids = settings.stop_token_ids if end is None or end in settings.stop_token_ids else (*settings.stop_token_ids, end)
-    return replace(settings, stop_token_ids=ids)
 
 
 def _say(what: str, counts: Mapping[str, int]) -> None:

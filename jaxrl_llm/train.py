@@ -1,10 +1,7 @@
 """The run: stages of sample, score, learn, publish, evaluate and save, resumable after every save."""
 
 import asyncio
-import contextlib
-import json
 import logging
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +10,13 @@ from typing import Any
 
 import jax
 
-import jaxrl_llm
 from jaxrl_llm import diagnostics
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
 from jaxrl_llm.console import Console
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
 from jaxrl_llm.protocols import Closing, Sampler, SamplerFactory
+from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
@@ -237,45 +234,3 @@ class Clock:
         now = time.perf_counter()
         self.laps[name] = self.laps.get(name, 0.0) + now - self._last
         self._last = now
-
-
-def writable(run_dir: Path) -> Path:
-    """The run's folder, made if need be; raises OSError that says what to set where it cannot be written."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / ".writable"
-        probe.write_text("")
-        probe.unlink()
-    except OSError as error:
-        raise OSError(
-            f"the run folder {run_dir} cannot be written ({error.strerror}): set RUN_DIR to a folder that can"
-        ) from error
-    return run_dir
-
-
-def provenance(run_dir: Path, seed: int, config: str) -> None:
-    """Writes what reproduces the run: gin text, seed, version and commit."""
-    if config:
-        (run_dir / "config.gin").write_text(config)
-    facts = {
-        "seed": seed,
-        "version": jaxrl_llm.__version__,
-        "commit": commit(),
-        "jax": jax.__version__,
-        "devices": [str(d) for d in jax.devices()],
-    }
-    (run_dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-
-def commit() -> str | None:
-    """The commit that the code is of, with "+changes" where files differ from it; None outside a git checkout."""
-    here = Path(__file__).resolve().parent
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
-        return _git(here, "rev-parse", "HEAD") + ("+changes" if changed else "")
-    return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
-    return done.stdout.strip()

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("launch", "plan", "doctor", "bench", "export", "chat", "bindings_page"),
+    ("launch", "plan", "doctor", "bench", "export", "chat", "loading", "bindings_page"),
     ("train", "stage_run", "stages", "feeds"),
     ("eval.",),
     (
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "global_batch",
         "samplers.",
         "checkpoint",
+        "run_folder",
         "metrics",
         "console",
         "event_files",

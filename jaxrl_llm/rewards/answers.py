@@ -4,6 +4,7 @@ import re
 from fractions import Fraction
 
 _NUMBERS = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])[-+]?\.\d+")
+_MIXED = re.compile(r"([-+]?)(\d+) ?\\[dt]?frac\{(\d+)\}\{(\d+)\}")
 _FRACTION = re.compile(r"([-+]?)\\[dt]?frac\{([-+]?\d+)\}\{(\d+)\}")
 _RATIO = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)")
 
@@ -57,7 +58,10 @@ def last_number(text: str) -> Fraction | None:
 
 
 def only_number(text: str) -> Fraction | None:
-    """The number that a short text names, a fraction being one; None where it names none or several."""
+    """The number that a short text names, a fraction or mixed number being one; None where it names none or several."""
+    if (mixed := _MIXED.fullmatch(text.strip().strip("$. "))) and int(mixed[4]):
+        size = int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))
+        return -size if mixed[1] == "-" else size
     text = _FRACTION.sub(r"\1\2/\3", text)
     if ratio := _RATIO.fullmatch(text.strip().strip("$.% ")):
         below = _decimal(ratio[2])

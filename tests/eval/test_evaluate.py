@@ -3,14 +3,15 @@
 import asyncio
 import math
 import re
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
+from jaxrl_llm.eval.answered import Answered, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, evaluate, summary
+from jaxrl_llm.eval.maths import AtK
 from jaxrl_llm.experience import Prompt, SamplingSettings
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.rollouts import Asking, seed_of
@@ -52,6 +53,18 @@ def test_greedy_and_sampled_means_over_valid_answers():
     assert not asking.counters  # the training's own counters do not hold what an evaluation asked
 
 
+def test_a_run_measures_what_an_evaluation_alone_does():
+    def first(prompt: Prompt, text: str) -> float:
+        return float(text.split()[1] == "1")
+
+    metrics, _, _ = run(reward=Wrap(function=first), samples=4, answer=str.upper, measures=[AtK(ks=(1, 2))])
+    found = {name.removeprefix("eval/heldout/"): value for name, value in metrics.items() if "@" in name}
+    # One of four is right: 3 of 6 pairs hold it, and it ties with the other answer of its pair.
+    assert found == pytest.approx({"avg@4": 1 / 4, "pass@1": 1 / 4, "pass@2": 1 / 2, "maj@2": 1 / 4})
+    with pytest.raises(ValueError, match=r"two measures that give .'avg@4', 'pass@1'.: leave one out"):
+        run(reward=Wrap(function=first), samples=4, measures=[AtK(ks=(1,)), AtK(ks=(1,))])
+
+
 def test_sampled_answers_use_the_settings_and_greedy_ones_their_limits_alone():
     _, _, asking = run(samples=2)
     (_, one, greedy, _), (_, two, sampled, seeds) = asking.sampler.calls
@@ -74,11 +87,17 @@ def test_answers_that_reach_the_limit_are_counted():
 def test_the_summary_of_mixed_answers():
     prompt = make_prompt()
     answers = [make_rollout(prompt, range(n), text=t, finish=f) for n, t, f in ((1, "x", "stop"), (4, "x", "length"))]
-    group = make_group(answers, {"r": [1, 0]})
-    assert summary([group]) == {"": 0.5, "_truncated": 0.5, "_length": 2.5, "_distinct": 1}
-    nothing = replace(group, scores=make_group(answers, {"r": [1, 0]}, {"r": [False, False]}).scores)
-    found = summary([nothing])
-    assert math.isnan(found[""]) and found["_invalid"] == 2
+
+    def found(*valid: bool) -> dict[str, float]:
+        scores = make_group(answers, {"r": [1, 0]}, {"r": valid}).scores
+        one = Answered(prompt=prompt, records=records(answers, scores, "sampled"))
+        assert not one.of("greedy")
+        return {name: estimate(values).mean for name, values in summary([one], "sampled").items()}
+
+    assert found(True, True) == {"": 0.5, "_truncated": 0.5, "_length": 2.5, "_distinct": 1}
+    nothing = found(False, False)
+    assert math.isnan(nothing[""]) and nothing["_invalid"] == 2
+    assert found(True, False)[""] == 1.0
 
 
 def test_a_reward_that_waits_for_the_learner_is_refused():

@@ -1,0 +1,325 @@
+"""An evaluation alone: any model folder or run checkpoint answers a set of prompts; the results lie in one folder.
+
+RESULTS/samples.jsonl has a record for each response (eval/answered.py), summary.json the metrics with their 95% intervals
+and what made them; identity.json guards against results of two configurations in one folder. Start the same command
+again and it goes on where it stopped; what was invalid, as with a judge that was down, is graded again.
+"""
+
+import asyncio
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jaxrl_llm import run_folder
+from jaxrl_llm.data.pipeline import Encoder
+from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
+from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
+from jaxrl_llm.eval.progress import Progress
+from jaxrl_llm.eval.results import Results, locked, same_configuration, write_whole
+from jaxrl_llm.experience import Prompt, Rollout
+from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
+from jaxrl_llm.protocols import Closing, Params, SamplerFactory
+from jaxrl_llm.rollouts import Asking, seed_of, stopping
+
+SCHEMA = 1
+SUMMARY = "summary.json"
+
+
+@dataclass(kw_only=True, eq=False)
+class Opened:
+    """A model to evaluate; its weights are read when `params` is called.
+
+    Attributes:
+      policy: the model on the mesh.
+      tokenizer: its tokenizer.
+      params: reads the parameters.
+      name: the path or id it was opened from, and the checkpoint's step.
+    """
+
+    policy: Any
+    tokenizer: Any
+    params: Callable[[], Params]
+    name: str
+
+
+@runtime_checkable
+class ModelSource(Protocol):
+    """Where a model to evaluate comes from."""
+
+    def open(self, partitioner: Partitioner) -> Opened: ...
+
+
+@runtime_checkable
+class Shortening(Protocol):
+    """A dataset whose prompts can lose parts, such as few-shot examples."""
+
+    def shorter(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with one part less; None where nothing is left to lose."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harness:
+    """Evaluates a model; a gin file builds it, and `run` carries it out.
+
+    Attributes:
+      out_dir: the folder of the results.
+      model: who answers.
+      sampler: how the model is sampled.
+      evaluation: the prompts, how they are answered and what is measured.
+      mesh: sizes of the mesh axes.
+      seed: with the place of a prompt in its dataset, seeds its answers.
+      max_prompt_tokens: longer prompts lose few-shot examples where they have any, then are treated by `truncation`.
+      truncation: "drop" (counted in the summary), "left" (loses its beginning) or "error".
+      template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
+      progress_s: seconds between progress lines.
+    """
+
+    out_dir: str
+    model: ModelSource
+    sampler: SamplerFactory
+    evaluation: Evaluation
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    seed: int = SEED
+    max_prompt_tokens: int = 2048
+    truncation: Literal["drop", "left", "error"] = "drop"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    progress_s: float = 10.0
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of a prompt and its response together."""
+        return self.max_prompt_tokens + self.evaluation.settings.max_tokens
+
+    def rows(self) -> list[Prompt]:
+        """The prompts, not encoded yet; raises ValueError where two share an id."""
+        rows = list(self.evaluation.data.rows())[: self.evaluation.limit]
+        twice = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
+        if twice:
+            raise ValueError(f"the ids of an evaluation's prompts must differ (twice: {twice[:3]})")
+        return rows
+
+    def run(self, config: str = "") -> None:
+        """Answers, grades and summarises; `config` is the gin text, kept with the results."""
+        folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
+        with locked(folder), asyncio.Runner() as runner:
+            rows = self.rows()
+            evaluating = Evaluating(self, folder, rows, self.model.open(Partitioner.create(self.mesh)))
+            try:
+                runner.run(evaluating.answer(config))
+            finally:
+                runner.run(evaluating.close())
+            evaluating.finish(config)
+
+
+class Evaluating:
+    """An evaluation in progress."""
+
+    def __init__(self, harness: Harness, folder: Path, rows: Sequence[Prompt], model: Opened) -> None:
+        self.harness, self.folder, self.model = harness, folder, model
+        self.evaluation = harness.evaluation
+        if self.evaluation.reward is not None:
+            check_reward(self.evaluation.name, self.evaluation.reward)
+        if len(model.tokenizer) > (size := model.policy.architecture.vocabulary_size):
+            raise ValueError(
+                f"the tokenizer of {model.name} has {len(model.tokenizer)} tokens and the model's vocabulary {size}: "
+                "give a folder whose tokenizer is the model's"
+            )
+        self.encoder = Encoder(
+            tokenizer=model.tokenizer, max_prompt_tokens=harness.max_prompt_tokens, truncation=harness.truncation,
+            template_kwargs=harness.template_kwargs,
+        )  # fmt: skip
+        encoded = [self._encode(row) for row in rows]
+        self.places = {p.id: i for i, p in enumerate(encoded) if p is not None}
+        self.prompts = {p.id: p for p in encoded if p is not None}
+        if not self.prompts:
+            raise ValueError(
+                f"none of {len(rows)} prompts fits in {harness.max_prompt_tokens} tokens: raise harness.Harness.max_prompt_tokens"
+            )
+        self.sampler: Any = None
+
+    def _encode(self, row: Prompt) -> Prompt | None:
+        """The prompt with its tokens, after it lost what it can lose; None where it is dropped."""
+        data = self.evaluation.data
+        if isinstance(data, Shortening):
+            measure = Encoder(tokenizer=self.model.tokenizer, max_prompt_tokens=self.harness.max_prompt_tokens)
+            while measure.prompt(row) is None and (less := data.shorter(row)) is not None:
+                row = less
+        return self.encoder.prompt(row)
+
+    # -- answering -----------------------------------------------------------------------------------------------------
+
+    async def answer(self, config: str) -> None:
+        """Fills the results; what they hold already is not asked again."""
+        params = self.model.params()
+        self.hash = model_hash(params)
+        same_configuration(self.folder, self._identity())
+        run_folder.provenance(self.folder, self.harness.seed, config)
+        wanted = {(name, kind): n for kind, n in self.evaluation.kinds.items() for name in self.prompts}
+        self.results = Results(self.folder, wanted)
+        self.progress = Progress(
+            name=self.evaluation.name, total=sum(wanted.values()), every_s=self.harness.progress_s,
+            groups=self.results.groups.values(),
+        )  # fmt: skip
+        self._announce()
+        await self._grade_again()
+        if len(self.results.groups) == len(wanted):
+            return
+        harness, model = self.harness, self.model
+        self.sampler = harness.sampler.start(
+            model.policy, model.tokenizer, max_length=harness.max_length, run_dir=self.folder
+        )
+        await self.sampler.publish(params, 0)
+        for kind, n in self.evaluation.kinds.items():
+            await self._ask(kind, n)
+
+    async def _ask(self, kind: str, n: int) -> None:
+        """Answers of one kind to the prompts that lack them; groups are graded while others are sampled."""
+        prompts = [p for name, p in self.prompts.items() if (name, kind) not in self.results.groups]
+        settings = stopping(self.evaluation.asked(kind), self.model.tokenizer)
+        seeds = [seed_of(self.harness.seed, self.places[p.id]) for p in prompts]
+        asking = Asking(sampler=self.sampler, tokenizer=self.model.tokenizer)
+        try:
+            async with asyncio.TaskGroup() as grading:
+                async for _, rollouts in asking.groups(prompts, n, settings, seeds):
+                    grading.create_task(self._record(rollouts, kind))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _record(self, rollouts: Sequence[Rollout], kind: str) -> None:
+        group = await self._graded(rollouts, kind)
+        self.results.add(group)
+        self.progress.add(group)
+
+    async def _graded(self, rollouts: Sequence[Rollout], kind: str) -> list[Record]:
+        reward = self.evaluation.reward
+        scores = await reward.score(rollouts) if reward is not None else None
+        return records(rollouts, scores, kind, self.evaluation.answer)
+
+    async def _grade_again(self) -> None:
+        """Grades groups with an invalid score from their texts."""
+        again = [key for key, group in self.results.groups.items() if any(_invalid(record) for record in group)]
+        for name, kind in again:
+            old = self.results.groups[name, kind]
+            graded = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
+            self.results.groups[name, kind] = [r | {"tokens": o["tokens"]} for r, o in zip(graded, old, strict=True)]
+        if again:
+            self.results.rewrite()
+            print(f"graded {len(again)} groups again that had invalid scores", flush=True)
+
+    async def close(self) -> None:
+        """Stops the sampler and the reward's processes, whatever happened."""
+        if self.sampler is not None:
+            await self.sampler.close()
+        held: object = self.evaluation.reward
+        if isinstance(held, Closing):
+            held.close()
+
+    def _announce(self) -> None:
+        lost = {n: c for n, c in self.encoder.counts().items() if c and n not in ("rows", "kept")}
+        print(
+            f"evaluation {self.evaluation.name}: {len(self.prompts)} prompts, {self.progress.total} responses, "
+            f"{self.progress.done} of them here already, by {self.model.name} -> {self.folder}"
+            + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""),
+            flush=True,
+        )
+
+    # -- the summary ---------------------------------------------------------------------------------------------------
+
+    def _identity(self) -> dict[str, Any]:
+        """What the records depend on, JSON-like."""
+        asked = hashlib.sha256()
+        for prompt in self.prompts.values():
+            asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
+        evaluation = self.evaluation
+        grading = {"reward": _stable(evaluation.reward), "answer": _stable(evaluation.answer)}
+        return {
+            "schema": SCHEMA,
+            "model_hash": self.hash,
+            "prompts_hash": asked.hexdigest(),
+            **grading,
+        } | self._sampling()
+
+    def _sampling(self) -> dict[str, Any]:
+        settings = stopping(self.evaluation.settings, self.model.tokenizer)
+        return json.loads(
+            json.dumps({**self.evaluation.kinds, "settings": asdict(settings), "seed": self.harness.seed})
+        )
+
+    def finish(self, config: str) -> None:
+        """Writes summary.json and prints the metrics."""
+        evaluation, groups = self.evaluation, self.results.groups
+        answered = [
+            Answered(prompt=prompt, records=[r for kind in evaluation.kinds for r in groups[name, kind]])
+            for name, prompt in self.prompts.items()
+        ]
+        estimates = {name: estimate(values) for name, values in evaluation.metrics(answered).items()}
+        reported: dict[str, Any] = {}
+        for family in evaluation.measures:
+            if isinstance(family, Report):
+                reported |= family.report(answered, self.folder, self.model.name)
+        counts = {n: c for n, c in self.encoder.counts().items() if c}
+        summary = {
+            "name": evaluation.name,
+            "metrics": {name: _json(e.mean) for name, e in estimates.items()},
+            "ci95": {name: _json(e.ci95) for name, e in estimates.items()},
+            "n": {name: e.n for name, e in estimates.items()},
+            **reported,
+            "prompts": counts,
+            "model": {"path": self.model.name, "hash": self.hash},
+            "sampling": self._sampling(),
+            "sampler": _stable(self.harness.sampler),
+            "throughput": self._throughput(),
+            "commit": run_folder.commit(),
+            "gin": config,
+        }
+        write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+        for name, e in estimates.items():
+            print(f"  {name:<28} {e.mean:.4f}" + (f" +- {e.ci95:.4f}" if np.isfinite(e.ci95) else ""))
+        print(f"wrote {self.folder / SUMMARY}", flush=True)
+
+    def _throughput(self) -> dict[str, float]:
+        """This start's, or that of the start before where nothing was left to answer."""
+        found, before = self.progress.throughput(), self.folder / SUMMARY
+        if not found["responses"] and before.is_file():
+            return json.loads(before.read_text())["throughput"]
+        return found
+
+
+def model_hash(params: Params) -> str:
+    """SHA-256 over names, shapes, dtypes and values of the parameters, however the model is stored."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(np.ascontiguousarray(to_host(leaf)).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
+
+
+def _stable(component: Any) -> str:
+    """A component's repr without addresses, which differ at every start."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(component))
+
+
+def _invalid(record: Record) -> bool:
+    return bool(record["scores"]) and (record["score"] is None or None in record["scores"].values())
+
+
+def _as_rollout(record: Record, prompt: Prompt) -> Rollout:
+    """A rollout of the recorded text, for graders, which read texts alone."""
+    none = np.zeros(0, np.int32)
+    return Rollout(
+        prompt=prompt, tokens=none, sampler_logprobs=none.astype(np.float32), mask=none.astype(bool), versions=none,
+        finish=record["finish"], text=record["response"],
+    )  # fmt: skip
+
+
+def _json(x: float) -> float | None:
+    return float(x) if np.isfinite(x) else None

@@ -1,0 +1,101 @@
+"""Open-ended instructions, and the file of outputs that AlpacaEval's judges read."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.eval.answered import Answered, mean
+from jaxrl_llm.eval.questions import required
+from jaxrl_llm.eval.results import write_whole
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Instructions without a gold answer; of a talk of several turns, the first.
+
+    Attributes:
+      path: a local file or folder, or a Hugging Face dataset id.
+      name: names the source, and the prompts of rows without an id.
+      split: which part of a folder or dataset.
+      subset: configuration of a Hugging Face dataset.
+      column: columns that may hold the instruction; the first that a row has counts.
+      template: name of a prompt template (data/templates.py), or a function instruction -> text or messages.
+      limit: most rows; None for all.
+    """
+
+    path: str
+    name: str = "instructions"
+    split: str = "test"
+    subset: str | None = None
+    column: Sequence[str] = ("instruction", "prompt", "question", "turns")
+    template: str | templates.Template = "chat"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "Instructions")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts.
+
+        Raises:
+          FileNotFoundError: nothing at `path`.
+          ValueError: a row without instruction; names the file and the row.
+        """
+        template = templates.named(self.template, "Instructions")
+        found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
+        return [self._prompt(number, where, row, template) for number, (where, row) in enumerate(found)]
+
+    def _prompt(self, number: int, where: str, row: Mapping[str, Any], template: templates.Template) -> Prompt:
+        asked = required(where, row, self.column, "Instructions.column")
+        asked = str(asked[0] if isinstance(asked, list) else asked)
+        if extra_input := _input(row):
+            asked = f"{asked}\n\n{extra_input}"
+        name = next((str(row[c]) for c in ("id", "question_id") if row.get(c) is not None), f"{self.name}/{number}")
+        extra = {
+            "instruction": asked,
+            "category": str(row.get("category") or ""),
+            "dataset": row.get("dataset") or self.name,
+        }
+        return Prompt(id=name, source=self.name, extra=extra, **templates.fields(template, asked))
+
+
+def _input(row: Mapping[str, Any]) -> str:
+    """The input beside an instruction, where the row has one: {"input"}, or {"instances": [{"input"}]}."""
+    instances = row.get("instances")
+    given = instances[0].get("input") if instances else row.get("input")
+    return str(given or "").strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlpacaOutputs:
+    """Leaves model_outputs.json, an array of {instruction, output, generator, dataset}: input of AlpacaEval's judges.
+
+    Attributes:
+      generator: names the model in the file; empty takes its path.
+    """
+
+    generator: str = ""
+
+    def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
+        """Metric characters: the mean length of outputs, which the length-controlled win rate corrects for."""
+        return {"characters": np.array([mean([float(len(r["response"])) for r in one.main]) for one in answered])}
+
+    def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
+        """Writes the file: one output an instruction, the greedy one or else the first sampled."""
+        rows = [
+            {
+                "instruction": one.prompt.extra["instruction"],
+                "output": one.main[0]["response"],
+                "generator": self.generator or model,
+                "dataset": one.prompt.extra["dataset"],
+            }
+            for one in answered
+        ]
+        write_whole(folder / "model_outputs.json", json.dumps(rows, indent=2, ensure_ascii=False) + "\n")
+        return {"model_outputs": "model_outputs.json"}

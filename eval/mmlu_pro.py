@@ -1,0 +1,97 @@
+"""MMLU-Pro (arXiv 2406.01574): up to ten options, worked examples of the question's own category before it.
+
+The whole prompt is one user turn. Where it is too long it loses examples, the last first, as in the authors' script.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.eval.choices import LETTERS
+from jaxrl_llm.eval.multiple_choice import Item, as_prompt, lettered, read
+from jaxrl_llm.experience import Prompt
+
+INSTRUCTION = (
+    "The following are multiple choice questions (with answers) about {category}. Think step by step and then finish your "
+    'answer with "the answer is (X)" where X is the correct letter choice.'
+)
+THINK = "Answer: Let's think step by step."
+
+
+@dataclass(frozen=True, kw_only=True)
+class MMLUPro:
+    """Questions with `shots` worked examples; a prompt knows how to lose one (`shorter`).
+
+    Attributes:
+      path: the test questions: a file, a folder of files, or a Hugging Face dataset id.
+      examples: the worked examples, with the column cot_content; empty takes the split "validation" of `path`.
+      split: which part of a folder or dataset.
+      shots: worked examples in a prompt.
+      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
+      limit: most rows; None for all.
+    """
+
+    path: str = "TIGER-Lab/MMLU-Pro"
+    examples: str = ""
+    split: str = "test"
+    shots: int = 5
+    template: str | templates.Template = "chat"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "MMLUPro")
+        if self.shots < 0:
+            raise ValueError(f"mmlu_pro.MMLUPro.shots must be >= 0 (got {self.shots})")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts, the right letter as reference.
+
+        Raises:
+          FileNotFoundError: nothing at `path` or `examples`.
+          ValueError: a bad row, or a category with fewer than `shots` examples.
+        """
+        worked = self._worked() if self.shots else {}
+        prompts = []
+        for number, item in enumerate(read(self.path, self.split, limit=self.limit)):
+            shots = worked.get(item.category, [])[: self.shots]
+            if len(shots) < self.shots:
+                raise ValueError(
+                    f"category {item.category!r} has {len(shots)} worked examples: lower mmlu_pro.MMLUPro.shots "
+                    f"(now {self.shots}), or name a file that has more"
+                )
+            prompts.append(self._prompt(f"mmlu_pro/{number}", item, shots))
+        return prompts
+
+    def shorter(self, prompt: Prompt) -> Prompt | None:
+        """The prompt with one worked example less; None where it has none."""
+        shots = prompt.extra["shots"]
+        if not shots:
+            return None
+        number = LETTERS.index(prompt.reference)
+        item = Item(
+            question=prompt.extra["question"], options=prompt.extra["options"], answer=number,
+            category=prompt.extra["category"],
+        )  # fmt: skip
+        return self._prompt(prompt.id, item, shots[:-1])
+
+    def _prompt(self, name: str, item: Item, shots: Sequence[str]) -> Prompt:
+        asked = INSTRUCTION.format(category=item.category)
+        body = "\n\n".join([asked, *shots, f"{_question(item)}\n{THINK}"])
+        fields = templates.fields(templates.named(self.template, "MMLUPro"), body)
+        prompt = as_prompt(name, "mmlu_pro", item, fields)
+        return replace(prompt, extra={**prompt.extra, "shots": list(shots)})
+
+    def _worked(self) -> dict[str, list[str]]:
+        """{category: worked examples as text}."""
+        path = self.examples or self.path
+        items = read(path, "validation")
+        texts = [row["cot_content"] for _, row in files.read(path, ["cot_content"], split="validation")]
+        found: dict[str, list[str]] = {}
+        for item, text in zip(items, texts, strict=True):
+            worked = text.strip().removeprefix("A:").removeprefix("Answer:").strip()
+            found.setdefault(item.category, []).append(f"{_question(item)}\nAnswer: {worked}")
+        return found
+
+
+def _question(item: Item) -> str:
+    return f"Question: {item.question}\nOptions:\n{lettered(item.options)}"

@@ -1,0 +1,164 @@
+"""NoveltyBench (arXiv 2504.05228): how many classes of equivalent answers k generations fall into, and their utility.
+
+    partition: in order, a generation without a class opens one; every later one without a class that equals it joins
+    distinct_k = number of classes
+    utility_patience = sum_i p^(i-1) u_i [i opens a class] / sum_i p^(i-1)      p = 0.8, u_i in 1..10
+    utility_flat = sum_i u_i [i opens a class] / k                              DARLING's copy (arXiv 2509.02534)
+
+The two utilities are not comparable. "distinct" in partitions.jsonl is the number of classes; the authors' files hold
+the greatest class index, one less.
+"""
+
+import json
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.eval.answered import Answered, mean, value
+from jaxrl_llm.eval.ngrams import words
+from jaxrl_llm.eval.results import write_whole
+
+Similar = Callable[[str, str], bool]
+
+SHORT_WORDS = 5
+# Cut points between the utilities 1 to 10 on raw scores of Skywork-Reward-Gemma-2-27B-v0.2.
+SKYWORK = (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047)
+
+
+def partition(texts: Sequence[str], similar: Similar) -> list[int]:
+    """The class of each text, numbered in order of appearance; a class is compared by its first text."""
+    classes: list[int | None] = [None] * len(texts)
+    opened = 0
+    for i, text in enumerate(texts):
+        if classes[i] is None:
+            classes[i] = opened
+            for j in range(i + 1, len(texts)):
+                if classes[j] is None and similar(text, texts[j]):
+                    classes[j] = opened
+            opened += 1
+    return [c for c in classes if c is not None]
+
+
+def firsts(classes: Sequence[int]) -> list[bool]:
+    """True where a class appears for the first time."""
+    return [c not in classes[:i] for i, c in enumerate(classes)]
+
+
+def utility_patience(classes: Sequence[int], utilities: Sequence[float], patience: float = 0.8) -> float:
+    """Utility of a reader who goes on to the next generation with probability `patience`."""
+    weights = patience ** np.arange(len(classes))
+    return float(np.sum(weights * np.asarray(utilities) * firsts(classes)) / weights.sum())
+
+
+def utility_flat(classes: Sequence[int], utilities: Sequence[float]) -> float:
+    """Utilities of the classes' first generations over the number of generations."""
+    return float(np.sum(np.asarray(utilities) * firsts(classes)) / len(classes))
+
+
+def equal_if_short(a: str, b: str) -> bool | None:
+    """The rule for texts of at most five words: equal if they share half the longer one's words; None for longer texts."""
+    first, second = a.lower().split(), b.lower().split()
+    longest = max(len(first), len(second))
+    return 2 * len({*first} & {*second}) >= longest if longest <= SHORT_WORDS else None
+
+
+def rouge1(a: str, b: str) -> float:
+    """F1 of the words that two texts share, with multiplicity; 0 where one has none."""
+    first, second = Counter(words(a)), Counter(words(b))
+    shared, total = (first & second).total(), first.total() + second.total()
+    return 2 * shared / total if total else 0.0
+
+
+def rouge1_similar(a: str, b: str, *, threshold: float = 0.458) -> bool:
+    """Equivalence without a model: the rule for short texts, else ROUGE-1 F1 above `threshold`.
+
+    Args:
+      threshold: NoveltyBench's for this predicate; its main one is a classifier, which any function of two texts can be.
+    """
+    short = equal_if_short(a, b)
+    return rouge1(a, b) > threshold if short is None else short
+
+
+@dataclass(frozen=True, kw_only=True)
+class Novelty:
+    """distinct and, where a reward gives quality, quality, utility_patience and utility_flat of the sampled answers.
+
+    Leaves generations.jsonl, partitions.jsonl and, with quality, scores.jsonl.
+
+    Attributes:
+      similar: two texts -> whether they are equivalent.
+      part: the reward's part that is the quality; empty takes the total.
+      cut_points: raw quality -> utility 1 + the number of cut points below it; empty takes the quality as it is.
+      patience: probability that a reader looks at the next generation.
+    """
+
+    similar: Similar = rouge1_similar
+    part: str = ""
+    cut_points: Sequence[float] = ()
+    patience: float = 0.8
+
+    def __post_init__(self) -> None:
+        if not 0 < self.patience <= 1:
+            raise ValueError(f"novelty.Novelty.patience must be in (0, 1] (got {self.patience})")
+        if list(self.cut_points) != sorted(self.cut_points):
+            raise ValueError(f"novelty.Novelty.cut_points must rise (got {list(self.cut_points)})")
+
+    def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
+        """One value a prompt."""
+        return self._metrics([self._row(one) for one in answered])
+
+    def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
+        """Writes NoveltyBench's files; {"novelty": mean and variance of each metric, and the histogram of distinct}."""
+        keys = ("id", "prompt", "model", "generations")
+        rows = [{"model": model, **self._row(one)} for one in answered]
+        _write(folder / "generations.jsonl", rows, keys)
+        _write(folder / "partitions.jsonl", rows, (*keys, "partition", "distinct"))
+        if all("utility" in row for row in rows):
+            scored = ("generation_scores", "partition_scores", "quality", "utility")
+            _write(folder / "scores.jsonl", rows, (*keys, "partition", "distinct", *scored))
+        metrics = self._metrics(rows)
+        found: dict[str, Any] = {f"mean_{name}": float(np.mean(values)) for name, values in metrics.items()}
+        found |= {f"var_{name}": float(np.var(values)) for name, values in metrics.items()}
+        counts = Counter(row["distinct"] for row in rows)
+        return {"novelty": found | {"distinct_histogram": {str(n): counts[n] for n in sorted(counts)}}}
+
+    def _row(self, one: Answered) -> dict[str, Any]:
+        samples = one.of("sampled")
+        if not samples:
+            raise ValueError("novelty needs sampled answers: set Evaluation.samples (10 in NoveltyBench)")
+        texts = [record["response"] for record in samples]
+        classes = partition(texts, self.similar)
+        row = {
+            "id": one.prompt.id, "prompt": samples[0]["prompt"], "generations": texts, "partition": classes,
+            "distinct": len(set(classes)),
+        }  # fmt: skip
+        raw = [value(record, self.part) for record in samples]
+        if np.isnan(raw).any():
+            return row
+        utilities = [self._utility(x) for x in raw]
+        return row | {
+            "generation_scores": utilities,
+            "partition_scores": [u for u, first in zip(utilities, firsts(classes), strict=True) if first],
+            "quality": mean(utilities),
+            "utility": utility_patience(classes, utilities, self.patience),
+            "utility_flat": utility_flat(classes, utilities),
+        }
+
+    def _utility(self, raw: float) -> float:
+        return float(bisect_left(self.cut_points, raw) + 1) if self.cut_points else raw
+
+    def _metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
+        found = {"distinct": np.array([row["distinct"] for row in rows], np.float64)}
+        names = {"quality": "quality", "utility_patience": "utility", "utility_flat": "utility_flat"}
+        if any("utility" in row for row in rows):
+            found |= {name: np.array([row.get(key, np.nan) for row in rows]) for name, key in names.items()}
+        return found
+
+
+def _write(file: Path, rows: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> None:
+    write_whole(file, "".join(json.dumps({k: row[k] for k in keys}, ensure_ascii=False) + "\n" for row in rows))

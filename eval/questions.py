@@ -1,0 +1,93 @@
+"""Questions with a gold answer from any .jsonl, .json or .parquet file, folder or Hugging Face dataset."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.experience import Prompt
+from jaxrl_llm.rewards.answers import boxed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Questions:
+    """Rows of a question and its answer, such as a competition's problems.
+
+    Attributes:
+      path: a local file or folder, or a Hugging Face dataset id.
+      name: names the source and the prompts, "name/row".
+      split: which part of a folder or dataset.
+      subset: configuration of a Hugging Face dataset.
+      question: columns that may hold the question; the first that a row has counts.
+      answer: columns that may hold the gold answer; a list of answers is joined by ", ", which asks for all of them.
+      gold_in_box: the answer column is a worked solution, and its last \\boxed{} the gold answer.
+      category: columns that may hold the category, which metrics can be split by.
+      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
+      limit: most rows; None for all.
+    """
+
+    path: str
+    name: str = "questions"
+    split: str = "test"
+    subset: str | None = None
+    question: Sequence[str] = ("question", "problem", "Question", "Problem")
+    answer: Sequence[str] = ("answer", "final_answer", "Answer")
+    gold_in_box: bool = False
+    category: Sequence[str] = ("subject", "level", "type")
+    template: str | templates.Template = "chat_boxed"
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "Questions")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts.
+
+        Raises:
+          FileNotFoundError: nothing at `path`.
+          ValueError: a row without question or answer; names the file and the row.
+        """
+        template = templates.named(self.template, "Questions")
+        found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
+        return [
+            Prompt(
+                id=f"{self.name}/{number}",
+                reference=self._gold(where, row),
+                source=self.name,
+                extra={"category": str(_first(row, self.category) or "")},
+                **templates.fields(template, str(required(where, row, self.question, "Questions.question"))),
+            )
+            for number, (where, row) in enumerate(found)
+        ]
+
+    def _gold(self, where: str, row: Mapping[str, Any]) -> str:
+        gold = text_of(required(where, row, self.answer, "Questions.answer"))
+        if self.gold_in_box:
+            found = boxed(gold)
+            if found is None:
+                raise ValueError(f"{where}: no \\boxed{{}} in the worked solution (got ...{gold[-60:]!r})")
+            gold = found
+        if not gold.strip():
+            raise ValueError(f"{where}: the gold answer is empty: leave the row out")
+        return gold.strip()
+
+
+def required(where: str, row: Mapping[str, Any], columns: Sequence[str], field: str) -> Any:
+    """The first of `columns` that the row has; raises ValueError that names the binding `field`."""
+    found = _first(row, columns)
+    if found is None:
+        raise ValueError(f"{where}: none of the columns {list(columns)}; the row has {sorted(row)}: set {field}")
+    return found
+
+
+def text_of(answer: Any) -> str:
+    """An answer as text: 27.0 is "27", lists are joined."""
+    if isinstance(answer, list | tuple):
+        return ", ".join(map(text_of, answer))
+    if isinstance(answer, float) and answer.is_integer():
+        return str(int(answer))
+    return str(answer)
+
+
+def _first(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    return next((row[c] for c in columns if row.get(c) is not None), None)

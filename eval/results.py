@@ -1,0 +1,112 @@
+"""The folder of an evaluation: records by line, whole groups only, and the one configuration that they belong to."""
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.eval.answered import Record
+
+SAMPLES = "samples.jsonl"
+IDENTITY = "identity.json"
+
+Key = tuple[str, str]  # prompt id, kind
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of the folder; the lock ends with the process, however that ends.
+
+    Raises:
+      ValueError: another process is writing there.
+    """
+    with (folder / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another evaluation is writing to {folder}: wait for it, or set OUT_DIR") from error
+        yield
+
+
+def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Notes what the results of the folder depend on, or compares it with what they were made with.
+
+    Raises:
+      ValueError: the folder holds results of another configuration; nothing is changed.
+    """
+    file = folder / IDENTITY
+    if not file.exists():
+        if (folder / SAMPLES).exists():
+            raise ValueError(f"{folder} holds {SAMPLES} without {IDENTITY}, from another version: set OUT_DIR")
+        write_whole(file, json.dumps(identity, indent=2) + "\n")
+        return
+    before = json.loads(file.read_text())
+    differing = [
+        f"{n} was {before.get(n)}, is {identity.get(n)}"
+        for n in sorted({*before, *identity})
+        if before.get(n) != identity.get(n)
+    ]
+    if differing:
+        raise ValueError(
+            f"{folder} holds results of another configuration ({'; '.join(differing)}): set OUT_DIR to a new folder, or "
+            "restore what changed"
+        )
+
+
+class Results:
+    """The records in RESULTS/samples.jsonl.
+
+    A group, the responses of one kind to one prompt, is written in one piece. A line that a kill cut off, and groups that
+    are incomplete, are removed when the file is opened.
+
+    Args:
+      folder: the evaluation's folder.
+      wanted: {(prompt id, kind): responses}; records of other groups are removed too.
+
+    Raises:
+      ValueError: a line before the last is no record.
+    """
+
+    def __init__(self, folder: Path, wanted: Mapping[Key, int]) -> None:
+        self.file = folder / SAMPLES
+        found: dict[Key, dict[int, Record]] = {}
+        lines = self.file.read_bytes().splitlines() if self.file.exists() else []
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+                found.setdefault((record["id"], record["kind"]), {}).setdefault(record["sample"], record)
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines):
+                    raise ValueError(f"{self.file}:{number} is no record ({error!r}): move the file away") from error
+        self.groups: dict[Key, list[Record]] = {
+            key: [group[i] for i in range(wanted[key])]
+            for key, group in found.items()
+            if set(group) == set(range(wanted.get(key, 0)))
+        }
+        kept = sum(map(len, self.groups.values()))
+        if kept < len(lines) or not self.file.exists():
+            self.rewrite()
+
+    def add(self, group: Sequence[Record]) -> None:
+        """Appends a whole group."""
+        self.groups[group[0]["id"], group[0]["kind"]] = list(group)
+        with self.file.open("a", encoding="utf-8") as file:
+            file.write(_lines(group))
+
+    def rewrite(self) -> None:
+        """Writes all groups anew; the file is whole at every moment."""
+        write_whole(self.file, "".join(map(_lines, self.groups.values())))
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file that appears whole or not at all."""
+    draft = file.with_name(f".{file.name}.part")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, file)
+
+
+def _lines(group: Sequence[Record]) -> str:
+    return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in group)

@@ -1,0 +1,53 @@
+"""Every file of gin/eval builds a harness once the paths it requires are given."""
+
+from pathlib import Path
+
+import pytest
+
+from jaxrl_llm import launch
+from jaxrl_llm.eval.answered import Measure
+from jaxrl_llm.eval.harness import Harness
+from jaxrl_llm.protocols import Reward, Source
+
+FOLDER = Path(__file__).parents[2] / "gin" / "eval"
+# Files that others include: they name no set of their own.
+SHARED = {"base", "maths"}
+SETS = [
+    "gsm8k",
+    "math500",
+    "competition_math",
+    "amc23",
+    "aime24",
+    "aime25",
+    "minerva",
+    "olympiadbench",
+    "hmmt",
+    "brumo",
+    "livemathbench",
+    "mmlu",
+    "mmlu_pro",
+    "wmdp",
+    "mmlu_sycophancy",
+    "alpaca_eval",
+    "novelty_bench",
+]
+
+
+def test_each_set_has_its_file():
+    assert {file.stem for file in FOLDER.glob("*.gin")} >= {*SETS, *SHARED}
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_file_builds_a_harness(name):
+    built, config = launch.build([str(FOLDER / f"{name}.gin")], ["MODEL_PATH = 'model'", "DATA_PATH = 'rows.jsonl'"])
+    assert isinstance(built, Harness) and built.out_dir == f"results/{name}"
+    evaluation = built.evaluation
+    assert evaluation.name == name and isinstance(evaluation.data, Source) and evaluation.kinds
+    assert evaluation.reward is None or isinstance(evaluation.reward, Reward)
+    assert evaluation.measures and all(isinstance(m, Measure) for m in evaluation.measures)
+    assert getattr(evaluation.data, "path", "") == "rows.jsonl" and "loading.Model.path" in config
+
+
+def test_a_model_is_required():
+    with pytest.raises(ValueError, match=r"MODEL_PATH.* set to `%gin.REQUIRED`"):
+        launch.build([str(FOLDER / "gsm8k.gin")])
