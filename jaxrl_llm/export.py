@@ -1,19 +1,52 @@
-"""Writes a run's policy as a Hugging Face folder: python -m jaxrl_llm.export RUN --out DIR [--step N | --best] [--dtype bfloat16]."""
+"""Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
+
+Adapters are merged into the model's weights, or written alone in PEFT's format with --adapters.
+"""
 
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxrl_llm import launch
 from jaxrl_llm.checkpoint import last_step, read_policy
-from jaxrl_llm.hf_weights import save
+from jaxrl_llm.hf_weights import save, save_adapters
 from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.lora import AdaptedPolicy
 
 
-def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Any, Any, Any]:
-    """The policy, its parameters and the tokenizer of a run's checkpoint, on this machine's devices.
+@dataclass(frozen=True)
+class Saved:
+    """A run's checkpoint, to be read from.
+
+    Attributes:
+      run: the run.
+      folder: where its checkpoints lie.
+      step: the checkpoint's step.
+      policy: the policy, on this machine's devices.
+    """
+
+    run: Any
+    folder: Path
+    step: int
+    policy: Any
+
+    def trained(self) -> Any:
+        """The trained parameters of the policy: all of them, or its adapters."""
+        return read_policy(self.folder, self.step, self.policy.abstract())
+
+    def merged(self) -> Any:
+        """All parameters of the policy, with adapters merged."""
+        base = self.run.policy.base(self.policy, jax.random.key(self.run.seed))
+        return self.policy.merged(self.trained(), base)
+
+
+def saved(run_dir: Path, *, step: int | None = None, best: bool = False) -> Saved:
+    """A checkpoint of a run.
 
     Args:
       run_dir: the run's folder, with its config.gin.
@@ -33,8 +66,25 @@ def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> 
         raise FileNotFoundError(
             f"no checkpoint {step} in {folder}; there are {sorted(p.name for p in folder.glob('*'))}"
         )
-    policy = run.policy.policy(Partitioner.create(MeshConfig()))
-    return policy, read_policy(folder, step, policy.abstract()), run.tokenizer.load()
+    return Saved(run, folder, step, run.policy.policy(Partitioner.create(MeshConfig())))
+
+
+def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Any, Any, Any]:
+    """The policy, its parameters (adapters merged) and the tokenizer of a run's checkpoint; arguments and errors of `saved`."""
+    found = saved(run_dir, step=step, best=best)
+    return found.policy.plain, found.merged(), found.run.tokenizer.load()
+
+
+def write_adapters(found: Saved, out: Path, dtype: str) -> None:
+    """Writes the adapters alone, in PEFT's format.
+
+    Raises:
+      ValueError: the run trained none.
+      OSError: `out` exists or cannot be written.
+    """
+    if not isinstance(found.policy, AdaptedPolicy):
+        raise ValueError("the run trained all weights and has no adapters: leave out --adapters")
+    save_adapters(found.policy, found.trained(), out, base_name=found.run.policy.pretrained, dtype=dtype)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,13 +93,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the last)")
     parser.add_argument("--best", action="store_true", help="export the best checkpoint")
+    parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args(argv)
     try:
         if arguments.out.exists():
             raise FileExistsError(f"{arguments.out} exists: give a new folder")
-        policy, params, tokenizer = policy_of(arguments.run, step=arguments.step, best=arguments.best)
-        save(policy, params, arguments.out, tokenizer=tokenizer, dtype=arguments.dtype)
+        found = saved(arguments.run, step=arguments.step, best=arguments.best)
+        if arguments.adapters:
+            write_adapters(found, arguments.out, arguments.dtype)
+        else:
+            tokenizer = found.run.tokenizer.load()
+            save(found.policy.plain, found.merged(), arguments.out, tokenizer=tokenizer, dtype=arguments.dtype)
     except launch.EXPECTED as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

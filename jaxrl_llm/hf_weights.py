@@ -1,5 +1,6 @@
 """Hugging Face folders, read by slices of safetensors so that each host holds only its own shards, and written."""
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from safetensors.numpy import save_file
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_names import Tensor
+from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params, Policy
 
 READABLE = ("F32", "BF16", "F16")
@@ -111,6 +113,48 @@ def save(
       ValueError: an unknown dtype.
       OSError: the disk is full or not writable; nothing is left behind.
     """
+    with _written(folder, dtype) as partial_folder:
+        if partial_folder is not None:
+            _write_json(partial_folder / "config.json", _config(policy.architecture, tokenizer, dtype))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial_folder))
+                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
+        _write_tensors(policy, params, partial_folder, dtype, shard_bytes)
+
+
+def save_adapters(
+    policy: AdaptedPolicy, adapters: Params, folder: Path, *, base_name: str | None, dtype: str = "float32"
+) -> None:
+    """Writes adapters alone in PEFT's format, adapter_config.json and adapter_model.safetensors, as `save` writes a model.
+
+    Args:
+      policy: whose adapters they are.
+      adapters: the trained parameters.
+      folder: where to write; must not exist yet, or be empty.
+      base_name: folder or Hugging Face id of the model that they adapt, where it has one.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+
+    Raises:
+      FileExistsError, ValueError, OSError: as `save`.
+    """
+    lora = policy.lora
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": list(lora.targets), "bias": "none",
+        "fan_in_fan_out": False, "use_rslora": False, "inference_mode": True,
+    }  # fmt: skip
+    with _written(folder, dtype) as partial_folder:
+        tensors = hf_names.tensors(adapters)
+        found = {t.name: _gathered(policy, hf_names.leaf_of(adapters, t.path), t, dtype) for t in tensors}
+        if partial_folder is not None:
+            named = {f"base_model.model.{name}": x for name, x in found.items()}
+            save_file(named, partial_folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            _write_json(partial_folder / "adapter_config.json", config)
+
+
+@contextlib.contextmanager
+def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
+    """A folder to fill, which takes the name `folder` in the end, or vanishes; None in processes that must not write."""
     if dtype not in WRITABLE:
         raise ValueError(f"dtype must be one of {tuple(WRITABLE)} (got {dtype!r})")
     folder = folder.resolve()
@@ -125,11 +169,7 @@ def save(
         if first:
             shutil.rmtree(partial_folder, ignore_errors=True)
             partial_folder.mkdir(parents=True)
-            _write_json(partial_folder / "config.json", _config(policy.architecture, tokenizer, dtype))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(partial_folder))
-                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
-        _write_tensors(policy, params, partial_folder if first else None, dtype, shard_bytes)
+        yield partial_folder if first else None
         if first:
             os.replace(partial_folder, folder)
     except BaseException:

@@ -1,7 +1,8 @@
 """The one-to-one map between the leaves of Params and the tensors of a Hugging Face checkpoint: names and layouts.
 
 A linear map of ours has its input axes first and its heads apart, [*in, *out]; theirs is a matrix [out, in] with the
-heads flattened. Stacked leaves [L, ...] are one tensor a layer.
+heads flattened. Stacked leaves [L, ...] are one tensor a layer. Adapters {"a", "b"} in the place of a leaf are named as
+PEFT names them, less its prefix: two linear maps, [*in, rank] and [rank, *out].
 """
 
 import math
@@ -31,6 +32,8 @@ TENSORS: dict[str, tuple[str, int | None]] = {
     "norm/scale": ("model.norm.weight", None),
     "head": ("lm_head.weight", None),
 }
+
+ADAPTERS = {"a": "lora_A", "b": "lora_B"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +91,13 @@ def tensors(tree: Mapping[str, Any]) -> list[Tensor]:
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = tuple(key.key for key in path)
-        if "/".join(keys) not in TENSORS:
-            raise ValueError(f"parameter {'/'.join(keys)} has no counterpart in a Hugging Face checkpoint")
-        name, inputs = TENSORS["/".join(keys)]
+        adapter = ADAPTERS.get(keys[-1]) if "/".join(keys[:-1]) in TENSORS else None
+        known = "/".join(keys[:-1] if adapter else keys)
+        if known not in TENSORS:
+            raise ValueError(f"parameter {known} has no counterpart in a Hugging Face checkpoint")
+        name, inputs = TENSORS[known]
+        if adapter:
+            name, inputs = name.replace(".weight", f".{adapter}.weight"), inputs if keys[-1] == "a" else 1
         stacked = keys[0] == "layers"
         shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
         for layer in range(leaf.shape[0]) if stacked else (None,):
