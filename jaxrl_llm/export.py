@@ -1,6 +1,7 @@
 """Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
 
-Adapters are merged into the model's weights, or written alone in PEFT's format with --adapters.
+Adapters are merged into the model's weights, or written alone in PEFT's format with --adapters. --model reward_model writes
+the reward model that a stage trained, as a sequence classifier with one label.
 """
 
 import argparse
@@ -13,10 +14,11 @@ from typing import Any
 import jax
 
 from jaxrl_llm import launch
-from jaxrl_llm.checkpoint import last_step, read_policy
+from jaxrl_llm.checkpoint import last_step, read_host, read_model
 from jaxrl_llm.hf_weights import save, save_adapters
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.stage_run import new_key
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Saved:
 
     def trained(self) -> Any:
         """The trained parameters of the policy: all of them, or its adapters."""
-        return read_policy(self.folder, self.step, self.policy.abstract())
+        return read_model(self.folder, self.step, self.policy.abstract())
 
     def merged(self) -> Any:
         """All parameters of the policy, with adapters merged."""
@@ -75,6 +77,25 @@ def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> 
     return found.policy.plain, found.merged(), found.run.tokenizer.load()
 
 
+def value_model(found: Saved, name: str) -> tuple[Any, Any]:
+    """The value model `name` ("critic" or "reward_model") that the checkpoint's stage trained, and its parameters.
+
+    Raises:
+      ValueError: the stage trained none.
+    """
+    number = read_host(found.folder, found.step)["stage"]
+    stage = found.run.stages[number]
+    if name not in stage.value_models:
+        raise ValueError(
+            f"checkpoint {found.step} is of stage {stage.name!r}, which has no {name} (it has {['policy', *stage.value_models]}): "
+            "give --step of another stage's checkpoint, or another --model"
+        )
+    source = stage.value_models[name]
+    model = source.model(found.policy)
+    params = read_model(found.folder, found.step, model.abstract(), name)
+    return model.plain, model.merged(params, source.base(model, new_key(found.run.seed, number)))
+
+
 def write_adapters(found: Saved, out: Path, dtype: str) -> None:
     """Writes the adapters alone, in PEFT's format.
 
@@ -93,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the last)")
     parser.add_argument("--best", action="store_true", help="export the best checkpoint")
+    parser.add_argument(
+        "--model", default="policy", choices=("policy", "critic", "reward_model"), help="which to export"
+    )
     parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args(argv)
@@ -103,8 +127,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.adapters:
             write_adapters(found, arguments.out, arguments.dtype)
         else:
-            tokenizer = found.run.tokenizer.load()
-            save(found.policy.plain, found.merged(), arguments.out, tokenizer=tokenizer, dtype=arguments.dtype)
+            named = arguments.model == "policy"
+            model, params = (found.policy.plain, found.merged()) if named else value_model(found, arguments.model)
+            save(model, params, arguments.out, tokenizer=found.run.tokenizer.load(), dtype=arguments.dtype)
     except launch.EXPECTED as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -32,7 +32,7 @@ class Learner:
     """The compiled half of training; it sees an Algorithm, never an algorithm's name.
 
     Attributes:
-      models: {"policy": Policy} and, where the algorithm asks for one, {"critic": ValueModel}.
+      models: {"policy": Policy} and, where the algorithm asks for one, {"critic": ValueModel} or {"reward_model": ValueModel}.
       algorithm: the objective.
       optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
       updates: updates of the whole run, for the schedules.

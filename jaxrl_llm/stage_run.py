@@ -93,20 +93,19 @@ class StageRun:
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
             sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls), seed=seed,
-            bases=dict(training.bases) | _critic_base(config, learner, _key(seed, number)),
+            bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def begin(self, params: Params) -> TrainState:
-        """The state the stage starts from; its reference is a copy of `params`, and its critic begins as the stage says."""
+        """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
         if "reference" in self.config.algorithm.needs:
             self.frozen["reference"] = jax.tree.map(jnp.copy, params)
         models = {"policy": params}
-        if critic := self.learner.models.get("critic"):
-            assert self.config.critic is not None
+        for name, source in self.config.value_models.items():
             whole = self.learner.policy.merged(params, self.bases.get("policy"))
-            models["critic"] = self.config.critic.params(critic, whole, _key(self.seed, self.number))
+            models[name] = source.params(self.learner.models[name], whole, new_key(self.seed, self.number))
         return self.learner.init(models)
 
     @property
@@ -255,13 +254,14 @@ class StageRun:
 
 
 def _learner(config: Stage, policy: Policy) -> Learner:
-    """The learner of a stage, with the critic that its algorithm asks for."""
+    """The learner of a stage, with the value models that its algorithm asks for."""
     models: dict[str, Any] = {"policy": policy}
-    optimizers = {"policy": config.optimizer}
+    models |= {name: source.model(policy) for name, source in config.value_models.items()}
+    optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
     warmup = 0
-    if "critic" in config.algorithm.needs:
-        assert config.critic is not None and config.critic_optimizer is not None  # by Stage
-        models["critic"], optimizers["critic"] = config.critic.model(policy), config.critic_optimizer
+    if "critic" in models:
+        assert config.critic_optimizer is not None  # by Stage
+        optimizers["critic"] = config.critic_optimizer
         warmup = config.critic_warmup_steps * config.minibatches * config.epochs
     return Learner(
         models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup,
@@ -269,15 +269,13 @@ def _learner(config: Stage, policy: Policy) -> Learner:
     )  # fmt: skip
 
 
-def _critic_base(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
-    """What lies frozen under the critic's adapters, where it has these."""
-    if "critic" not in learner.models or config.critic is None:
-        return {}
-    base = config.critic.base(learner.models["critic"], key)
-    return {} if base is None else {"critic": base}
+def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
+    """What lies frozen under the adapters of the value models that have these."""
+    bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
+    return {name: base for name, base in bases.items() if base is not None}
 
 
-def _key(seed: int, number: int) -> jax.Array:
+def new_key(seed: int, number: int) -> jax.Array:
     """The key of the new parameters of stage `number`."""
     return jax.random.fold_in(jax.random.key(seed), number)
 
@@ -294,7 +292,10 @@ def _feed(
             greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
         )  # fmt: skip
         return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
-    given = pairs(encoder, rows) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
+    ends = "reward_model" in config.algorithm.needs
+    given = (
+        pairs(encoder, rows, ends=ends) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
+    )
     return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
 
 

@@ -17,7 +17,7 @@ class TrainState:
     Attributes:
       step: int32 [] updates applied or skipped so far.
       skipped: int32 [] updates in a row whose gradient was not finite.
-      params: {model name: parameters}, "policy" and, where an algorithm needs one, "critic".
+      params: {model name: parameters}, "policy" and, where an algorithm asks for one, "critic" or "reward_model".
       moments: {model name: optimizer state} of the trained models.
     """
 

@@ -31,6 +31,7 @@ TENSORS: dict[str, tuple[str, int | None]] = {
     "layers/mlp/down": ("model.layers.{layer}.mlp.down_proj.weight", 1),
     "norm/scale": ("model.norm.weight", None),
     "head": ("lm_head.weight", None),
+    "value/kernel": ("score.weight", 1),
 }
 
 ADAPTERS = {"a": "lora_A", "b": "lora_B"}
@@ -120,6 +121,8 @@ def export(params: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    if not shape:  # one output
+        return slice(0, 1)
     inner = math.prod(shape[1:])
     if any(s.start != 0 or s.stop != n for s, n in zip(slices[1:], shape[1:])):
         raise ValueError(

@@ -82,7 +82,8 @@ class AdaptedPolicy(Policy):
 
     def axes(self) -> dict[str, Any]:
         """Logical axes of each adapter: A is split as the weight's inputs are, B as its outputs."""
-        whole, axes = self.plain.axes(), {}
+        whole = self.plain.axes()
+        axes: dict[str, Any] = {}
         for path in self._paths:
             leaf, inputs = hf_names.leaf_of(whole, path), self._inputs(path)
             _place(axes, path, {"a": (*leaf[: 1 + inputs], None), "b": (leaf[0], None, *leaf[1 + inputs :])})

@@ -35,15 +35,15 @@ class PolicySource:
             got = "neither" if self.architecture is None else "both"
             raise ValueError(f"PolicySource needs `architecture` or `pretrained` (got {got}): set one of the two")
 
-    def policy(self, partitioner: Partitioner) -> Policy:
-        """The policy on a mesh.
+    def policy(self, partitioner: Partitioner, *, value: bool = False) -> Policy:
+        """The policy on a mesh; with `value`, the layers of a value model, which a sequence classifier has too.
 
         Raises:
           FileNotFoundError, ValueError: the pretrained folder is not there or not of a supported architecture.
         """
         architecture = self.architecture
         if self.pretrained is not None:
-            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained))
+            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
         assert architecture is not None  # by __post_init__
         fields = (architecture, partitioner, self.compute_dtype, self.remat)
         return Policy(*fields) if self.lora is None else AdaptedPolicy(*fields, self.lora)

@@ -60,6 +60,15 @@ class ValueModel:
         """Random layers, and a head that values every token at 0."""
         return {**self.backbone.init(key), HEAD: self.head()}
 
+    @property
+    def plain(self) -> "ValueModel":
+        """The same model with all its parameters in one tree; see `Policy.plain`."""
+        return replace(self, backbone=self.backbone.plain)
+
+    def merged(self, params: Params, base: Params | None) -> Params:
+        """The parameters of `plain`; see `Policy.merged`."""
+        return {**self.backbone.merged(_layers(params), base), HEAD: params[HEAD]}
+
     def joined(self, params: Params, base: Params | None) -> Params:
         """What `values` takes, of the trained parameters and the frozen ones; see `Policy.joined`."""
         return {**self.backbone.joined(_layers(params), base), HEAD: params[HEAD]}
