@@ -149,20 +149,20 @@ def _first_line(error: Exception) -> str:
     return (text[0] if text else type(error).__name__)[:300]
 
 
-def read_policy(folder: Path, step: int, abstract: Any) -> Any:
-    """The policy's parameters alone, in the shardings of `abstract`; optimizer state is not read.
+def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> Any:
+    """One model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
 
     Raises:
       ValueError: the checkpoint is of another model.
     """
-    item = {"params": {"policy": abstract}}
+    item = {"params": {name: abstract}}
     arguments = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
     )
     path = folder.absolute() / str(step) / "state"
     try:
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            restored = checkpointer.restore(path, args=arguments)["params"]["policy"]
+            restored = checkpointer.restore(path, args=arguments)["params"][name]
         _same_shapes(restored, abstract)
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"the checkpoint {path} is of another model: {_first_line(error)}") from error

@@ -85,8 +85,11 @@ def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[Sequence[Ro
     return [(rollout,) for rollout in encoder.demonstrations(rows)]
 
 
-def pairs(encoder: Encoder, rows: Sequence[Prompt]) -> list[Sequence[Rollout]]:
+def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False) -> list[Sequence[Rollout]]:
     """The preferred response (`Prompt.response`) and the rejected one (`Prompt.extra["rejected"]`) of each row.
+
+    Args:
+      ends: only the end of each response is learned from, by `ended`.
 
     Raises:
       ValueError: a row without a rejected response, or no pair left.
@@ -100,12 +103,25 @@ def pairs(encoder: Encoder, rows: Sequence[Prompt]) -> list[Sequence[Rollout]]:
         chosen = encoder.demonstration(row)
         rejected = encoder.demonstration(replace(row, response=str(row.extra["rejected"])))
         if chosen is not None and rejected is not None:
-            found.append((chosen, rejected))
+            found.append((ended(chosen), ended(rejected)) if ends else (chosen, rejected))
     if not found:
         raise ValueError(
             f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits"
         )
     return found
+
+
+def ended(rollout: Rollout) -> Rollout:
+    """The rollout with one more token, the only one in its mask.
+
+    A packed row holds all tokens of a sequence but the last, so what a model says after the last token of a response
+    stands where this further token would be predicted; which token it is does not matter.
+    """
+    last = lambda x, value: np.append(x, x.dtype.type(value))  # noqa: E731
+    return replace(
+        rollout, tokens=last(rollout.tokens, rollout.tokens[-1]), sampler_logprobs=last(rollout.sampler_logprobs, 0),
+        mask=last(np.zeros_like(rollout.mask), True), versions=last(rollout.versions, -1),
+    )  # fmt: skip
 
 
 def stats_of(groups: Sequence[ScoredGroup], streams: Mapping[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

@@ -1,11 +1,12 @@
 """Hugging Face folders, read by slices of safetensors so that each host holds only its own shards, and written."""
 
+import contextlib
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from safetensors.numpy import save_file
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_names import Tensor
+from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.value import ValueModel
 
 READABLE = ("F32", "BF16", "F16")
 WRITABLE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
@@ -49,21 +52,29 @@ def locate(pretrained: str) -> Path:
         raise FileNotFoundError(f"{pretrained!r} is no folder, and its download failed ({error}): {advice}") from error
 
 
-def architecture(folder: Path) -> Architecture:
-    """The architecture that the folder's config.json describes.
+def architecture(folder: Path, *, value: bool = False) -> Architecture:
+    """The architecture that the folder's config.json describes; with `value`, of a sequence classifier's layers too.
 
     Raises:
       FileNotFoundError: no config.json in the folder.
       ValueError: no JSON, or an unsupported architecture.
     """
+    return hf_config.read(_config_of(folder), str(folder / "config.json"), value=value)
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether the folder holds a sequence classifier; raises as `architecture` does."""
+    return hf_config.is_classifier(_config_of(folder))
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")
     try:
-        config = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is not JSON: {error}") from error
-    return hf_config.read(config, str(file))
 
 
 def load(policy: Policy, folder: Path) -> Params:
@@ -73,12 +84,23 @@ def load(policy: Policy, folder: Path) -> Params:
       FileNotFoundError: no safetensors weights, or a file that the index names is absent.
       ValueError: missing, mis-shaped or unexpected tensors, or a dtype other than float32, bfloat16 and float16.
     """
-    abstract = policy.abstract()
+    # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither head.
+    return read(
+        policy.abstract(), folder, unread={"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
+    )
+
+
+def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None) -> Params:
+    """The leaves of `abstract`, shapes with shardings by the names of Params; see `load`.
+
+    Args:
+      unread: what else the folder may hold; None allows anything.
+    """
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in hf_names.tensors(abstract):
         by_leaf.setdefault(tensor.path, []).append(tensor)
     checkpoint = _Checkpoint(folder)
-    checkpoint.check([t for group in by_leaf.values() for t in group], tied=policy.architecture.tied)
+    checkpoint.check([t for group in by_leaf.values() for t in group], unread)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
         group = by_leaf[tuple(key.key for key in path)]
@@ -88,7 +110,7 @@ def load(policy: Policy, folder: Path) -> Params:
 
 
 def save(
-    policy: Policy,
+    policy: Policy | ValueModel,
     params: Params,
     folder: Path,
     tokenizer: Any = None,
@@ -99,7 +121,7 @@ def save(
     """Writes a folder that transformers loads; it appears whole or not at all. All processes call it, the first writes.
 
     Args:
-      policy: whose architecture config.json describes.
+      policy: whose architecture config.json describes; a value model becomes a sequence classifier with one label.
       params: the parameters.
       folder: where to write; must not exist yet, or be empty.
       tokenizer: a transformers tokenizer to save beside the weights, or None.
@@ -111,6 +133,48 @@ def save(
       ValueError: an unknown dtype.
       OSError: the disk is full or not writable; nothing is left behind.
     """
+    with _written(folder, dtype) as partial_folder:
+        if partial_folder is not None:
+            _write_json(partial_folder / "config.json", _config(policy, tokenizer, dtype))
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(partial_folder))
+                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
+        _write_tensors(policy, params, partial_folder, dtype, shard_bytes)
+
+
+def save_adapters(
+    policy: AdaptedPolicy, adapters: Params, folder: Path, *, base_name: str | None, dtype: str = "float32"
+) -> None:
+    """Writes adapters alone in PEFT's format, adapter_config.json and adapter_model.safetensors, as `save` writes a model.
+
+    Args:
+      policy: whose adapters they are.
+      adapters: the trained parameters.
+      folder: where to write; must not exist yet, or be empty.
+      base_name: folder or Hugging Face id of the model that they adapt, where it has one.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+
+    Raises:
+      FileExistsError, ValueError, OSError: as `save`.
+    """
+    lora = policy.lora
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": list(lora.targets), "bias": "none",
+        "fan_in_fan_out": False, "use_rslora": False, "inference_mode": True,
+    }  # fmt: skip
+    with _written(folder, dtype) as partial_folder:
+        tensors = hf_names.tensors(adapters)
+        found = {t.name: _gathered(policy, hf_names.leaf_of(adapters, t.path), t, dtype) for t in tensors}
+        if partial_folder is not None:
+            named = {f"base_model.model.{name}": x for name, x in found.items()}
+            save_file(named, partial_folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            _write_json(partial_folder / "adapter_config.json", config)
+
+
+@contextlib.contextmanager
+def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
+    """A folder to fill, which takes the name `folder` in the end, or vanishes; None in processes that must not write."""
     if dtype not in WRITABLE:
         raise ValueError(f"dtype must be one of {tuple(WRITABLE)} (got {dtype!r})")
     folder = folder.resolve()
@@ -125,11 +189,7 @@ def save(
         if first:
             shutil.rmtree(partial_folder, ignore_errors=True)
             partial_folder.mkdir(parents=True)
-            _write_json(partial_folder / "config.json", _config(policy.architecture, tokenizer, dtype))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(partial_folder))
-                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
-        _write_tensors(policy, params, partial_folder if first else None, dtype, shard_bytes)
+        yield partial_folder if first else None
         if first:
             os.replace(partial_folder, folder)
     except BaseException:
@@ -164,15 +224,14 @@ class _Checkpoint:
         """The tensor as a lazily read slice."""
         return self._handles[self._file_of[name]].get_slice(name)
 
-    def check(self, expected: Sequence[Tensor], tied: bool) -> None:
-        """Raises ValueError where names, shapes or dtypes are not the expected ones."""
-        # Buffers of old releases, and the head that some tied checkpoints repeat, hold nothing new.
-        known = {t.name for t in expected} | ({"lm_head.weight"} if tied else set())
+    def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
+        """Raises ValueError where names, shapes or dtypes are not the expected ones, or a name is in neither set."""
+        known = {t.name for t in expected} | (set(self._file_of) if unread is None else unread)
         problems = [f"{t.name} is missing" for t in expected if t.name not in self._file_of]
         problems += [
             f"{name} is unexpected"
             for name in sorted(self._file_of)
-            if name not in known and not name.endswith("rotary_emb.inv_freq")
+            if name not in known and not name.endswith("rotary_emb.inv_freq")  # buffers of old releases
         ]
         for tensor in expected:
             if tensor.name in self._file_of:
@@ -217,7 +276,9 @@ def _shard_reader(
     return read
 
 
-def _write_tensors(policy: Policy, params: Params, folder: Path | None, dtype: str, shard_bytes: int) -> None:
+def _write_tensors(
+    policy: Policy | ValueModel, params: Params, folder: Path | None, dtype: str, shard_bytes: int
+) -> None:
     shards = list(_shards(hf_names.tensors(params), WRITABLE[dtype].itemsize, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -246,19 +307,19 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Itera
     yield shard
 
 
-def _gathered(policy: Policy, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
+def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
     layer = None if tensor.layer is None else jnp.int32(tensor.layer)
     return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, layer, policy, dtype))))
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))
-def _replicated(leaf: jax.Array, layer: jax.Array | None, policy: Policy, dtype: str) -> jax.Array:
+def _replicated(leaf: jax.Array, layer: jax.Array | None, policy: Policy | ValueModel, dtype: str) -> jax.Array:
     values = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
     return jax.lax.with_sharding_constraint(values.astype(dtype), policy.partitioner.replicated)
 
 
-def _config(architecture: Architecture, tokenizer: Any, dtype: str) -> dict[str, Any]:
-    config = hf_config.write(architecture) | {"torch_dtype": dtype}
+def _config(policy: Policy | ValueModel, tokenizer: Any, dtype: str) -> dict[str, Any]:
+    config = hf_config.write(policy.architecture, value=isinstance(policy, ValueModel)) | {"torch_dtype": dtype}
     return config if tokenizer is None else config | _special_ids(tokenizer)
 
 

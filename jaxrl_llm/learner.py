@@ -22,6 +22,8 @@ from jaxrl_llm.optimizers import Optimizer, state_shardings
 from jaxrl_llm.protocols import Algorithm, Params
 from jaxrl_llm.train_state import TrainState
 
+Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
+NO_BASES: Bases = {}
 STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
 
 
@@ -30,10 +32,11 @@ class Learner:
     """The compiled half of training; it sees an Algorithm, never an algorithm's name.
 
     Attributes:
-      models: {"policy": Policy} and, for an actor-critic, {"critic": value model with the same interface}.
+      models: {"policy": Policy} and, where the algorithm asks for one, {"critic": ValueModel} or {"reward_model": ValueModel}.
       algorithm: the objective.
-      optimizers: {model name: Optimizer}.
+      optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
       updates: updates of the whole run, for the schedules.
+      warmup: first updates, which leave the policy as it is: only the critic learns.
       temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
       max_segments: most sequences of a packed row.
     """
@@ -42,6 +45,7 @@ class Learner:
     algorithm: Algorithm
     optimizers: Mapping[str, Optimizer]
     updates: int
+    warmup: int = 0
     temperature: float = 1.0
     max_segments: int | None = None
 
@@ -57,7 +61,12 @@ class Learner:
 
     @cached_property
     def transforms(self) -> dict[str, optax.GradientTransformation]:
-        return {name: self.optimizers[name].transform(self.updates) for name in self.models}
+        late = {"policy": self.warmup}
+        return {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
+
+    def trained(self, params: Mapping[str, Params]) -> dict[str, Params]:
+        """Those of `params` that an update changes."""
+        return {name: params[name] for name in self.optimizers}
 
     def init(self, params: Mapping[str, Params]) -> TrainState:
         """The state that training starts from; it owns `params` from here on."""
@@ -92,23 +101,28 @@ class Learner:
     # -- what the models say of a batch --------------------------------------------------------------------------------
 
     def outputs(
-        self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str]
+        self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str], bases: Bases = NO_BASES
     ) -> dict[str, dict[str, Array]]:
-        """Per-token float32 streams [B, T] by model name; 0 where nothing is predicted."""
-        hidden = self.policy.hidden(
-            params["policy"], batch.tokens, batch.positions, batch.segments, max_segments=self.max_segments
-        )
-        stats = token_stats(
-            hidden.reshape(-1, hidden.shape[-1]), self.policy.head(params["policy"]), batch.targets.reshape(-1),
-            temperature=self.temperature, outputs=tuple(streams), mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
-        )  # fmt: skip
-        outputs = {"policy": {name: x.reshape(batch.targets.shape) for name, x in stats.items()}}
-        if "critic" in params:
-            critic = self.models["critic"]
-            outputs["critic"] = {
-                "value": critic.values(params["critic"], batch.tokens, batch.positions, batch.segments)
-            }
-        return outputs
+        """Per-token float32 streams [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
+
+        Here and below, `bases` holds the frozen parameters under the adapters of the models that have these.
+        """
+        places = (batch.tokens, batch.positions, batch.segments)
+        found = {}
+        for name, model in self.models.items():
+            if name not in params:
+                continue
+            whole = model.joined(params[name], bases.get(name))
+            if name == "policy":
+                hidden = model.hidden(whole, *places, max_segments=self.max_segments)
+                stats = token_stats(
+                    hidden.reshape(-1, hidden.shape[-1]), model.head(whole), batch.targets.reshape(-1),
+                    temperature=self.temperature, outputs=tuple(streams), mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
+                )  # fmt: skip
+                found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
+            else:
+                found[name] = {"value": model.values(whole, *places, max_segments=self.max_segments)}
+        return found
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
@@ -117,19 +131,22 @@ class Learner:
 
     @cached_property
     def _score(self) -> Any:
-        return jax.jit(lambda params, batch: self.outputs(params, batch, self.streams))
+        return jax.jit(lambda params, batch, bases: self.outputs(params, batch, self.streams, bases))
 
     @cached_property
     def _score_frozen(self) -> Any:
-        return jax.jit(lambda params, batch: self.outputs({"policy": params}, batch, ("logprob",))["policy"]["logprob"])
+        def logprob(params: Params, batch: Batch, bases: Bases) -> Array:
+            return self.outputs({"policy": params}, batch, ("logprob",), bases)["policy"]["logprob"]
 
-    def score(self, params: Mapping[str, Params], batch: Batch) -> dict[str, dict[str, Array]]:
+        return jax.jit(logprob)
+
+    def score(self, params: Mapping[str, Params], batch: Batch, bases: Bases = NO_BASES) -> dict[str, dict[str, Array]]:
         """`outputs` without gradient: old log-probs, entropies, values."""
-        return self._score(dict(params), batch)
+        return self._score(dict(params), batch, dict(bases))
 
-    def score_frozen(self, params: Params, batch: Batch) -> Array:
+    def score_frozen(self, params: Params, batch: Batch, bases: Bases = NO_BASES) -> Array:
         """Log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
-        return self._score_frozen(params, batch)
+        return self._score_frozen(params, batch, dict(bases))
 
     @cached_property
     def advantages(self) -> Any:
@@ -138,20 +155,20 @@ class Learner:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, params: dict[str, Params], batch: Batch) -> tuple[Any, dict[str, Array]]:
+    def _gradient(self, params: dict[str, Params], batch: Batch, bases: Bases) -> tuple[Any, dict[str, Array]]:
         def objective(params: dict[str, Params]) -> tuple[Array, dict[str, Array]]:
-            terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams), batch)
+            terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams, bases), batch)
             divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
             loss = sum(divided(terms).values(), start=jnp.zeros(()))
             return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
 
-        (_, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(params)
+        (_, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(self.trained(params))
         return gradient, scalars
 
     @cached_property
     def _accumulate(self) -> Any:
-        def accumulate(total: Any, params: dict[str, Params], batch: Batch) -> Any:
-            return jax.tree.map(jnp.add, total, self._gradient(params, batch))
+        def accumulate(total: Any, params: dict[str, Params], batch: Batch, bases: Bases) -> Any:
+            return jax.tree.map(jnp.add, total, self._gradient(params, batch, bases))
 
         return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
@@ -162,7 +179,7 @@ class Learner:
     @property
     def _total_shardings(self) -> Any:
         """Of gradient and metrics summed so far: one program adds every micro-batch, and gradients lie as parameters do."""
-        return self.shardings.params, self.partitioner.replicated
+        return self.trained(self.shardings.params), self.partitioner.replicated
 
     @cached_property
     def _apply(self) -> Any:
@@ -172,24 +189,25 @@ class Learner:
     def _whole(self) -> Any:
         """Gradient and update in one program, for a mini-batch of one micro-batch: no gradient is ever stored."""
 
-        def whole(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-            gradient, scalars = self._gradient(state.params, batch)
+        def whole(state: TrainState, batch: Batch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
+            gradient, scalars = self._gradient(state.params, batch, bases)
             state, norms = self._applied(state, gradient)
             return state, {**scalars, **norms}
 
         return jax.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
 
     def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step of every model; a gradient that is not finite changes nothing and is counted."""
+        """One optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
         norms = {name: optax.global_norm(g) for name, g in gradient.items()}
         finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
-        params, moments = {}, {}
+        params, moments = dict(state.params), {}
         for name, transform in self.transforms.items():
             limit = self.optimizers[name].max_grad_norm
             scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else 1.0
             clipped = jax.tree.map(lambda g: g * scale, gradient[name])  # noqa: B023  # used at once
             changes, new = transform.update(clipped, state.moments[name], state.params[name])
-            keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)  # noqa: E731
+            learns = finite & (state.step >= self.warmup) if self.warmup and name == "policy" else finite
+            keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(learns, n, o), new, old)  # noqa: B023, E731
             params[name] = keep(optax.apply_updates(state.params[name], changes), state.params[name])
             moments[name] = keep(new, state.moments[name])
         skipped = jnp.where(finite, 0, state.skipped + 1)
@@ -197,18 +215,20 @@ class Learner:
         metrics["update/skipped"] = 1.0 - finite.astype(jnp.float32)
         return TrainState(step=state.step + 1, skipped=skipped, params=params, moments=moments), metrics
 
-    def update(self, state: TrainState, batches: Iterable[Batch]) -> tuple[TrainState, dict[str, Array]]:
+    def update(
+        self, state: TrainState, batches: Iterable[Batch], bases: Bases = NO_BASES
+    ) -> tuple[TrainState, dict[str, Array]]:
         """One update from the micro-batches of a mini-batch; donates `state`.
 
         Returns:
           The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
         """
-        batches = list(batches)
+        batches, bases = list(batches), dict(bases)
         if len(batches) == 1:
-            return self._whole(state, batches[0])
-        total = self._first(state.params, batches[0])
+            return self._whole(state, batches[0], bases)
+        total = self._first(state.params, batches[0], bases)
         for batch in batches[1:]:
-            total = self._accumulate(total, state.params, batch)
+            total = self._accumulate(total, state.params, batch, bases)
         gradient, scalars = total
         state, norms = self._apply(state, gradient)
         return state, {**scalars, **norms}

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from jaxrl_llm import hf_weights, launch
-from jaxrl_llm.checkpoint import last_step, read_policy
+from jaxrl_llm.checkpoint import last_step, read_model
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.eval.harness import Opened
-from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy_source import PolicySource
 
 
@@ -56,22 +56,72 @@ class Model:
         return Opened(policy=policy, tokenizer=tokenizer, params=params, name=self.path)
 
     def _of_run(self, folder: Path, partitioner: Partitioner) -> Opened:
-        run: Any
-        run, _ = launch.build([str(folder)])
-        if not isinstance(getattr(run, "policy", None), PolicySource):
-            raise ValueError(f"{folder} holds no run that trains a policy: name a Hugging Face folder or a run folder")
-        checkpoints = folder / ("best" if self.best else "checkpoints")
-        step = last_step(checkpoints) if self.step is None else self.step
-        if not (checkpoints / str(step)).is_dir():
-            there = sorted(p.name for p in checkpoints.glob("*"))
-            raise FileNotFoundError(f"no checkpoint {step} in {checkpoints}; there are {there}")
-        source = replace(run.policy, compute_dtype=self.compute_dtype or run.policy.compute_dtype)
-        policy, tokenizer = source.policy(partitioner), run.tokenizer.load()
+        found = saved(folder, step=self.step, best=self.best, partitioner=partitioner, compute_dtype=self.compute_dtype)
+        tokenizer = found.run.tokenizer.load()
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
-        params = partial(_read, policy, checkpoints, step)
-        return Opened(policy=policy, tokenizer=tokenizer, params=params, name=f"{self.path} step {step}")
+        name = f"{self.path} step {found.step}"
+        return Opened(policy=found.policy.plain, tokenizer=tokenizer, params=found.merged, name=name)
 
 
-def _read(policy: Any, folder: Path, step: int) -> Any:
-    return read_policy(folder, step, policy.abstract())
+@dataclass(frozen=True)
+class Saved:
+    """A run's checkpoint, to be read from.
+
+    Attributes:
+      run: the run.
+      folder: where its checkpoints lie.
+      step: the checkpoint's step.
+      policy: the policy on a mesh.
+    """
+
+    run: Any
+    folder: Path
+    step: int
+    policy: Any
+
+    def trained(self) -> Any:
+        """The trained parameters of the policy: all of them, or its adapters."""
+        return read_model(self.folder, self.step, self.policy.abstract())
+
+    def merged(self) -> Any:
+        """All parameters of the policy, with adapters merged."""
+        base = self.run.policy.base(self.policy, jax.random.key(self.run.seed))
+        return self.policy.merged(self.trained(), base)
+
+
+def saved(
+    run_dir: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    partitioner: Partitioner | None = None,
+    compute_dtype: str | None = None,
+) -> Saved:
+    """A checkpoint of a run.
+
+    Args:
+      run_dir: the run's folder, with its config.gin.
+      step: the checkpoint's step; None takes the last one.
+      best: take the best checkpoint by the run's evaluation metric.
+      partitioner: the mesh; None takes this machine's devices.
+      compute_dtype: dtype of activations; None is the run's own.
+
+    Raises:
+      OSError: no such run or checkpoint.
+      ValueError: a configuration that does not build.
+    """
+    if not (run_dir / "config.gin").is_file():
+        raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.gin")
+    run: Any
+    run, _ = launch.build([str(run_dir)])
+    if not isinstance(getattr(run, "policy", None), PolicySource):
+        raise ValueError(f"{run_dir} holds no run that trains a policy: name a Hugging Face folder or a run folder")
+    folder = run_dir / ("best" if best else "checkpoints")
+    step = last_step(folder) if step is None else step
+    if not (folder / str(step)).is_dir():
+        there = sorted(p.name for p in folder.glob("*"))
+        raise FileNotFoundError(f"no checkpoint {step} in {folder}; there are {there}")
+    source = replace(run.policy, compute_dtype=compute_dtype or run.policy.compute_dtype)
+    partitioner = Partitioner.create(MeshConfig()) if partitioner is None else partitioner
+    return Saved(run, folder, step, source.policy(partitioner))

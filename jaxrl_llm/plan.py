@@ -29,7 +29,6 @@ def plan(run: Run | Harness) -> str:
     tokenizer = run.tokenizer.load()
     policy = run.policy.policy(partitioner)
     shards = partitioner.batch_shards
-    parameters = policy.abstract()
     lines = [
         f"run folder   {Path(run.run_dir).absolute()} (seed {run.seed})",
         *_machine(partitioner, policy, tokenizer),
@@ -37,7 +36,7 @@ def plan(run: Run | Harness) -> str:
     ]
     for stage, start in zip(run.stages, run.starts, strict=False):
         stage.check_devices(shards)
-        lines += ["", *_stage(stage, start), *_memory(stage, policy, parameters, shards)]
+        lines += ["", *_stage(stage, start), *_memory(stage, policy, shards)]
     return "\n".join(lines)
 
 
@@ -60,10 +59,12 @@ def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
 
 def _machine(partitioner: Partitioner, policy: Any, tokenizer: Any) -> list[str]:
     size = policy.architecture
+    whole, trained = _count(policy.plain.abstract()) / 1e6, _count(policy.abstract()) / 1e6
+    adapters = "" if policy is policy.plain else f" and {trained:.2f} M of adapters, which alone are trained"
     return [
         f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_mesh(partitioner)}",
-        f"model        {type(size).__name__}, {_count(policy.abstract()) / 1e6:.2f} M parameters, compute in "
-        f"{policy.compute_dtype}, remat {policy.remat}",
+        f"model        {type(size).__name__}, {whole:.2f} M parameters{adapters}, compute in {policy.compute_dtype}, "
+        f"remat {policy.remat}",
         f"tokenizer    {len(tokenizer)} tokens of a vocabulary of {size.vocabulary_size}",
     ]
 
@@ -97,12 +98,24 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
         yield f"  evaluation   {evaluation.name}: {min(count, evaluation.limit or count)} prompts every {stage.evaluate_every} steps"
 
 
-def _memory(stage: Stage, policy: Any, parameters: Any, shards: int) -> Iterable[str]:
+def _bytes(tree: Any) -> int:
+    """Bytes of a tree of shapes on one device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _memory(stage: Stage, policy: Any, shards: int) -> Iterable[str]:
     """Bytes of state on one device; activations are a bound by the saved residual streams."""
-    one = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(parameters))
-    copies = 4 + ("reference" in stage.algorithm.needs)  # weights, gradient, two moments, and the reference
+    one = _bytes(policy.abstract())
+    reference = "reference" in stage.algorithm.needs
+    trained = (
+        1 if "reward_model" in stage.value_models else 4
+    )  # weights, and where they learn a gradient and two moments
+    state = {"policy": trained * one} | ({"reference": one} if reference else {})
+    if policy is not policy.plain:
+        state["frozen base"] = _bytes(policy.plain.abstract()) * (2 if policy.lora.base_dtype == "bfloat16" else 4) // 4
+    state |= {name: 4 * _bytes(source.model(policy).abstract()) for name, source in stage.value_models.items()}
     size, packing = policy.architecture, stage.packing
     kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
-    yield f"  memory       {one * copies / GIB:.3f} GiB of state ({copies} copies of the weights) + about {activations / GIB:.3f} GiB of activations a device"
+    yield f"  memory       {sum(state.values()) / GIB:.3f} GiB of state ({', '.join(f'{n} {b / GIB:.3f}' for n, b in state.items())}) + about {activations / GIB:.3f} GiB of activations a device"

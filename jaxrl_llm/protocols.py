@@ -11,7 +11,7 @@ from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, 
 Params = dict[str, Any]
 
 # What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
-NEEDS = frozenset({"reference", "critic", "teacher", "greedy", "sum_p2", "uniform_logprob", "entropy"})
+NEEDS = frozenset({"reference", "critic", "reward_model", "teacher", "greedy", "sum_p2", "uniform_logprob", "entropy"})
 
 
 @runtime_checkable

@@ -21,6 +21,7 @@ from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, 
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.rollouts import Asking, stopping
 from jaxrl_llm.stages import Stage
@@ -45,6 +46,8 @@ class StageRun:
       sources: names of the data sources.
       frozen: {"reference": parameters}, where the algorithm needs it.
       controls: values of the controllers.
+      seed: of the run, for the values of new parameters.
+      bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
     """
 
     config: Stage
@@ -56,6 +59,8 @@ class StageRun:
     sources: Sequence[str]
     frozen: dict[str, Params] = field(default_factory=dict)
     controls: dict[str, float] = field(default_factory=dict)
+    seed: int = 0
+    bases: dict[str, Params] = field(default_factory=dict)
 
     @classmethod
     def open(cls, config: Stage, training: Any, number: int) -> "StageRun":
@@ -84,23 +89,24 @@ class StageRun:
             other = replace(encoder, max_response_tokens=None)
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
             _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
-        learner = Learner(
-            models={"policy": training.policy}, algorithm=config.algorithm, optimizers={"policy": config.optimizer},
-            updates=config.updates, temperature=config.settings.temperature if config.samples else 1.0,
-            max_segments=config.packing.sequences_per_row,
-        )  # fmt: skip
+        learner = _learner(config, training.policy)
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
-            sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls),
+            sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls), seed=seed,
+            bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def begin(self, params: Params) -> TrainState:
-        """The state the stage starts from; its reference is a copy of `params`."""
+        """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
         if "reference" in self.config.algorithm.needs:
             self.frozen["reference"] = jax.tree.map(jnp.copy, params)
-        return self.learner.init({"policy": params})
+        models = {"policy": params}
+        for name, source in self.config.value_models.items():
+            whole = self.learner.policy.merged(params, self.bases.get("policy"))
+            models[name] = source.params(self.learner.models[name], whole, new_key(self.seed, self.number))
+        return self.learner.init(models)
 
     @property
     def abstract(self) -> dict[str, Any]:
@@ -112,10 +118,25 @@ class StageRun:
 
     def host(self) -> dict[str, Any]:
         """What a checkpoint of this stage holds of the host."""
-        return {"feed": self.feed.state(), "controls": self.controls}
+        return {"feed": self.feed.state(), "controls": self.controls, "bases": self._base_sizes}
+
+    @cached_property
+    def _base_sizes(self) -> dict[str, float]:
+        """Mean |weight| of the frozen bases, by which a checkpoint knows them again."""
+        return {n: float(np.mean([jnp.mean(jnp.abs(x)) for x in jax.tree.leaves(b)])) for n, b in self.bases.items()}
 
     def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Takes up a checkpoint."""
+        """Takes up a checkpoint.
+
+        Raises:
+          ValueError: its adapters were trained on other frozen weights.
+        """
+        for name, size in host.get("bases", {}).items():
+            if not np.isclose(self._base_sizes.get(name, np.nan), size, rtol=1e-4):
+                raise ValueError(
+                    f"the adapters of the {name} in the checkpoint were trained on other frozen weights: set SEED and "
+                    "policy_source.PolicySource as they were, or give the run another RUN_DIR"
+                )
         self.feed.restore(host["feed"])
         self.controls = dict(host["controls"])
         self.frozen = {n: t for n, t in trees.items() if n != "state"}
@@ -144,14 +165,14 @@ class StageRun:
         if not self._scored:
             return {}
         device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
-        scored = [self.learner.score(state.params, b) for b in device]
+        scored = [self.learner.score(state.params, b, self.bases) for b in device]
         streams = {
             VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
             for m in scored[0]
             for n in scored[0][m]
         }
         if "reference" in self.frozen:
-            reference = [self.learner.score_frozen(self.frozen["reference"], b) for b in device]
+            reference = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
             streams["ref_logprobs"] = batch.unpack([to_host(x) for x in reference])
         return streams
 
@@ -183,7 +204,7 @@ class StageRun:
         found = []
         for _ in range(self.config.epochs):
             for mini in minis:
-                state, metrics = self.learner.update(state, mini)
+                state, metrics = self.learner.update(state, mini, self.bases)
                 found.append(metrics)
         values = jax.device_get(found)
         return state, {n: float(np.mean([v[n] for v in values])) for n in values[0]}
@@ -232,6 +253,33 @@ class StageRun:
         return metrics
 
 
+def _learner(config: Stage, policy: Policy) -> Learner:
+    """The learner of a stage, with the value models that its algorithm asks for."""
+    models: dict[str, Any] = {"policy": policy}
+    models |= {name: source.model(policy) for name, source in config.value_models.items()}
+    optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
+    warmup = 0
+    if "critic" in models:
+        assert config.critic_optimizer is not None  # by Stage
+        optimizers["critic"] = config.critic_optimizer
+        warmup = config.critic_warmup_steps * config.minibatches * config.epochs
+    return Learner(
+        models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup,
+        temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
+    )  # fmt: skip
+
+
+def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
+    """What lies frozen under the adapters of the value models that have these."""
+    bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
+    return {name: base for name, base in bases.items() if base is not None}
+
+
+def new_key(seed: int, number: int) -> jax.Array:
+    """The key of the new parameters of stage `number`."""
+    return jax.random.fold_in(jax.random.key(seed), number)
+
+
 def _feed(
     config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int
 ) -> Feed:
@@ -244,7 +292,10 @@ def _feed(
             greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
         )  # fmt: skip
         return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
-    given = pairs(encoder, rows) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
+    ends = "reward_model" in config.algorithm.needs
+    given = (
+        pairs(encoder, rows, ends=ends) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
+    )
     return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
 
 

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.models.value_source import ValueSource
 from jaxrl_llm.optimizers import Optimizer
 from jaxrl_llm.packing import Packing
 from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Reward, Source
@@ -20,7 +21,10 @@ class Stage:
       algorithm: the objective.
       data: the dataset.
       optimizer: of the policy.
-      critic_optimizer: of the critic, where the algorithm has one.
+      critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
+      critic_optimizer: of the critic.
+      reward_model: where the reward model comes from that an algorithm trains, by `optimizer`; the policy stays as it is.
+      critic_warmup_steps: first steps, in which only the critic learns.
       steps: steps of this stage.
       prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
       group_size: rollouts of a prompt.
@@ -48,7 +52,10 @@ class Stage:
     algorithm: Algorithm
     data: Source
     optimizer: Optimizer
+    critic: ValueSource | None = None
     critic_optimizer: Optimizer | None = None
+    reward_model: ValueSource | None = None
+    critic_warmup_steps: int = 0
     steps: int
     prompts_per_step: int = 32
     group_size: int = 1
@@ -93,8 +100,29 @@ class Stage:
             raise ValueError(
                 f"{type(self.algorithm).__name__}.needs names {sorted(unknown)}; known are {sorted(NEEDS)}"
             )
+        if "critic" in self.algorithm.needs:
+            self._check_critic()
+        if "reward_model" in self.algorithm.needs and self.reward_model is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} trains a reward model and Stage.reward_model of stage {self.name!r} is not set: "
+                "include gin/algorithms/reward_model.gin after gin/base.gin, or set REWARD_MODEL = @value_source.ValueSource()"
+            )
         if self.samples:
             self._check_sampling()
+
+    def _check_critic(self) -> None:
+        name = type(self.algorithm).__name__
+        for binding, value in (("critic", self.critic), ("critic_optimizer", self.critic_optimizer)):
+            if value is None:
+                raise ValueError(
+                    f"{name} learns with a critic and Stage.{binding} of stage {self.name!r} is not set: include "
+                    "gin/algorithms/ppo.gin after gin/base.gin, or set CRITIC = @value_source.ValueSource()"
+                )
+        if not 0 <= self.critic_warmup_steps < self.steps:
+            raise ValueError(
+                f"Stage.critic_warmup_steps ({self.critic_warmup_steps}) of stage {self.name!r} must be at least 0 and less than its "
+                f"{self.steps} steps: set CRITIC_WARMUP_STEPS"
+            )
 
     def _check_sampling(self) -> None:
         name = type(self.algorithm).__name__
@@ -115,7 +143,7 @@ class Stage:
                 f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingSettings at their defaults "
                 "and temperature > 0; evaluations may set them"
             )
-        needed = self.max_prompt_tokens + self.settings.max_tokens - 1
+        needed = self.max_prompt_tokens + self.response_tokens - 1
         if needed > self.packing.row_tokens:
             raise ValueError(
                 f"a prompt of {self.max_prompt_tokens} tokens with a response of {self.settings.max_tokens} takes {needed} positions, "
@@ -135,8 +163,14 @@ class Stage:
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a response."""
-        return self.settings.max_tokens
+        """Most tokens of a response, with the one that marks its end where a reward model is trained."""
+        return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)
+
+    @property
+    def value_models(self) -> dict[str, ValueSource]:
+        """The models beside the policy that the algorithm asks for, by name."""
+        known = {"critic": self.critic, "reward_model": self.reward_model}
+        return {name: x for name, x in known.items() if x is not None and name in self.algorithm.needs}
 
     @property
     def updates(self) -> int:

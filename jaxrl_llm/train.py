@@ -94,8 +94,9 @@ class Training:
         self._check_vocabulary()
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
         self.sampler: Sampler = run.sampler.start(
-            self.policy, self.tokenizer, max_length=run.max_length, run_dir=run_dir
+            self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
+        self.bases: dict[str, Any] = {}
         self.writers: Writers | None = None
         self.best: float | None = None
 
@@ -118,6 +119,8 @@ class Training:
         if restored == total:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, total)
             return
+        base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
+        self.bases = {} if base is None else {"policy": base}
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         state: TrainState | None = None
         for number in range(first, len(self.config.stages)):
@@ -202,7 +205,8 @@ class Training:
 
     async def _publish(self, state: TrainState, version: int) -> None:
         if self.sampler.version != version:
-            await self.sampler.publish(state.policy, version)
+            weights = self.policy.merged(state.policy, self.bases.get("policy"))
+            await self.sampler.publish(weights, version)
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
         if not stage.config.evaluations:

@@ -12,13 +12,13 @@ Array = Any  # a jax.Array; in a tree that describes the state, a shape or a sha
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """Trained models with their optimizer state; frozen models live beside it, since no update touches them.
+    """The policy and the models trained beside it, with their optimizer states; frozen models live apart.
 
     Attributes:
       step: int32 [] updates applied or skipped so far.
       skipped: int32 [] updates in a row whose gradient was not finite.
-      params: {model name: parameters}, "policy" and, where an algorithm needs one, "critic".
-      moments: {model name: optimizer state}.
+      params: {model name: parameters}, "policy" and, where an algorithm asks for one, "critic" or "reward_model".
+      moments: {model name: optimizer state} of the trained models.
     """
 
     step: Array

@@ -35,6 +35,17 @@ def fresh_gin() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_compilation() -> Iterator[None]:
+    """Programs that run for milliseconds are compiled with fewer optimisations."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
 def real_data() -> Path:
     """The folder of real data sets; a test that needs it is skipped where JAXRL_LLM_DATA names none."""
     folder = os.environ.get("JAXRL_LLM_DATA")

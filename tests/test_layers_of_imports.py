@@ -22,6 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollouts",
         "learner",
         "train_state",
+        "hf_reward_model",
         "global_batch",
         "samplers.",
         "checkpoint",

@@ -1,5 +1,9 @@
 """A reward that an untrained policy earns in part, so that the tests of whole runs learn something."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.experience import Prompt
 
 
@@ -7,3 +11,12 @@ def early_letters(prompt: Prompt, text: str) -> float:
     """The share of a response's characters that come from the first half of the alphabet."""
     del prompt
     return sum(c in "abcde" for c in text) / max(len(text), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SortedPairs:
+    """Sorted strings, preferred to the same letters in reverse."""
+
+    def rows(self) -> Sequence[Prompt]:
+        rows = Sorting(alphabet="abcdefghij", min_length=6, max_length=6, size=256).rows()
+        return [replace(r, extra={"rejected": r.reference[::-1]}) for r in rows if r.reference != r.reference[::-1]]

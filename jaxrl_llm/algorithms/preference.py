@@ -50,6 +50,17 @@ def rejected_of(group: Int[Array, " S"], side: Int[Array, " S"], present: Bool[A
     return (pair & present[:, None] & present[None, :]).astype(jnp.float32)
 
 
+def complete_pairs(view: View) -> tuple[Bool[Array, "S T"], Float[Array, ""]]:
+    """The learned tokens of pairs that have both answers, and the number of pairs that lack one."""
+    halves = [
+        jax.ops.segment_sum((view.counted & (view.side == side)).astype(jnp.int32), view.group, view.groups)
+        for side in (1, -1)
+    ]
+    complete = (halves[0] == 1) & (halves[1] == 1)
+    mask = view.learned & (complete[view.group] & (view.side != 0))[:, None]
+    return mask, jnp.sum((halves[0] + halves[1] > 0) & ~complete).astype(jnp.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Preference(ABC):
     """What all preference losses share.
@@ -125,13 +136,7 @@ class Pairwise(Preference):
 
     def advantages(self, view: View) -> Credit:
         """All tokens of complete pairs."""
-        halves = [
-            jax.ops.segment_sum((view.counted & (view.side == side)).astype(jnp.int32), view.group, view.groups)
-            for side in (1, -1)
-        ]
-        complete = (halves[0] == 1) & (halves[1] == 1)
-        loss_mask = view.learned & (complete[view.group] & (view.side != 0))[:, None]
-        dropped = jnp.sum((halves[0] + halves[1] > 0) & ~complete).astype(jnp.float32)
+        loss_mask, dropped = complete_pairs(view)
         return Credit(
             advantages=loss_mask.astype(jnp.float32), loss_mask=loss_mask, metrics={"pairs/incomplete": dropped}
         )

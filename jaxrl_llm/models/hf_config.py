@@ -17,6 +17,8 @@ FAMILIES: dict[tuple[str, str], type[Architecture]] = {
     ("MistralForCausalLM", "mistral"): Mistral,
     ("MinistralForCausalLM", "ministral"): Mistral,
 }
+# The head that an architecture's class ends in, of a language model and of a value model.
+LANGUAGE, VALUE = "ForCausalLM", "ForSequenceClassification"
 # Settings that change the mathematics, and the one value of each that the layers implement.
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -27,16 +29,24 @@ ONLY: dict[str, Any] = {
 }
 
 
-def read(config: Mapping[str, Any], source: str = "config.json") -> Architecture:
+def is_classifier(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes a sequence classifier, a value model's counterpart."""
+    return any(str(name).endswith(VALUE) for name in config.get("architectures") or ())
+
+
+def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool = False) -> Architecture:
     """The architecture that a config.json describes.
 
     Args:
       config: the parsed file.
       source: its path, for the errors.
+      value: whether the layers of a sequence classifier are wanted as well as those of a language model.
 
     Raises:
       ValueError: an unsupported architecture or setting, or a missing size; the message names it.
     """
+    if value:
+        config = {**config, "architectures": [n.replace(VALUE, LANGUAGE) for n in config.get("architectures") or ()]}
     family = _family(config, source)
     for key, value in ONLY.items():
         if config.get(key, value) != value:
@@ -67,14 +77,16 @@ def read(config: Mapping[str, Any], source: str = "config.json") -> Architecture
     return family(**sizes)
 
 
-def write(architecture: Architecture) -> dict[str, Any]:
-    """The config.json of an architecture, in the keys that every transformers release since 4.56 reads."""
+def write(architecture: Architecture, *, value: bool = False) -> dict[str, Any]:
+    """The config.json of a language model, or of a value model, in the keys that every transformers release since 4.56 reads."""
     windows, mixed = architecture.windows, len(set(architecture.windows)) > 1
     window = architecture.window if any(windows) else None
     rows = [row for row, family in FAMILIES.items() if isinstance(architecture, family)]
     name, model_type = rows[-1] if mixed else rows[0]
+    labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value else {}
     config: dict[str, Any] = {
-        "architectures": [name],
+        **labels,
+        "architectures": [name.replace(LANGUAGE, VALUE) if value else name],
         "model_type": model_type,
         "vocab_size": architecture.vocabulary_size,
         "hidden_size": architecture.width,
@@ -87,7 +99,7 @@ def write(architecture: Architecture) -> dict[str, Any]:
         "rope_theta": architecture.rope_theta,
         "rope_scaling": _written_scaling(architecture.rope_scaling),
         "rms_norm_eps": architecture.norm_epsilon,
-        "tie_word_embeddings": architecture.tied,
+        "tie_word_embeddings": architecture.tied and not value,
         "max_position_embeddings": architecture.max_positions,
         "initializer_range": architecture.init_std,
     }

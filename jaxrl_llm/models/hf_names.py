@@ -1,7 +1,8 @@
 """The one-to-one map between the leaves of Params and the tensors of a Hugging Face checkpoint: names and layouts.
 
 A linear map of ours has its input axes first and its heads apart, [*in, *out]; theirs is a matrix [out, in] with the
-heads flattened. Stacked leaves [L, ...] are one tensor a layer.
+heads flattened. Stacked leaves [L, ...] are one tensor a layer. Adapters {"a", "b"} in the place of a leaf are named as
+PEFT names them, less its prefix: two linear maps, [*in, rank] and [rank, *out].
 """
 
 import math
@@ -30,7 +31,10 @@ TENSORS: dict[str, tuple[str, int | None]] = {
     "layers/mlp/down": ("model.layers.{layer}.mlp.down_proj.weight", 1),
     "norm/scale": ("model.norm.weight", None),
     "head": ("lm_head.weight", None),
+    "value/kernel": ("score.weight", 1),
 }
+
+ADAPTERS = {"a": "lora_A", "b": "lora_B"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +92,13 @@ def tensors(tree: Mapping[str, Any]) -> list[Tensor]:
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = tuple(key.key for key in path)
-        if "/".join(keys) not in TENSORS:
-            raise ValueError(f"parameter {'/'.join(keys)} has no counterpart in a Hugging Face checkpoint")
-        name, inputs = TENSORS["/".join(keys)]
+        adapter = ADAPTERS.get(keys[-1]) if "/".join(keys[:-1]) in TENSORS else None
+        known = "/".join(keys[:-1] if adapter else keys)
+        if known not in TENSORS:
+            raise ValueError(f"parameter {known} has no counterpart in a Hugging Face checkpoint")
+        name, inputs = TENSORS[known]
+        if adapter:
+            name, inputs = name.replace(".weight", f".{adapter}.weight"), inputs if keys[-1] == "a" else 1
         stacked = keys[0] == "layers"
         shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
         for layer in range(leaf.shape[0]) if stacked else (None,):
@@ -113,6 +121,8 @@ def export(params: Mapping[str, Any]) -> dict[str, jax.Array]:
 
 
 def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
+    if not shape:  # one output
+        return slice(0, 1)
     inner = math.prod(shape[1:])
     if any(s.start != 0 or s.stop != n for s, n in zip(slices[1:], shape[1:])):
         raise ValueError(

@@ -47,6 +47,19 @@ class Policy:
                 f"remat must be one of {('none', *REMAT)} (got {self.remat!r}): set policy_source.PolicySource.remat"
             )
 
+    @property
+    def plain(self) -> "Policy":
+        """The same model with all its parameters in one tree: itself."""
+        return self
+
+    def joined(self, params: Params, base: Params | None) -> Params:
+        """What `hidden` and `head` take, of the trained parameters and the frozen ones; here all are trained."""
+        return params
+
+    def merged(self, params: Params, base: Params | None) -> Params:
+        """The parameters of `plain`, of the trained parameters and the frozen ones; here all are trained."""
+        return params
+
     def axes(self) -> dict[str, Any]:
         """Logical axes of each parameter: a tree like Params with a tuple at each leaf."""
 

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+import jax
 from jaxtyping import PRNGKeyArray
 
 from jaxrl_llm import hf_weights
 from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Params, Policy
 
 
@@ -19,32 +21,44 @@ class PolicySource:
       pretrained: a Hugging Face folder or id ("owner/name") with config.json and safetensors, or None.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
       remat: what the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (each layer).
+      lora: adapters to train in place of the model's own weights; None trains all weights.
     """
 
     architecture: Architecture | None = None
     pretrained: str | None = None
     compute_dtype: str = "float32"
     remat: str = "none"
+    lora: LoRA | None = None
 
     def __post_init__(self) -> None:
         if (self.architecture is None) == (self.pretrained is None):
             got = "neither" if self.architecture is None else "both"
             raise ValueError(f"PolicySource needs `architecture` or `pretrained` (got {got}): set one of the two")
 
-    def policy(self, partitioner: Partitioner) -> Policy:
-        """The policy on a mesh.
+    def policy(self, partitioner: Partitioner, *, value: bool = False) -> Policy:
+        """The policy on a mesh; with `value`, the layers of a value model, which a sequence classifier has too.
 
         Raises:
           FileNotFoundError, ValueError: the pretrained folder is not there or not of a supported architecture.
         """
         architecture = self.architecture
         if self.pretrained is not None:
-            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained))
+            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
         assert architecture is not None  # by __post_init__
-        return Policy(architecture, partitioner, self.compute_dtype, self.remat)
+        fields = (architecture, partitioner, self.compute_dtype, self.remat)
+        return Policy(*fields) if self.lora is None else AdaptedPolicy(*fields, self.lora)
 
     def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
-        """The pretrained parameters, or random ones drawn with `key`."""
+        """What training starts from: the pretrained parameters, random ones drawn with `key`, or adapters that change nothing."""
+        if isinstance(policy, AdaptedPolicy):
+            return policy.init(jax.random.fold_in(key, 1))
+        return self._weights(policy, key)
+
+    def base(self, policy: Policy, key: PRNGKeyArray) -> Params | None:
+        """The frozen parameters under the adapters, the same for the same `key`; None where all parameters are trained."""
+        return policy.frozen(self._weights(policy.plain, key)) if isinstance(policy, AdaptedPolicy) else None
+
+    def _weights(self, policy: Policy, key: PRNGKeyArray) -> Params:
         if self.pretrained is not None:
             return hf_weights.load(policy, hf_weights.locate(self.pretrained))
         return policy.init(key)

@@ -116,7 +116,7 @@ def make_batch(view: View, credit: Credit, constant: float, rows: Sequence[Seque
 
 
 def make_outputs(view: View, seed: int = 1, distance: float = 0.2) -> dict[str, dict[str, jax.Array]]:
-    """[S, T] streams of the policy and the critic now; log-probs lie around those before the update."""
+    """[S, T] streams of the policy, the critic and a reward model now; log-probs lie around those before the update."""
     rng = np.random.default_rng(seed)
     old = np.asarray(view.old_logprobs)
     policy = {
@@ -127,7 +127,7 @@ def make_outputs(view: View, seed: int = 1, distance: float = 0.2) -> dict[str, 
     }
     values = np.asarray(view.values)
     critic = {"value": (values + 0.3 * rng.normal(size=old.shape)).astype(np.float32)}
-    return jax.tree.map(jnp.asarray, {"policy": policy, "critic": critic})
+    return jax.tree.map(jnp.asarray, {"policy": policy, "critic": critic, "reward_model": critic})
 
 
 def total_loss(algorithm: Any, outputs: Mapping[str, Any], batch: Batch) -> jax.Array:
@@ -137,12 +137,13 @@ def total_loss(algorithm: Any, outputs: Mapping[str, Any], batch: Batch) -> jax.
 
 
 def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: Batch) -> tuple[float, np.ndarray]:
-    """The loss, and its gradient by the policy's log-probs [B, T]."""
+    """The loss, and its gradient [B, T] by the policy's log-probs, or by the values of the reward model it trains."""
+    model, name = ("reward_model", "value") if "reward_model" in algorithm.needs else ("policy", "logprob")
 
-    def f(logprob: jax.Array) -> jax.Array:
-        return total_loss(algorithm, {**outputs, "policy": {**outputs["policy"], "logprob": logprob}}, batch)
+    def f(stream: jax.Array) -> jax.Array:
+        return total_loss(algorithm, {**outputs, model: {**outputs[model], name: stream}}, batch)
 
-    value, gradient = jax.value_and_grad(f)(jnp.asarray(outputs["policy"]["logprob"]))
+    value, gradient = jax.value_and_grad(f)(jnp.asarray(outputs[model][name]))
     return float(value), np.asarray(gradient)
 
 

@@ -1,0 +1,86 @@
+"""A reward model of preferences: the value r at the end of the preferred answer (w) above that of the rejected one (l).
+
+    L = -log sigmoid(r(w) - r(l)) + center_coef (r(w) + r(l))^2                         mean over pairs
+
+The Bradley-Terry model as in https://arxiv.org/abs/1706.03741 and https://arxiv.org/abs/2203.02155; the second term keeps
+rewards around 0, https://arxiv.org/abs/2312.09244. Where an answer's own values are scored, its last token in the mask
+counts.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.algorithms.preference import complete_pairs, rejected_of
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.masked import sequence_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel:
+    """Bradley-Terry training of a reward model; the policy stays as it is.
+
+    Attributes:
+      center_coef: weight of the squared sum of a pair's rewards, which keeps them around 0.
+    """
+
+    center_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.center_coef < 0:
+            raise ValueError(f"reward_model.RewardModel.center_coef must be >= 0 (got {self.center_coef})")
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+        return "pairs"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward_model"})
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 2
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the count "constant"."""
+        return 1.0
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """Nothing moves."""
+        del metrics, sequences
+        return controls
+
+    def advantages(self, view: View) -> Credit:
+        """The last token of each answer of complete pairs."""
+        mask, dropped = complete_pairs(view)
+        weight = on_last_token(jnp.ones(mask.shape[0], jnp.float32), mask)
+        return Credit(advantages=weight, loss_mask=weight > 0, metrics={"pairs/incomplete": dropped})
+
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
+        value = outputs["reward_model"]["value"]
+        chosen, present = total(value), total(jnp.ones_like(value)) > 0
+        pairing = rejected_of(batch.group, batch.side, present)
+        paired = jnp.any(pairing > 0, axis=1)
+        rejected = jnp.dot(pairing, chosen, precision=jax.lax.Precision.HIGHEST)
+        losses = -jax.nn.log_sigmoid(chosen - rejected) + self.center_coef * jnp.square(chosen + rejected)
+        streams = {
+            "loss/reward_model": losses,
+            "pairs/accuracy": chosen > rejected,
+            "pairs/margin": chosen - rejected,
+            "pairs/chosen_reward": chosen,
+            "pairs/rejected_reward": rejected,
+        }
+        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in streams.items()}
+        return {"reward_model": metrics["loss/reward_model"]}, metrics

@@ -1,0 +1,171 @@
+"""LoRA: a frozen weight W [*in, *out] and a trained product of low rank beside it, https://arxiv.org/abs/2106.09685.
+
+    y = x W + (alpha / rank) (x A) B,  A [*in, rank] ~ U(-1/sqrt(in), 1/sqrt(in)),  B [rank, *out] = 0
+
+A is drawn as PEFT draws it. The adapters are a tree like Params with {"a", "b"} in place of each adapted weight and nothing
+in place of the others; under "layers" they are stacked [L, ...]. Training computes the two products apart, so that no
+gradient of W is ever made; `merge` adds them to W for sampling and export.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from jaxrl_llm.mesh import Axes
+from jaxrl_llm.models import hf_names
+from jaxrl_llm.models.linear import Adapted
+from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
+
+# The linear maps of a layer by the names of Hugging Face's modules -> path of the leaf.
+LINEAR = {
+    name.split(".")[-2]: tuple(path.split("/"))
+    for path, (name, inputs) in hf_names.TENSORS.items()
+    if inputs and path.startswith("layers/")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRA:
+    """Trains adapters of low rank and leaves the model's own weights as they are.
+
+    Attributes:
+      rank: columns of A and rows of B.
+      alpha: weight of the adapters, over rank.
+      targets: the linear maps that get an adapter: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+      base_dtype: dtype that the frozen weights are kept in, "float32" or "bfloat16".
+    """
+
+    rank: int = 16
+    alpha: float = 32.0
+    targets: tuple[str, ...] = tuple(LINEAR)
+    base_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "targets", tuple(self.targets))  # a list in a gin file; hashable here
+        if self.rank < 1:
+            raise ValueError(f"lora.LoRA.rank must be >= 1 (got {self.rank})")
+        if not self.alpha > 0:
+            raise ValueError(f"lora.LoRA.alpha must be > 0 (got {self.alpha})")
+        unknown = [t for t in self.targets if t not in LINEAR]
+        if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
+            raise ValueError(
+                f"lora.LoRA.targets must name linear maps of a layer, each once, of {', '.join(LINEAR)} (got {list(self.targets)})"
+            )
+        if self.base_dtype not in COMPUTE_DTYPES:
+            raise ValueError(f"lora.LoRA.base_dtype must be one of {COMPUTE_DTYPES} (got {self.base_dtype!r})")
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
+class AdaptedPolicy(Policy):
+    """A policy whose trained parameters are adapters; its base stays apart, frozen.
+
+    Attributes:
+      lora: rank, weight and targets of the adapters.
+    """
+
+    lora: LoRA = field(default_factory=LoRA)
+
+    @cached_property
+    def plain(self) -> Policy:
+        """The same model without adapters, as it is sampled from and exported."""
+        return Policy(self.architecture, self.partitioner, self.compute_dtype, self.remat)
+
+    def axes(self) -> dict[str, Any]:
+        """Logical axes of each adapter: A is split as the weight's inputs are, B as its outputs."""
+        whole = self.plain.axes()
+        axes: dict[str, Any] = {}
+        for path in self._paths:
+            leaf, inputs = hf_names.leaf_of(whole, path), self._inputs(path)
+            _place(axes, path, {"a": (*leaf[: 1 + inputs], None), "b": (leaf[0], None, *leaf[1 + inputs :])})
+        return axes
+
+    def abstract(self) -> dict[str, Any]:
+        """Shape, dtype (float32) and sharding of each adapter."""
+        whole = self.plain.abstract()
+
+        def described(shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.partitioner.sharding(axes, shape))
+
+        tree: dict[str, Any] = {}
+        for path in self._paths:
+            shape, inputs = hf_names.leaf_of(whole, path).shape, self._inputs(path)
+            axes = hf_names.leaf_of(self.axes(), path)
+            a, b = (*shape[: 1 + inputs], self.lora.rank), (shape[0], self.lora.rank, *shape[1 + inputs :])
+            _place(tree, path, {"a": described(a, axes["a"]), "b": described(b, axes["b"])})
+        return tree
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """Adapters that change nothing yet."""
+        abstract = self.abstract()
+
+        def create(key: jax.Array) -> Params:
+            tree: Params = {}
+            for number, path in enumerate(self._paths):
+                pair = hf_names.leaf_of(abstract, path)
+                bound = 1 / math.sqrt(math.prod(pair["a"].shape[1:-1]))
+                a = jax.random.uniform(jax.random.fold_in(key, number), pair["a"].shape, minval=-bound, maxval=bound)
+                _place(tree, path, {"a": a, "b": jnp.zeros(pair["b"].shape)})
+            return tree
+
+        return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
+
+    def frozen(self, base: Params) -> Params:
+        """The base in the dtype that it is kept in, the scales of the norms in float32; `base` is donated."""
+
+        def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+            return x if path[-1].key == "scale" else x.astype(self.lora.base_dtype)
+
+        shardings = jax.tree.map(lambda x: x.sharding, base)
+        change = jax.jit(
+            lambda tree: jax.tree_util.tree_map_with_path(cast, tree), donate_argnums=0, out_shardings=shardings
+        )
+        return change(base)
+
+    def joined(self, params: Params, base: Params | None) -> Params:
+        """The base with its adapters beside their weights, as `hidden` and `head` take it."""
+        return self._changed(params, base, lambda w, a, b: Adapted(w, a, b, self.lora.scale))
+
+    def merged(self, params: Params, base: Params | None) -> Params:
+        """The parameters of `plain` with the adapters added to their weights, in the base's dtypes; others are the base's own."""
+        return self._changed(params, base, lambda w, a, b: _sum(w, a, b, self.lora.scale, w.sharding))
+
+    def _changed(self, params: Params, base: Params | None, change: Callable[..., Any]) -> Params:
+        """The base with `change(weight, a, b)` in place of each adapted weight."""
+        if base is None:
+            raise ValueError("adapters mean nothing without the frozen base that they were made for: give `base`")
+        tree = jax.tree.map(lambda x: x, base)  # new dictionaries around the same arrays
+        for path in self._paths:
+            _place(tree, path, change(hf_names.leaf_of(base, path), **hf_names.leaf_of(params, path)))
+        return tree
+
+    @cached_property
+    def _paths(self) -> list[tuple[str, ...]]:
+        return [path for name, path in LINEAR.items() if name in self.lora.targets]
+
+    def _inputs(self, path: tuple[str, ...]) -> int:
+        inputs = hf_names.TENSORS["/".join(path)][1]
+        assert inputs  # a linear map, by LINEAR
+        return inputs
+
+
+@partial(jax.jit, static_argnames=("scale", "sharding"))
+def _sum(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding) -> jax.Array:
+    """w + scale x a b of every layer, computed in float32."""
+    product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(a, b)
+    return jax.lax.with_sharding_constraint((w.astype(jnp.float32) + scale * product).astype(w.dtype), sharding)
+
+
+def _place(tree: dict[str, Any], path: tuple[str, ...], leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
