@@ -13,6 +13,7 @@ from jaxrl_llm import launch
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.loading import Model
 from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.rollouts import stopping
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
 
 
@@ -48,7 +49,7 @@ async def talk(folder: Path, settings: SamplingSettings, max_length: int) -> Non
         turns.append({"role": "user", "content": line})
         try:
             tokens = prefix(tokenizer, turns)
-            response = await answer(sampler, tokens, settings, number)
+            response = await answer(sampler, tokens, stopping(settings, tokenizer), number)
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
             turns.clear()

@@ -209,7 +209,8 @@ def log_softmax_entropy_work(
     size = float(logits.size * logits.dtype.itemsize)
     # Negation reads and writes all, and cannot be elided.
     yield Work(backend="copy", passes="forward", function=lambda x: -x, args=(logits,), amount=2 * size, unit="GB/s")
-    for backend in logits_api.BACKENDS:
+    call = logits_api.call_of(logits, 1.0)
+    for backend in [b for b in logits_api.BACKENDS if dispatch.supports("log_softmax_entropy", b, call)]:
         forward = functools.partial(logits_api.log_softmax_entropy, backend=backend)
 
         def loss(logits: Any, targets: Any, forward: Any = forward) -> jax.Array:

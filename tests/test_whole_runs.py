@@ -151,9 +151,17 @@ def test_chat_answers_each_line(
 ) -> None:
     from jaxrl_llm import chat
 
+    asked, answer = [], chat.answer
+
+    async def watched(sampler, tokens, settings, seed):  # type: ignore[no-untyped-def]
+        asked.append(settings)
+        return await answer(sampler, tokens, settings, seed)
+
+    monkeypatch.setattr(chat, "answer", watched)
     monkeypatch.setattr("sys.stdin", io.StringIO("s:gabhc=\n\ns:bbbaa=\n"))
     assert chat.main([str(whole), "--max_tokens", "4"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
+    assert [s.stop_token_ids for s in asked] == [(2,), (2,)]  # <eos> ends an answer
     assert chat.main([str(whole / "none")]) == 1
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `compute(...)`.
-BACKENDS = ("xla", "reference")
+BACKENDS = ("triton", "xla", "reference")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -66,13 +66,18 @@ def log_softmax_entropy(
         raise ValueError(f"logits must be one of {DTYPES} (got {logits.dtype})")
     if not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature must be positive and finite (got {temperature})")
-    call = Call(
+    call = call_of(logits, temperature)
+    module = dispatch.choose("log_softmax_entropy", BACKENDS, call, backend)
+    out: tuple[jax.Array, jax.Array] = module.compute(logits, targets, call)
+    return out
+
+
+def call_of(logits: Float[Array, "T V"], temperature: float) -> Call:
+    """What backends are asked about: the static description of a call of log_softmax_entropy."""
+    return Call(
         platform=jax.default_backend(),
         dtype=logits.dtype.name,
         tokens=logits.shape[0],
         vocabulary=logits.shape[1],
         temperature=float(temperature),
     )
-    module = dispatch.choose("log_softmax_entropy", BACKENDS, call, backend)
-    out: tuple[jax.Array, jax.Array] = module.compute(logits, targets, call)
-    return out

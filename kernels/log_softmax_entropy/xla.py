@@ -45,19 +45,29 @@ def _forward(call: Call, logits: jax.Array, targets: jax.Array) -> tuple[Any, An
     maximum = z.max(axis=1)
     centred = (z - maximum[:, None]) / call.temperature
     e = jnp.exp(centred)
-    total = e.sum(axis=1)
+    return outputs(call, logits, targets, (maximum, e.sum(axis=1), (e * centred).sum(axis=1)))
+
+
+def outputs(call: Call, logits: jax.Array, targets: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+    """((logprob, entropy), what `backward` needs) from each row's maximum, sum of e and sum of e x.
+
+    x = (logit - maximum) / temperature, e = exp x; the sums of skipped rows must be finite, `e`'s positive.
+    """
+    maximum, total, first = sums
     log_total = jnp.log(total)
-    entropy = log_total - (e * centred).sum(axis=1) / total
+    entropy = log_total - first / total
     known = (targets >= 0) & (targets < logits.shape[1])
     index = jnp.where(known, targets, 0)[:, None]
-    picked = (jnp.take_along_axis(z, index, axis=1)[:, 0] - maximum) / call.temperature - log_total
+    at_target = jnp.take_along_axis(logits, index, axis=1)
+    picked = (_finite(at_target, targets)[:, 0] - maximum) / call.temperature - log_total
     picked = jnp.where(picked < FLOOR * 1e-10, -jnp.inf, picked)
     keep = targets != -1
     out = jnp.where(keep, jnp.where(known, picked, jnp.nan), 0.0), jnp.where(keep, entropy, 0.0)
     return out, (logits, targets, maximum, log_total, entropy)
 
 
-def _backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, None]:
+def backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, None]:
+    """Gradient of the logits from the cotangents of (logprob, entropy) and what `outputs` kept."""
     logits, targets, maximum, log_total, entropy = saved
     keep, known = targets != -1, (targets >= 0) & (targets < logits.shape[1])
     g_logprob = jnp.where(known, cotangents[0], 0.0)[:, None] / call.temperature
@@ -68,4 +78,4 @@ def _backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, None]:
     return dz.astype(logits.dtype), None
 
 
-_compute.defvjp(_forward, _backward)
+_compute.defvjp(_forward, backward)

@@ -1,6 +1,7 @@
 """Log-prob and entropy of given logits, and their gradients, against a float64 derivation."""
 
 import inspect
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 from token_stats_float64 import of_token
 
-from jaxrl_llm.kernels.log_softmax_entropy.api import BACKENDS, log_softmax_entropy
+from jaxrl_llm.kernels.log_softmax_entropy import triton
+from jaxrl_llm.kernels.log_softmax_entropy.api import BACKENDS, Call, log_softmax_entropy
 from jaxrl_llm.kernels.log_softmax_entropy.specs import SPECS
 
 T, V = 7, 23
@@ -31,10 +33,17 @@ def logits_of(name):
     return z.astype(np.float32)
 
 
+CPU_BACKENDS = [*(name for name in BACKENDS if name != "triton"), "triton, interpreted"]
+
+
 @partial(jax.jit, static_argnames=("backend", "temperature"))
 def step(z, targets, *, backend, temperature=1.0):
     def total(z):
-        out = log_softmax_entropy(z, targets, temperature=temperature, backend=backend)
+        if backend == "triton, interpreted":
+            call = Call(platform="gpu", dtype="", tokens=T, vocabulary=V, temperature=temperature)
+            out = triton._compute(call, True, z, targets)
+        else:
+            out = log_softmax_entropy(z, targets, temperature=temperature, backend=backend)
         return (out[0] * G[0] + out[1] * G[1]).sum(), out
 
     (_, out), gradient = jax.value_and_grad(total, has_aux=True)(z)
@@ -44,7 +53,7 @@ def step(z, targets, *, backend, temperature=1.0):
 NAMES = ["random", "one entry takes all", "logits of 1e4 and -1e4", "equal", "entries of -inf"]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("name", NAMES)
 def test_values_and_gradients_are_those_of_the_float64_derivation(name, backend, temperature):
@@ -61,7 +70,7 @@ def test_values_and_gradients_are_those_of_the_float64_derivation(name, backend,
         np.testing.assert_allclose(gradient[t], want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_the_same_call_gives_the_same_bits_and_bfloat16_gradients_are_bfloat16(backend):
     z = jnp.asarray(logits_of("random"), jnp.bfloat16)
     first, second = step(z, TARGETS, backend=backend), step(z, TARGETS, backend=backend)
@@ -72,7 +81,7 @@ def test_the_same_call_gives_the_same_bits_and_bfloat16_gradients_are_bfloat16(b
     np.testing.assert_allclose(np.float32(first[1]), exact[1], rtol=2**-7, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_targets_that_cannot_be_drawn(backend):
     z = logits_of("entries of -inf")
     targets = np.array([2, -1, 23, -100, 5, -1, 9], np.int32)
@@ -90,6 +99,21 @@ def test_the_backward_keeps_no_array_of_the_size_of_the_logits_but_them():
 
     sizes = [leaf.size for leaf in jax.tree.leaves(jax.eval_shape(kept, z, targets))]
     assert sorted(n for n in sizes if n > spec.tokens) == [spec.tokens * spec.vocabulary]
+
+
+def test_triton_reads_rows_of_several_blocks_and_runs_on_nvidia_alone(monkeypatch):
+    monkeypatch.setattr(triton, "BLOCK", 16)
+    call = Call(platform="gpu", dtype="float32", tokens=3, vocabulary=37, temperature=0.5)
+    z = np.random.default_rng(1).normal(size=(3, 37)).astype(np.float32) * 4
+    z[0, :16], z[1, 16:] = -np.inf, -1e4
+    z = np.sort(z, axis=1)  # the maximum grows from block to block
+    logprob, entropy = triton._compute(call, True, jnp.asarray(z), jnp.array([36, 0, 17]))
+    for t, target in enumerate([36, 0, 17]):
+        value, _ = of_token(np.float64(z[t]) / 0.5, target, None, ["logprob", "entropy"])
+        np.testing.assert_allclose([logprob[t], entropy[t]], [value["logprob"], value["entropy"]], rtol=1e-6, atol=1e-5)
+    assert "NVIDIA" in triton.refusal(replace(call, platform="cpu"))
+    with pytest.raises(ValueError, match=r"triton: it runs on NVIDIA GPUs \(got cpu\)"):
+        log_softmax_entropy(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32), backend="triton")
 
 
 BAD = {
