@@ -70,7 +70,7 @@ def test_values_are_the_final_hidden_states_times_the_head() -> None:
     (rows,) = make_batch().rows
     batch = to_device(bare(rows), learner.partitioner)
     got = np.asarray(learner.score(state.params, batch)["critic"]["value"])
-    hidden = learner.policy.hidden(state.policy, batch.tokens, batch.positions, batch.segments)
+    hidden = jax.jit(learner.policy.hidden)(state.policy, batch.tokens, batch.positions, batch.segments)
     head = leaves(state.params["critic"]["value"])
     want = np.asarray(hidden, np.float64) @ head["['kernel']"].astype(np.float64) + 0.3
     np.testing.assert_allclose(got, want, atol=1e-5)
@@ -83,7 +83,9 @@ def test_the_critics_loss_and_its_heads_gradient_are_those_of_the_clipped_square
     # Values that moved since they were scored: some by more than the limit.
     shift = np.random.default_rng(6).normal(0, 0.05, batch.old_values.shape).astype(np.float32)
     batch = batch.replace(old_values=batch.old_values + shift)
-    hidden = np.asarray(learner.policy.hidden(state.policy, batch.tokens, batch.positions, batch.segments), np.float64)
+    hidden = np.asarray(
+        jax.jit(learner.policy.hidden)(state.policy, batch.tokens, batch.positions, batch.segments), np.float64
+    )
     value = np.asarray(learner.score(state.params, batch)["critic"]["value"], np.float64)
     old, returns, mask = (np.asarray(x, np.float64) for x in (batch.old_values, batch.returns, batch.mask))
     near = np.clip(value, old - 0.05, old + 0.05)

@@ -121,12 +121,13 @@ def test_the_loss_is_bradley_terry_on_values_after_the_last_token_and_is_learned
     params = ValueSource().params(model, policy, jax.random.key(1))
     kernel = np.random.default_rng(2).normal(0, 0.2, MODEL.width).astype(np.float32)
     params["value"] = jax.device_put({"kernel": kernel}, learner.partitioner.replicated)
-    scores = []
+    hidden_of, scores = jax.jit(learner.policy.hidden), []
     for rollout in (r for pair in rows for r in pair):
-        tokens = jnp.asarray(np.concatenate([rollout.prompt.tokens, rollout.tokens])[None], jnp.int32)
-        places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-        hidden = learner.policy.hidden(policy, tokens, places, jnp.ones_like(tokens))
-        scores.append(np.asarray(hidden[0, -1], np.float64) @ kernel)
+        whole = np.concatenate([rollout.prompt.tokens, rollout.tokens])
+        tokens = jnp.asarray(np.pad(whole, (0, 8 - len(whole)))[None], jnp.int32)
+        places = jnp.arange(8, dtype=jnp.int32)[None]
+        hidden = hidden_of(policy, tokens, places, jnp.ones_like(tokens))
+        scores.append(np.asarray(hidden[0, len(whole) - 1], np.float64) @ kernel)
     chosen, rejected = np.array(scores).reshape(-1, 2).T
     want = np.mean(np.log1p(np.exp(rejected - chosen)) + 0.3 * (chosen + rejected) ** 2)
     groups = [unscored([ended(r) for r in pair], (1, -1)) for pair in rows]
