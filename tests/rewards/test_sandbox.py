@@ -25,7 +25,10 @@ from jaxrl_llm.rewards.service import Service
 Score = Callable[..., Scores]
 Serve = Callable[[FastAPI], str]
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="programs are shut in on Linux alone")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="programs are shut in on Linux alone"),
+    pytest.mark.xdist_group("sandbox"),  # hostile programs one at a time
+]
 
 LONG_S = 60.0  # a limit that a slow machine does not meet
 PROCESSES = 8
