@@ -13,7 +13,9 @@ from typing import Literal, NamedTuple
 GUARD = Path(__file__).with_name("sandbox_guard.py")
 SLACK_S = 30.0  # over the limit, before the guard itself is given up
 FIRST_UID = 1 << 20  # users without an account, one for each run that goes on at a time
-SLOTS = 256  # users of one server: the kernel counts a user's processes over all servers of a machine
+SLOTS = (
+    256  # users of one server: the end of a run by limits kills all that its user runs, in any server of the machine
+)
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 NO_SOCKETS = """
 import socket

@@ -182,6 +182,28 @@ def test_a_block_of_another_language_is_no_program() -> None:
     assert block("```Python\na = 1\n```\n```json\n{}\n```") == "a = 1\n"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a run a user of its own")
+def test_the_end_of_a_run_leaves_the_runs_of_another_server_alone() -> None:
+    """Ending a run by limits kills everything its user runs, so no two servers may share a user."""
+    elsewhere = (
+        "import asyncio\nfrom jaxrl_llm.rewards.sandbox_run import Sandbox\n"
+        "async def main():\n    box = Sandbox(isolation='limits')\n    await box.prepare()\n    print('ready', flush=True)\n"
+        "    found = await box.run('import time; time.sleep(3); a = 1', test='assert a == 1', limit_s=60)\n"
+        "    print(found.status, found.detail)\nasyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", elsewhere], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None and server.stdout.readline() == "ready\n"
+        time.sleep(1)
+
+        async def here() -> Outcome:
+            box = Sandbox(isolation="limits")
+            await box.prepare()
+            return await box.run("a = 1", test="assert a == 1", limit_s=LONG_S)
+
+        assert asyncio.run(here()).status == "passed"
+        assert server.stdout.read().split() == ["passed"]
+
+
 def test_the_command_serves_until_it_is_stopped() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
