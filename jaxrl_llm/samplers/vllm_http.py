@@ -138,9 +138,9 @@ class VllmHttp:
           ServerFault: it does not answer.
           Refused: it lacks what an update needs.
         """
-        await self._call("GET", "/health", limit_s=_CONNECT_S)
+        health = await self._call("GET", "/health", limit_s=_CONNECT_S)
         if self.proxied:
-            self.route = "/generate"
+            self.release, self.route = _release(self.url, health), "/generate"
             return
         self.release = _release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
         if await self._refusal("/collective_rpc") in (404, 405):
