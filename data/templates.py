@@ -93,7 +93,19 @@ def ministral(question: str) -> str:
 
 TEMPLATES: Mapping[str, Template] = {
     function.__name__: function
-    for function in (chat, chat_boxed, chat_boxed_short, question_only, base, r1_zero, alpaca, qwen, qwen_math, llama3, ministral)
+    for function in (
+        chat,
+        chat_boxed,
+        chat_boxed_short,
+        question_only,
+        base,
+        r1_zero,
+        alpaca,
+        qwen,
+        qwen_math,
+        llama3,
+        ministral,
+    )
 }
 
 

@@ -196,7 +196,7 @@ class Training:
         groups = await stage.feed.next(step)
         clock.lap("collect")
         # A sampler that overlaps needs the event loop while the learner computes.
-        aside = asyncio.to_thread if stage.config.max_staleness else _at_once
+        aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
         batch = await aside(stage.pack, groups)
         streams = await aside(stage.score, state, batch)
         if stage.rescores:
@@ -220,7 +220,7 @@ class Training:
         seconds = {**clock.laps, "step": time.perf_counter() - begin}
         metrics |= {"time/step_s": seconds["step"], "update/step": float(step)}
         metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
-        metrics |= self.sampler.metrics()
+        metrics |= dict(self.sampler.metrics())
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
         stage.adapt(metrics, len(batch.rollouts))
         self.writers.write(step, metrics)
