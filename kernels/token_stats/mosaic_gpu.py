@@ -225,17 +225,22 @@ class Kernels:
             dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
             return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
 
-        carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros((call.vocabulary, call.width), head_dtype)
-        dhidden, dhead = _over_buffers(add, carry, covered // self.tiles.columns, hidden.shape[0], self.tiles)
-        dhidden = dhidden[: call.tokens]
+        dhead = jnp.zeros((call.vocabulary, call.width), head_dtype)
         dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
         if covered < call.vocabulary:
+            # First, so that its gradient of the hidden states is the sum's own memory.
             rest, rest_call = _rest(inputs, call, covered)
             # A chunk that is named keeps xla from expecting the products of the forward.
             dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
-            dhidden, dhead = dhidden + dx, lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            dhidden = jnp.pad(dx, ((0, hidden.shape[0] - call.tokens), (0, 0)))
+            dhead = lax.dynamic_update_slice(dhead, dw, (covered, 0))
             if dbias is not None and db is not None:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
+        else:
+            dhidden = jnp.zeros(hidden.shape, jnp.float32)
+        count = covered // self.tiles.columns
+        dhidden, dhead = _over_buffers(add, (dhidden, dhead), count, hidden.shape[0], self.tiles)
+        dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias
 
 
