@@ -1,6 +1,6 @@
 """Measures the kernels at the shapes of real models: `python -m jaxrl_llm.kernels.bench --op=token_stats --spec=qwen2.5-3b`.
 
-One JSON line a backend and pass on stdout. Times are medians of calls that wait for their result, after warm-up.
+One JSON line a backend and pass on stdout. Times are medians of short groups of queued calls, after warm-up.
 token_stats counts 2 T D V FLOPs forward and 8 T D V forward and backward (logits once more, two gradients), by whatever
 number a backend really computes; attention half the square, and 3.5 forwards for both passes; log_softmax_entropy the
 bytes that must be moved. Each op is set against its ceiling: a bare product, or a copy. `temp_mib` is what the compiled
@@ -15,7 +15,6 @@ import functools
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,11 +29,10 @@ from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
 from jaxrl_llm.kernels.log_softmax_entropy import api as logits_api
 from jaxrl_llm.kernels.log_softmax_entropy import specs as logits_specs
+from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats import api as stats_api
 from jaxrl_llm.kernels.token_stats import fused, mosaic_gpu
 from jaxrl_llm.kernels.token_stats import specs as stats_specs
-
-WARM_UP = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +59,7 @@ class Work:
 def measure(work: Work, runs: int) -> dict[str, Any]:
     """The row of one piece of work: milliseconds (median of `runs`), rate, and memory."""
     compiled = jax.jit(work.function).lower(*work.args).compile()
-    seconds = []
-    for i in range(WARM_UP + runs):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(*work.args))
-        if i >= WARM_UP:
-            seconds.append(time.perf_counter() - start)
-    median = float(np.median(seconds))
+    median = timed(lambda: compiled(*work.args), jax.block_until_ready, runs)
     memory, stats = compiled.memory_analysis(), jax.devices()[0].memory_stats()
     return {
         "backend": work.backend,

@@ -7,15 +7,13 @@ and the JSON lines are those of `bench`. A peer that cannot be imported or does 
 import argparse
 import importlib.util
 import json
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats.specs import SPECS, Spec
-
-WARM_UP = 3
 
 
 def liger(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
@@ -40,7 +38,13 @@ def cut_cross_entropy(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
     return (linear_cross_entropy(hidden, head, targets, reduction="none"),)
 
 
+def product(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
+    """The bare product by PyTorch, which is cuBLAS: the logits."""
+    return (hidden @ head.T,)
+
+
 PEERS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
+    "bare product (PyTorch)": ("torch", product),
     "liger (log-prob)": ("liger_kernel", liger),
     "liger scaled (log-prob, entropy)": ("liger_kernel", liger_scaled),
     "cut-cross-entropy (log-prob)": ("cut_cross_entropy", cut_cross_entropy),
@@ -67,22 +71,15 @@ def measure(function: Callable[..., tuple[Any, ...]], arrays: tuple[Any, ...], f
     import torch
 
     hidden, head, targets = (x.clone().requires_grad_(full and x.is_floating_point()) for x in arrays)
-    grads = None
-    seconds = []
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    for i in range(WARM_UP + runs):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
+
+    def call() -> Any:
         with torch.set_grad_enabled(full):
             out = function(hidden, head, targets)
-            if full:
-                grads = torch.autograd.grad(out, (hidden, head), [torch.ones_like(x) for x in out])
-        torch.cuda.synchronize()
-        if i >= WARM_UP:
-            seconds.append(time.perf_counter() - start)
-    del grads
-    median = float(np.median(seconds))
+            return torch.autograd.grad(out, (hidden, head), [torch.ones_like(x) for x in out]) if full else out
+
+    median = timed(call, lambda _: torch.cuda.synchronize(), runs)
     flops = (8 if full else 2) * hidden.shape[0] * hidden.shape[1] * head.shape[0]
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     rate = round(flops / median / 1e12, 2)
@@ -113,7 +110,7 @@ def main() -> None:
             continue
         arrays = arrays or tensors(SPECS[args.spec], args.arrays)
         device = torch.cuda.get_device_name()
-        for full in (False, True):
+        for full in (False,) if function is product else (False, True):
             try:
                 found = measure(function, arrays, full, args.runs)
             except Exception as error:  # a peer's failure is a finding of the benchmark, whatever its kind

@@ -10,7 +10,7 @@ so the forward keeps a few numbers a token and the backward makes each tile of l
 dbias)`; both see one shard. Over a mesh, only the maximum and the sums of the tokens cross the vocabulary's shards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -262,3 +262,27 @@ def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
     maximum = jnp.maximum(a["maximum"], b["maximum"])
     a, b = rescale(a, maximum, call), rescale(b, maximum, call)
     return {name: maximum if name == "maximum" else a[name] + b[name] for name in a}
+
+
+def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:
+    """h . w of each token's target among the shard's first `entries`, in float32; 0 where it is not there."""
+    index = inputs.targets - inputs.first_entry
+    here = (index >= 0) & (index < entries)
+    rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
+    products = inputs.hidden.astype(jnp.float32) * rows.astype(jnp.float32)
+    return jnp.where(here, products.sum(axis=1), 0.0)
+
+
+def logit_sums(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, " T"]:
+    """Each token's sum of h . w over the head's entries, by one product with the entries' sum."""
+    total = head.sum(axis=0, dtype=jnp.float32)
+    return jnp.matmul(hidden.astype(jnp.float32), total, precision=jax.lax.Precision.HIGHEST)
+
+
+def over_buffers(add: Callable[..., Any], carry: Any, entries: int, unit: int, most: int) -> Any:
+    """`add(first, number, carry)` over even shares of the entries, whole units of them, of at most `most` if a unit is."""
+    units = -(-entries // unit)
+    size = -(-units // -(-units // max(most // unit, 1))) * unit
+    full, rest = divmod(entries, size)
+    carry = jax.lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
+    return add(jnp.int32(full * size), rest, carry) if rest else carry

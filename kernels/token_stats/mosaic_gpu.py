@@ -193,15 +193,9 @@ class Kernels:
         work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
         sums = {name: x[: call.tokens] for name, x in _sums(hidden, head, call, work).items()}
         if "logprob" in call.outputs:
-            index = inputs.targets - inputs.first_entry
-            here = (index >= 0) & (index < covered)
-            rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
-            at_target = (inputs.hidden.astype(jnp.float32) * rows.astype(jnp.float32)).sum(axis=1)
-            sums["target"] = jnp.where(here, at_target, 0.0)
+            sums["target"] = fused.target_logits(inputs, covered)
         if "uniform_logprob" in call.outputs:
-            total = head[:covered].sum(axis=0, dtype=jnp.float32)
-            highest = lax.Precision.HIGHEST
-            sums["logit_sum"] = jnp.matmul(inputs.hidden.astype(jnp.float32), total, precision=highest)
+            sums["logit_sum"] = fused.logit_sums(inputs.hidden, head[:covered])
         if covered < call.vocabulary:
             rest, rest_call = _rest(inputs, call, covered)
             sums = fused.merge(sums, xla.forward(rest, rest_call)[0], call)
@@ -215,37 +209,33 @@ class Kernels:
         hidden, head = _operands(inputs, covered, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
-        def add(start: Any, number: int, carry: Any) -> Any:
+        def add(first: Any, entries: int, carry: Any) -> Any:
             dhidden, dhead = carry
-            work = plan(self.tiles, hidden.shape[0], call.width, number)
-            first, entries = start * self.tiles.columns, number * self.tiles.columns
+            work = plan(self.tiles, hidden.shape[0], call.width, entries // self.tiles.columns)
+            start = lax.div(first, jnp.int32(self.tiles.columns))
             dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
             return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
 
-        carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros((call.vocabulary, call.width), head_dtype)
-        dhidden, dhead = _over_buffers(add, carry, covered // self.tiles.columns, hidden.shape[0], self.tiles)
-        dhidden = dhidden[: call.tokens]
+        dhead = jnp.zeros((call.vocabulary, call.width), head_dtype)
         dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
         if covered < call.vocabulary:
+            # First, so that its gradient of the hidden states is the sum's own memory.
             rest, rest_call = _rest(inputs, call, covered)
             # A chunk that is named keeps xla from expecting the products of the forward.
             dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
-            dhidden, dhead = dhidden + dx, lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            dhidden = jnp.pad(dx, ((0, hidden.shape[0] - call.tokens), (0, 0)))
+            dhead = lax.dynamic_update_slice(dhead, dw, (covered, 0))
             if dbias is not None and db is not None:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
+        else:
+            dhidden = jnp.zeros(hidden.shape, jnp.float32)
+        most = self.tiles.buffer // (hidden.shape[0] * 2)
+        dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
+        dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias
-
-
-def _over_buffers(add: Callable[..., Any], carry: Any, count: int, tokens: int, tiles: Tiles) -> Any:
-    """`add(start, number, carry)` for even shares of the vocabulary's tiles, each small enough for the buffer."""
-    most = max(tiles.buffer // (tokens * tiles.columns * 2), 1)
-    size = -(-count // -(-count // most))
-    full, rest = divmod(count, size)
-    carry = lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
-    return add(jnp.int32(full * size), rest, carry) if rest else carry
 
 
 def _covered(inputs: Inputs, call: Call, tiles: Tiles) -> int:

@@ -102,7 +102,7 @@ def test_the_backward_keeps_no_array_of_the_size_of_the_logits_but_them():
 
 
 def test_triton_reads_rows_of_several_blocks_and_runs_on_nvidia_alone(monkeypatch):
-    monkeypatch.setattr(triton, "BLOCK", 16)
+    monkeypatch.setattr(triton, "WIDTH", 4)
     call = Call(platform="gpu", dtype="float32", tokens=3, vocabulary=37, temperature=0.5)
     z = np.random.default_rng(1).normal(size=(3, 37)).astype(np.float32) * 4
     z[0, :16], z[1, 16:] = -np.inf, -1e4

@@ -1,0 +1,99 @@
+"""The TPU kernels of token_stats: right in interpret mode, lowered for TPU, chosen on TPUs alone; not run on TPU hardware."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from token_stats_float64 import statistics
+
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.token_stats import fused, mosaic_tpu
+from jaxrl_llm.kernels.token_stats.api import BACKENDS, call_of, token_stats
+from jaxrl_llm.kernels.token_stats.mosaic_tpu import OUTPUTS, Kernels, Tiles
+
+WORDS = jnp.zeros(2, jnp.uint32)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_values_and_gradients_are_right_in_interpret_mode(padded):
+    # Blocks of tokens, of the vocabulary and of the width that do not divide, buffers of two blocks and a rest of one.
+    tokens, width, vocabulary = 40, 256, 300
+    tiles = Tiles(rows=32, columns=128, depth=128, buffer=2 * 40 * 2 * 128)
+    rng = np.random.default_rng(0)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(vocabulary + padded, width)) * 2 * width**-0.5, jnp.bfloat16)
+    bias = np.append(np.zeros(vocabulary, np.float32), -np.inf) if padded else None
+    targets = rng.integers(0, vocabulary, tokens).astype(np.int32)
+    targets[:5] = -1, 0, 127, 128, vocabulary - 1
+    g = {name: rng.normal(size=tokens).astype(np.float32) for name in OUTPUTS}
+    call = replace(call_of(hidden, head, outputs=OUTPUTS, temperature=0.7), shards=2 if padded else 1)
+
+    def total(hidden, head):
+        arrays = (hidden, head, jnp.asarray(targets))
+        kernels = Kernels(tiles=tiles, interpret=True)
+        out = fused.compute(kernels, arrays, None if bias is None else jnp.asarray(bias), WORDS, call, None)
+        return sum((out[name] * g[name]).sum() for name in OUTPUTS), out
+
+    (_, out), gradients = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))(hidden, head)
+    want, derived = statistics(
+        hidden, head, targets, bias=bias, outputs=OUTPUTS, noise=np.zeros((tokens, 1)), cotangents=g, temperature=0.7
+    )
+    for name in OUTPUTS:
+        np.testing.assert_allclose(out[name], want[name], atol=1e-5, rtol=1e-5, err_msg=name)
+    for got, right in zip(gradients, derived):
+        assert np.linalg.norm(np.asarray(got, np.float64) - right) < 4e-3 * np.linalg.norm(right)
+
+
+def test_large_logits_stay_finite_and_exact():
+    hidden, head = jnp.full((16, 128), 8.0, jnp.bfloat16), jnp.zeros((130, 128), jnp.bfloat16)
+    head = head.at[3].set(9.75).at[129].set(-9.75)  # logits 9984, 0 and -9984
+    call = call_of(hidden, head)
+    arrays = (hidden, head, jnp.array([3, 129, 0] + [3] * 13))
+    kernels = Kernels(tiles=Tiles(rows=16, columns=128), interpret=True)
+    out = fused.compute(kernels, arrays, None, WORDS, call, None)
+    np.testing.assert_array_equal(out["logprob"][:3], [0.0, -19968.0, -9984.0])
+    np.testing.assert_array_equal(out["entropy"], np.zeros(16))
+
+
+@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(8191, 1024, 151669), (16384, 3584, 151936)])
+def test_both_passes_lower_for_tpu_without_whole_logits(tokens, width, vocabulary):
+    hidden, head = (jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for n in (tokens, vocabulary))
+    call = call_of(jnp.zeros((1, width), jnp.bfloat16), jnp.zeros((1, width), jnp.bfloat16), outputs=OUTPUTS)
+    call = replace(call, platform="tpu", tokens=tokens, vocabulary=vocabulary)
+
+    def total(hidden, head, targets):
+        out = fused.compute(Kernels(tiles=mosaic_tpu.TILES), (hidden, head, targets), None, WORDS, call, None)
+        return sum(x.sum() for x in out.values())
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1))).trace(hidden, head, jax.ShapeDtypeStruct((tokens,), jnp.int32))
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    # The forward's kernel, and the backward's for whole buffers and for the rest.
+    assert text.count("@tpu_custom_call") == 3
+    assert f"x{vocabulary}x" not in text.replace(f"<{vocabulary}x", "<")
+
+
+def test_tpus_take_bfloat16_and_every_other_device_and_call_is_refused():
+    call = replace(call_of(jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((1000, 128), jnp.bfloat16)), platform="tpu")
+    assert dispatch.choose("token_stats", BACKENDS, call, None) is mosaic_tpu
+    refused = {
+        "float32": {"dtype": "float32"},
+        "soft_cap": {"soft_cap": 30.0},
+        "bias": {"biased": True},
+        "chunk": {"chunk": 512},
+        "noise_logprob": {"outputs": ("noise_logprob",)},
+        "multiple of 128": {"width": 2100},
+        "gpu": {"platform": "gpu"},
+    }
+    for reason, change in refused.items():
+        assert reason in mosaic_tpu.refusal(replace(call, **change))
+    with pytest.raises(ValueError, match=r"mosaic_tpu: it runs on TPUs \(got cpu\)"):
+        token_stats(jnp.ones((2, 64)), jnp.ones((300, 64)), jnp.zeros(2, jnp.int32), backend="mosaic_tpu")
+
+
+def test_blocks_that_cannot_be_laid_out_are_refused():
+    with pytest.raises(ValueError, match="multiple of 16 and columns of 128"):
+        Tiles(rows=24)
+    with pytest.raises(ValueError, match="multiple of 16 and columns of 128"):
+        Tiles(columns=64)
