@@ -233,6 +233,26 @@ class Learner:
         state, norms = self._apply(state, gradient)
         return state, {**scalars, **norms}
 
+    def lowered(self, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update with so many micro-batches like `batch`, or with 0 of scoring, ready to be compiled.
+
+        Shapes and shardings of `batch` and `bases` count, not their values; no parameters are needed.
+        """
+        state, bases = self.abstract, dict(bases)
+        if microbatches == 0:
+            return {"score": self._score.lower(state.params, batch, bases)}
+        if microbatches == 1:
+            return {"whole": self._whole.lower(state, batch, bases)}
+        one = self.partitioner.replicated
+        scalars = jax.eval_shape(self._gradient, state.params, batch, bases)[1]
+        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
+        total = (self.trained(state.params), jax.tree.map(shaped, scalars))
+        return {
+            "first": self._first.lower(state.params, batch, bases),
+            "accumulate": self._accumulate.lower(total, state.params, batch, bases),
+            "apply": self._apply.lower(state, total[0]),
+        }
+
     @property
     def compilations(self) -> int:
         """Programs compiled so far; it stands still after the first step of a phase."""

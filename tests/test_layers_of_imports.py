@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("launch", "plan", "doctor", "bench", "export", "chat", "loading", "bindings_page"),
+    ("launch", "plan", "doctor", "bench", "bench_case", "export", "chat", "loading", "bindings_page"),
     ("train", "stage_run", "stages", "feeds"),
     ("eval.",),
     (
@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "console",
         "event_files",
+        "profiling",
     ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),

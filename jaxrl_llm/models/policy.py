@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxrl_llm.mesh import Axes, Partitioner
-from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models import remat as remats
+from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.mesh_attention import Places
 from jaxrl_llm.models.transformer import Cache, Running, Transformer
 

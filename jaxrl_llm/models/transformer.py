@@ -18,6 +18,7 @@ from jaxrl_llm.models.mesh_attention import MeshAttention, Places
 Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
 
+
 @dataclass(frozen=True, kw_only=True)
 class Running:
     """How the layers are run.
