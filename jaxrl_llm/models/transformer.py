@@ -13,7 +13,7 @@ from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.models import remat
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MLP, Attention, RMSNorm, Rope, parameter, rope
-from jaxrl_llm.models.mesh_attention import MeshAttention, Places
+from jaxrl_llm.models.mesh_attention import MeshAttention, Places, mesh_decode
 
 Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
@@ -100,6 +100,9 @@ class Transformer(nnx.Module):
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
                 new = {"k": k, "v": v}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                if tokens.shape[1] == 1:
+                    one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
+                    return self._by_window(index, one)[:, None], entries
                 k, v = (jax.lax.dynamic_index_in_dim(entries[name], index, keepdims=False) for name in ("k", "v"))
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
