@@ -24,11 +24,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import flops, profiling, run_folder
+from jaxrl_llm import flops, profiling, run_folder, xla_flags
 from jaxrl_llm.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
 from jaxrl_llm.global_batch import bare, to_device
 from jaxrl_llm.kernels.attention import api as attention
+from jaxrl_llm.kernels.decode_attention import api as decode_attention
 from jaxrl_llm.kernels.token_stats import api as token_stats
 from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models.policy import Params
@@ -197,7 +198,8 @@ def programs(lowered: dict[str, Any]) -> dict[str, Any]:
 
 def measure(case: Case) -> dict[str, Any]:
     """The row of one configuration."""
-    for api, name in ((attention, case.attention), (token_stats, case.token_stats)):
+    for api in (attention, token_stats, decode_attention):
+        name = case.flags[api.__name__.split(".")[-2]]
         if name != "auto":
             if name not in api.BACKENDS:
                 raise ValueError(f"unknown backend {name!r}: use auto or one of {api.BACKENDS}")
@@ -260,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--output", help="file that rows are added to")
     arguments = parser.parse_args(argv)
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+    xla_flags.apply()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="jaxrl_llm_bench_"))
     # A program compiled to be looked at is found again when it is called.
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])

@@ -13,6 +13,7 @@ from jaxrl_llm.batch import Batch
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
 from jaxrl_llm.global_batch import GlobalBatch
 from jaxrl_llm.kernels.attention import api as attention
+from jaxrl_llm.kernels.decode_attention import api as decode_attention
 from jaxrl_llm.kernels.token_stats import api as token_stats
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import MeshConfig, Partitioner
@@ -38,6 +39,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "moments_dtype": (str, "float32", "dtype of the first moment"),
     "attention": (str, "auto", f"auto or one of {', '.join(attention.BACKENDS)}: tried first"),
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
+    "decode_attention": (str, "auto", f"auto or one of {', '.join(decode_attention.BACKENDS)}: tried first"),
     "devices": (int, "0", "devices used; 0 takes all"),
     "fsdp": (int, "-1", "devices of the fsdp axis"),
     "tensor": (int, "1", "devices of the tensor axis"),

@@ -8,6 +8,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,26 @@ import jax
 _NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
 
 
+@contextmanager
+def traced(folder: Path, wanted: bool = True) -> Iterator[None]:
+    """Traces what runs inside, if `wanted`, into plugins/profile/ of a TensorBoard folder, and prints where the time went."""
+    if not wanted:
+        yield
+        return
+    with jax.profiler.trace(str(folder)):
+        yield
+    file = newest(folder)
+    rows = summary(file, 5)
+    longest = ", ".join(f"{row['kernel']} {row['share']:.0%}" for row in rows[:-1])
+    print(f"traced into {file.parent}: {rows[-1]['ms']:g} ms of kernels, the longest {longest}", flush=True)
+
+
 def newest(folder: Path) -> Path:
     """The newest trace file under `folder`; raises FileNotFoundError where there is none."""
     found = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not found:
         raise FileNotFoundError(
-            f"no trace (*.xplane.pb) lies under {folder}: set train.Run.profile_steps, or bench --profile"
+            f"no trace (*.xplane.pb) lies under {folder}: set PROFILE_STEPS (train.Run.profile_steps), or bench --profile"
         )
     return found[-1]
 

@@ -155,25 +155,29 @@ class StageRun:
             response_tokens=config.response_tokens, capacity=config.sequences,
         )  # fmt: skip
 
-    @cached_property
-    def _scored(self) -> bool:
-        """Whether credit depends on the learner's log-probs."""
-        return self.config.samples or bool(self.config.algorithm.needs & {"reference", "critic"})
+    def _scores(self, step: int) -> bool:
+        """Whether credit, reward or the step's metrics depend on the policy's streams."""
+        config, needs = self.config, self.config.algorithm.needs
+        if not config.samples:
+            return bool(needs & {"reference", "critic"})
+        reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
+        return reads or config.old_logprobs == "learner" or step % config.score_every == 0
 
-    def score(self, state: TrainState, batch: GlobalBatch) -> dict[str, np.ndarray]:
-        """The learner's streams [S, T] under their names in the view; empty where credit does not depend on them."""
-        if not self._scored:
-            return {}
-        device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
-        scored = [self.learner.score(state.params, b, self.bases) for b in device]
-        streams = {
-            VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
-            for m in scored[0]
-            for n in scored[0][m]
-        }
-        if "reference" in self.frozen:
-            reference = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
-            streams["ref_logprobs"] = batch.unpack([to_host(x) for x in reference])
+    def score(self, state: TrainState, batch: GlobalBatch, step: int = 0) -> dict[str, np.ndarray]:
+        """The learner's streams [S, T] under their names in the view; those that nothing reads at `step` are left out."""
+        policy, reference = self._scores(step), "reference" in self.frozen
+        device = [to_device(bare(rows), self.partitioner) for rows in batch.rows] if policy or reference else []
+        streams: dict[str, np.ndarray] = {}
+        if policy:
+            scored = [self.learner.score(state.params, b, self.bases) for b in device]
+            streams = {
+                VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
+                for m in scored[0]
+                for n in scored[0][m]
+            }
+        if reference:
+            found = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
+            streams["ref_logprobs"] = batch.unpack([to_host(x) for x in found])
         return streams
 
     @property
@@ -212,7 +216,7 @@ class StageRun:
     def describe(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> dict[str, float]:
         """What the host knows of the step."""
         values = diagnostics.of_rollouts(batch) | {n: float(x) for n, x in credit.metrics.items()}
-        return values | (diagnostics.gap(batch, streams) if self.config.samples else {})
+        return values | (diagnostics.gap(batch, streams) if self.config.samples and "old_logprobs" in streams else {})
 
     def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
         """Warns or stops where sampler and learner disagree, and stops after too many gradients that are not finite."""

@@ -40,6 +40,8 @@ class Stage:
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
+        steps need none, unless the algorithm or the reward reads the learner's statistics.
       evaluations: held-out measurements.
       evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
@@ -71,6 +73,7 @@ class Stage:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=Packing)
     old_logprobs: Literal["learner", "sampler"] = "learner"
+    score_every: int = 1
     evaluations: Sequence[Evaluation] = ()
     evaluate_every: int = 50
     gap_warn: float = 0.05
@@ -85,6 +88,7 @@ class Stage:
             "group_size",
             "minibatches",
             "epochs",
+            "score_every",
             "max_prompt_tokens",
             "evaluate_every",
         )

@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import diagnostics
+from jaxrl_llm import diagnostics, profiling
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
+from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
@@ -38,6 +39,7 @@ class Run:
       mesh: sizes of the mesh axes.
       checkpoints: when to save and what to keep.
       writers: where metrics go.
+      profile_steps: steps that are traced for TensorBoard's profile tab.
     """
 
     run_dir: str
@@ -49,6 +51,7 @@ class Run:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
+    profile_steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -99,6 +102,7 @@ class Training:
         self.bases: dict[str, Any] = {}
         self.writers: Writers | None = None
         self.best: float | None = None
+        self.compilations = Compilations()
 
     def _check_vocabulary(self) -> None:
         size = self.policy.architecture.vocabulary_size
@@ -164,7 +168,8 @@ class Training:
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
         for step in range(start + 1, stage.config.steps + 1):
-            state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+            with profiling.traced(self.run_dir / "tensorboard", offset + step in self.config.profile_steps):
+                state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
         return state
 
     async def _step(self, stage: StageRun, state: TrainState, step: int, *, last: bool) -> TrainState:
@@ -178,7 +183,7 @@ class Training:
         groups = await stage.feed.next(step)
         clock.lap("collect")
         batch = stage.pack(groups)
-        streams = stage.score(state, batch)
+        streams = stage.score(state, batch, step)
         if stage.rescores:
             batch = await stage.rescore(batch, streams)
         credit = stage.credit(batch, streams)
@@ -198,6 +203,7 @@ class Training:
         metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
         metrics |= self.sampler.metrics()
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
+        metrics["compilations/step"] = float(self.compilations.take())
         stage.adapt(metrics, len(batch.rollouts))
         self.writers.write(step, metrics)
         self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)

@@ -31,11 +31,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "console",
         "event_files",
         "profiling",
+        "compilations",
     ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "shapes", ""),
+    ("experience", "protocols", "shapes", "xla_flags", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
