@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import diagnostics
+from jaxrl_llm import diagnostics, shown
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
@@ -242,9 +242,21 @@ class StageRun:
         """Moves the controllers."""
         self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
 
-    async def evaluate(self) -> dict[str, float]:
-        """All evaluations of the stage, with the weights that the sampler holds."""
+    def rows_to_read(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> list[shown.Row]:
+        """The step's first rollouts, for people to read."""
+        streams = streams if self.config.samples else {}
+        return shown.of_step(batch, streams, credit, **self._reading)
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How rollouts are shown."""
+        config = self.config
+        return {"tokenizer": self.asking.tokenizer, "rollouts": config.show_rollouts, "tokens": config.show_tokens}
+
+    async def evaluate(self) -> tuple[dict[str, float], list[shown.Row]]:
+        """All evaluations of the stage, with the weights that the sampler holds, and their first rollouts, to be read."""
         metrics: dict[str, float] = {}
+        rows: list[shown.Row] = []
         for evaluation, prompts in zip(self.config.evaluations, self.held_out, strict=True):
             reward = evaluation.reward or self.config.reward
             if reward is None:
@@ -252,9 +264,10 @@ class StageRun:
                     f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}"
                 )
             asked = replace(evaluation, settings=stopping(evaluation.settings, self.asking.tokenizer))
-            found, _ = await evaluate(asked, prompts, self.asking, reward)
+            found, groups = await evaluate(asked, prompts, self.asking, reward)
             metrics |= found
-        return metrics
+            rows += shown.held_out(evaluation.name, list(evaluation.kinds), groups, **self._reading)
+        return metrics, rows
 
 
 def _learner(config: Stage, policy: Policy) -> Learner:

@@ -47,7 +47,8 @@ class Stage:
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
       max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
-      show_rollouts: rollouts written to TensorBoard and rollouts.jsonl at each evaluation step.
+      show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
+      show_tokens: tokens a rollout there whose log-prob, entropy and advantage are written; 0 writes none.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Stage:
     gap_stop: float = 1.0
     max_skipped: int = 5
     show_rollouts: int = 8
+    show_tokens: int = 1024
 
     def __post_init__(self) -> None:
         positive = (

@@ -195,7 +195,7 @@ class Training:
         due = last or step % stage.config.evaluate_every == 0
         if due:
             metrics |= await self._evaluate(stage, state, step)
-            self.writers.rollouts(step, diagnostics.shown(batch, stage.config.show_rollouts))
+            self.writers.rollouts(step, stage.rows_to_read(batch, streams, credit))
             clock.lap("evaluate")
         metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
         seconds = {**clock.laps, "step": time.perf_counter() - begin}
@@ -215,10 +215,13 @@ class Training:
             await self.sampler.publish(weights, version)
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
+        assert self.writers is not None
         if not stage.config.evaluations:
             return {}
         await self._publish(state, step)
-        return await stage.evaluate()
+        metrics, rows = await stage.evaluate()
+        self.writers.rollouts(step, rows)
+        return metrics
 
     def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float], *, due: bool) -> None:
         """Saves where a save is due, and the best checkpoint where the evaluation is the best so far."""

@@ -18,6 +18,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("eval.",),
     (
         "diagnostics",
+        "shown",
         "collect",
         "rollouts",
         "learner",
