@@ -24,6 +24,7 @@ INTERNAL = (
     "models.mesh_attention",
     "samplers.slot_batch",
     "eval.viewer.query",
+    "eval.learning_runs",
 )
 # A name that a file imports, a dot, and what it names there.
 IMPORT = re.compile(

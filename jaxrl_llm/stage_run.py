@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import diagnostics, shown
+from jaxrl_llm import diagnostics, shown, teaching
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.eval.evaluate import evaluate
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, stats_of
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, given, stats_of
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
@@ -43,7 +43,9 @@ class StageRun:
       feed: gives the groups of each step.
       asking: asks the sampler, for evaluations too.
       held_out: encoded prompts of each evaluation.
+      measured: groups of responses that are measured at each evaluation and never learned from.
       sources: names of the data sources.
+      teacher: scores samples, where the algorithm needs it.
       frozen: {"reference": parameters}, where the algorithm needs it.
       controls: values of the controllers.
       seed: of the run, for the values of new parameters.
@@ -57,6 +59,8 @@ class StageRun:
     asking: Asking
     held_out: Sequence[Sequence[Prompt]]
     sources: Sequence[str]
+    measured: Sequence[ScoredGroup] = ()
+    teacher: teaching.Teacher | None = None
     frozen: dict[str, Params] = field(default_factory=dict)
     controls: dict[str, float] = field(default_factory=dict)
     seed: int = 0
@@ -89,10 +93,13 @@ class StageRun:
             other = replace(encoder, max_response_tokens=None)
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
             _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
+        unseen = [] if config.held_out is None else list(config.held_out.rows())
+        measured = given(encoder, unseen, config.algorithm) if unseen else []
         learner = _learner(config, training.policy)
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
-            sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls), seed=seed,
+            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
+            controls=dict(config.algorithm.controls), seed=seed,
             bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
@@ -166,7 +173,9 @@ class StageRun:
     def score(self, state: TrainState, batch: GlobalBatch, step: int = 0) -> dict[str, np.ndarray]:
         """The learner's streams [S, T] under their names in the view; those that nothing reads at `step` are left out."""
         policy, reference = self._scores(step), "reference" in self.frozen
-        device = [to_device(bare(rows), self.partitioner) for rows in batch.rows] if policy or reference else []
+        if not (policy or reference or self.teacher is not None):
+            return {}
+        device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
         streams: dict[str, np.ndarray] = {}
         if policy:
             scored = [self.learner.score(state.params, b, self.bases) for b in device]
@@ -178,6 +187,8 @@ class StageRun:
         if reference:
             found = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
             streams["ref_logprobs"] = batch.unpack([to_host(x) for x in found])
+        if self.teacher is not None:
+            streams["teacher_logprobs"] = batch.unpack([to_host(self.teacher.logprobs(b)) for b in device])
         return streams
 
     @property
@@ -269,6 +280,20 @@ class StageRun:
             rows += shown.held_out(evaluation.name, list(evaluation.kinds), groups, **self._reading)
         return metrics, rows
 
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """The loss and its metrics on responses that are never learned from, as "eval/..."."""
+        if not self.measured:
+            return {}
+        batch = GlobalBatch.build(
+            self.measured, self.config.packing, minibatches=1, sources=self.sources, response_tokens=self.config.response_tokens,
+            capacity=sum(len(g.rollouts) for g in self.measured),
+        )  # fmt: skip
+        view = batch.view(self.score(state, batch), self.controls, len(self.measured))
+        credit = jax.device_get(self.learner.advantages(view))
+        (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
+        found = jax.device_get(self.learner.measure(state.params, mini, self.bases))
+        return {f"eval/{name}": float(x) for name, x in found.items()}
+
 
 def _learner(config: Stage, policy: Policy) -> Learner:
     """The learner of a stage, with the value models that its algorithm asks for."""
@@ -284,6 +309,14 @@ def _learner(config: Stage, policy: Policy) -> Learner:
         models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup,
         temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
     )  # fmt: skip
+
+
+def _teacher(config: Stage, training: Any, learner: Learner) -> teaching.Teacher | None:
+    """The teacher that the algorithm asks for, which speaks the policy's tokens."""
+    if "teacher" not in config.algorithm.needs:
+        return None
+    assert config.teacher is not None  # by Stage
+    return teaching.Teacher.open(teaching.found(config.teacher, training.tokenizer, learner.partitioner), learner)
 
 
 def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
@@ -309,11 +342,7 @@ def _feed(
             greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
         )  # fmt: skip
         return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
-    ends = "reward_model" in config.algorithm.needs
-    given = (
-        pairs(encoder, rows, ends=ends) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
-    )
-    return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
+    return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
 
 
 def _say(what: str, counts: Mapping[str, int]) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm.eval.evaluate import Evaluation
+from jaxrl_llm.eval.harness import ModelSource
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.models.value_source import ValueSource
 from jaxrl_llm.optimizers import Optimizer
@@ -24,6 +25,7 @@ class Stage:
       critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
       critic_optimizer: of the critic.
       reward_model: where the reward model comes from that an algorithm trains, by `optimizer`; the policy stays as it is.
+      teacher: the model that a distilling algorithm learns from; frozen.
       critic_warmup_steps: first steps, in which only the critic learns.
       steps: steps of this stage.
       prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
@@ -43,6 +45,7 @@ class Stage:
       score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
         steps need none, unless the algorithm or the reward reads the learner's statistics.
       evaluations: held-out measurements.
+      held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
       evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
@@ -58,6 +61,7 @@ class Stage:
     critic: ValueSource | None = None
     critic_optimizer: Optimizer | None = None
     reward_model: ValueSource | None = None
+    teacher: ModelSource | None = None
     critic_warmup_steps: int = 0
     steps: int
     prompts_per_step: int = 32
@@ -76,6 +80,7 @@ class Stage:
     old_logprobs: Literal["learner", "sampler"] = "learner"
     score_every: int = 1
     evaluations: Sequence[Evaluation] = ()
+    held_out: Source | None = None
     evaluate_every: int = 50
     gap_warn: float = 0.05
     gap_stop: float = 1.0
@@ -112,6 +117,16 @@ class Stage:
             raise ValueError(
                 f"{type(self.algorithm).__name__} trains a reward model and Stage.reward_model of stage {self.name!r} is not set: "
                 "include gin/algorithms/reward_model.gin after gin/base.gin, or set REWARD_MODEL = @value_source.ValueSource()"
+            )
+        if "teacher" in self.algorithm.needs and self.teacher is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} learns from a teacher and Stage.teacher of stage {self.name!r} is not set: include "
+                "gin/algorithms/distill.gin after gin/base.gin and set TEACHER_PATH to a Hugging Face folder or a run folder"
+            )
+        if self.samples and self.held_out is not None:
+            raise ValueError(
+                f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
+                "Stage.evaluations measure samples"
             )
         if self.samples:
             self._check_sampling()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import diagnostics, profiling
+from jaxrl_llm import diagnostics, profiling, teaching
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
 from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
@@ -95,6 +95,7 @@ class Training:
         self.tokenizer = run.tokenizer.load()
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
+        self._check_teachers()
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
@@ -110,6 +111,12 @@ class Training:
             raise ValueError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
             )
+
+    def _check_teachers(self) -> None:
+        """A teacher that is not there, or of other tokens, is refused before the first stage."""
+        for stage in self.config.stages:
+            if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+                teaching.found(stage.teacher, self.tokenizer, self.partitioner)
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
@@ -216,11 +223,12 @@ class Training:
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
         assert self.writers is not None
-        if not stage.config.evaluations:
-            return {}
-        await self._publish(state, step)
-        metrics, rows = await stage.evaluate()
-        self.writers.rollouts(step, rows)
+        metrics = stage.measure(state)
+        if stage.config.evaluations:
+            await self._publish(state, step)
+            found, rows = await stage.evaluate()
+            metrics |= found
+            self.writers.rollouts(step, rows)
         return metrics
 
     def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float], *, due: bool) -> None:

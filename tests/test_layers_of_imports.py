@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "plan", "doctor", "bench", "bench_case", "export", "chat", "loading", "bindings_page"),
-    ("train", "stage_run", "stages", "feeds"),
+    ("train", "stage_run", "stages", "teaching", "feeds"),
     ("eval.",),
     (
         "diagnostics",
@@ -142,8 +142,11 @@ def test_entries_of_the_table_are_named_once():
 DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-checkpoint"}
 
 
-# The benchmark runs peers where they happen to be installed, and says so where they are not.
-OPTIONAL = {"kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"}}
+# The benchmark runs peers where they happen to be installed, and the learning table has a plot where matplotlib is.
+OPTIONAL = {
+    "kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"},
+    "eval.learning_table": {"matplotlib"},
+}
 
 
 def declared(*extras: str) -> set[str]:
