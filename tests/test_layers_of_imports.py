@@ -19,6 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "diagnostics",
         "collect",
+        "companions",
         "rollouts",
         "learner",
         "train_state",
