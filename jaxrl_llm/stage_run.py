@@ -14,6 +14,7 @@ import numpy as np
 from jaxrl_llm import diagnostics, shown, teaching
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.collect import Collector
+from jaxrl_llm.companions import Companions, found
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.eval.evaluate import evaluate
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
@@ -46,7 +47,8 @@ class StageRun:
       measured: groups of responses that are measured at each evaluation and never learned from.
       sources: names of the data sources.
       teacher: scores samples, where the algorithm needs it.
-      frozen: {"reference": parameters}, where the algorithm needs it.
+      companions: the models that the rewards ask.
+      frozen: {"reference": parameters}, where the algorithm needs it, and the copies of companions that follow the policy.
       controls: values of the controllers.
       seed: of the run, for the values of new parameters.
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
@@ -59,6 +61,7 @@ class StageRun:
     asking: Asking
     held_out: Sequence[Sequence[Prompt]]
     sources: Sequence[str]
+    companions: Companions
     measured: Sequence[ScoredGroup] = ()
     teacher: teaching.Teacher | None = None
     frozen: dict[str, Params] = field(default_factory=dict)
@@ -83,6 +86,7 @@ class StageRun:
             sampler=training.sampler,
             tokenizer=training.tokenizer,
             environment=config.environment,
+            marker=config.marker,
             max_turns=config.max_turns,
         )
         seed = training.config.seed
@@ -99,7 +103,7 @@ class StageRun:
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
             sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
-            controls=dict(config.algorithm.controls), seed=seed,
+            companions=_companions(config, training), controls=dict(config.algorithm.controls), seed=seed,
             bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
@@ -109,6 +113,7 @@ class StageRun:
         """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
         if "reference" in self.config.algorithm.needs:
             self.frozen["reference"] = jax.tree.map(jnp.copy, params)
+        self.frozen |= self.companions.begin(params)
         models = {"policy": params}
         for name, source in self.config.value_models.items():
             whole = self.learner.policy.merged(params, self.bases.get("policy"))
@@ -121,7 +126,7 @@ class StageRun:
         trees: dict[str, Any] = {"state": self.learner.abstract}
         if "reference" in self.config.algorithm.needs:
             trees["reference"] = self.learner.policy.abstract()
-        return trees
+        return trees | self.companions.abstract
 
     def host(self) -> dict[str, Any]:
         """What a checkpoint of this stage holds of the host."""
@@ -264,6 +269,10 @@ class StageRun:
         config = self.config
         return {"tokenizer": self.asking.tokenizer, "rollouts": config.show_rollouts, "tokens": config.show_tokens}
 
+    async def refresh(self, state: TrainState, steps: int) -> None:
+        """Gives companions the weights that are due after `steps` steps of the stage."""
+        await self.companions.refresh(self.frozen, state.policy, steps)
+
     async def evaluate(self) -> tuple[dict[str, float], list[shown.Row]]:
         """All evaluations of the stage, with the weights that the sampler holds, and their first rollouts, to be read."""
         metrics: dict[str, float] = {}
@@ -293,6 +302,16 @@ class StageRun:
         (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
         found = jax.device_get(self.learner.measure(state.params, mini, self.bases))
         return {f"eval/{name}": float(x) for name, x in found.items()}
+
+
+def _companions(config: Stage, training: Any) -> Companions:
+    """The companions of the rewards that the stage asks, started."""
+    asked = config.samples or any(e.reward is None for e in config.evaluations)
+    members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
+    for member in members:
+        member.start(training.policy.plain, training.tokenizer, training.run_dir)
+    training.companions.extend(members)
+    return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
 
 
 def _learner(config: Stage, policy: Policy) -> Learner:

@@ -10,7 +10,7 @@ from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.models.value_source import ValueSource
 from jaxrl_llm.optimizers import Optimizer
 from jaxrl_llm.packing import Packing
-from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Reward, Source
+from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Marker, Reward, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ class Stage:
       filter: which groups are learned from; None keeps all.
       environment: answers between turns; None for a single turn.
       max_turns: most turns of the policy.
+      marker: names ranges of a response's tokens, such as its thought; None names none.
       max_prompt_tokens: longer prompts are treated by `truncation`.
       truncation: "drop", "left" (loses its beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
@@ -73,6 +74,7 @@ class Stage:
     filter: Filter | None = None
     environment: Environment | None = None
     max_turns: int = 8
+    marker: Marker | None = None
     max_prompt_tokens: int = 512
     truncation: Literal["drop", "left", "error"] = "drop"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

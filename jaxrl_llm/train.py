@@ -16,7 +16,7 @@ from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
-from jaxrl_llm.protocols import Closing, Sampler, SamplerFactory
+from jaxrl_llm.protocols import Closing, Companion, Sampler, SamplerFactory
 from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
@@ -101,6 +101,7 @@ class Training:
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
         self.bases: dict[str, Any] = {}
+        self.companions: list[Companion] = []
         self.writers: Writers | None = None
         self.best: float | None = None
         self.compilations = Compilations()
@@ -158,6 +159,8 @@ class Training:
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files, whatever happened."""
         await self.sampler.close()
+        for companion in self.companions:
+            await companion.stop()
         held: list[object] = [s.reward for s in self.config.stages]
         held += [e.reward for s in self.config.stages for e in s.evaluations]
         for component in held:
@@ -172,6 +175,7 @@ class Training:
     async def _stage(self, stage: StageRun, state: TrainState, start: int) -> TrainState:
         assert self.writers is not None
         offset = self.config.starts[stage.number]
+        await stage.refresh(state, start)
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
         for step in range(start + 1, stage.config.steps + 1):
@@ -187,6 +191,7 @@ class Training:
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
+        await stage.refresh(state, step - 1 - self.config.starts[stage.number])
         groups = await stage.feed.next(step)
         clock.lap("collect")
         batch = stage.pack(groups)
