@@ -13,6 +13,7 @@ Template = Callable[[str], str | list[dict[str, str]]]
 
 HELPFUL = "You are a helpful assistant."
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+STEP_BY_STEP_SHORT = "Reason step by step, and put the final answer within \\boxed{}."
 
 
 def chat(question: str) -> list[dict[str, str]]:
@@ -23,6 +24,11 @@ def chat(question: str) -> list[dict[str, str]]:
 def chat_boxed(question: str) -> list[dict[str, str]]:
     """The question and the request to reason and to box the answer, as the user's message."""
     return chat(f"{question}\n{STEP_BY_STEP}")
+
+
+def chat_boxed_short(question: str) -> list[dict[str, str]]:
+    """`chat_boxed` in fewer words."""
+    return chat(f"{question}\n{STEP_BY_STEP_SHORT}")
 
 
 def question_only(question: str) -> str:
@@ -87,7 +93,19 @@ def ministral(question: str) -> str:
 
 TEMPLATES: Mapping[str, Template] = {
     function.__name__: function
-    for function in (chat, chat_boxed, question_only, base, r1_zero, alpaca, qwen, qwen_math, llama3, ministral)
+    for function in (
+        chat,
+        chat_boxed,
+        chat_boxed_short,
+        question_only,
+        base,
+        r1_zero,
+        alpaca,
+        qwen,
+        qwen_math,
+        llama3,
+        ministral,
+    )
 }
 
 

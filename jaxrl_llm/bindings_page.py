@@ -22,7 +22,14 @@ INTERNAL = (
     "data.prepare",
     "models.hf_names",
     "models.mesh_attention",
+    "samplers.fleet",
+    "samplers.manifest",
+    "samplers.orbax_reader",
+    "samplers.publication",
+    "samplers.server_update",
     "samplers.slot_batch",
+    "samplers.vllm_http",
+    "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
     "eval.learning_runs",
 )

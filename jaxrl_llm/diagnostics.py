@@ -63,6 +63,17 @@ def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
     }
 
 
+def staleness(batch: GlobalBatch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
+    """How many versions behind `version` the tokens are that the policy drew, and the mean gap of those of each lag."""
+    mask = batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+    if not mask.any():
+        return {}
+    lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
+    size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
+    values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
+
+
 def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[str, float]) -> dict[str, float]:
     """Tokens a second of the step without its evaluation, and the update's model FLOP/s and MFU where the peak is known.
 

@@ -135,11 +135,16 @@ def save(
     """
     with _written(folder, dtype) as partial_folder:
         if partial_folder is not None:
-            _write_json(partial_folder / "config.json", _config(policy, tokenizer, dtype))
-            if tokenizer is not None:
-                tokenizer.save_pretrained(str(partial_folder))
-                _write_json(partial_folder / "generation_config.json", _special_ids(tokenizer))
+            describe(policy, partial_folder, tokenizer, dtype=dtype)
         _write_tensors(policy, params, partial_folder, dtype, shard_bytes)
+
+
+def describe(policy: Policy | ValueModel, folder: Path, tokenizer: Any = None, *, dtype: str = "float32") -> None:
+    """Writes all of a model's folder but its weights: config.json, and the tokenizer's files where there is one."""
+    _write_json(folder / "config.json", _config(policy, tokenizer, dtype))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+        _write_json(folder / "generation_config.json", _special_ids(tokenizer))
 
 
 def save_adapters(

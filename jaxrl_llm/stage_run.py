@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import diagnostics, shown, teaching
+from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.companions import Companions, found
@@ -76,6 +77,11 @@ class StageRun:
         Args:
           training: the run in progress: policy, tokenizer, sampler, seed.
         """
+        if config.max_staleness and not getattr(training.sampler, "overlaps", False):
+            raise ValueError(
+                f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
+                "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
+            )
         settings = stopping(config.settings, training.tokenizer)
         encoder = Encoder(
             tokenizer=training.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
@@ -203,7 +209,7 @@ class StageRun:
 
     async def rescore(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> GlobalBatch:
         """The batch with rewards that needed the learner's statistics."""
-        assert isinstance(self.feed, SampleFeed)
+        assert isinstance(self.feed, SampleFeed | AheadFeed)
         return replace(batch, groups=await self.feed.collector.rescore(batch.groups, stats_of(batch.groups, streams)))
 
     def view(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> View:
@@ -360,7 +366,13 @@ def _feed(
             asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
             greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
         )  # fmt: skip
-        return SampleFeed(stream=PromptStream(encoder.prompts(rows), seed=seed), collector=collector, prompts=count)
+        stream = PromptStream(encoder.prompts(rows), seed=seed)
+        if not config.max_staleness:
+            return SampleFeed(stream=stream, collector=collector, prompts=count)
+        return AheadFeed(
+            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
+            least=config.algorithm.group_size_at_least,
+        )  # fmt: skip
     return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
 
 

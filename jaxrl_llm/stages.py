@@ -51,6 +51,8 @@ class Stage:
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
       max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
+      max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
+        are sampled while the learner updates, by a sampler outside of its process.
       show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
       show_tokens: tokens a rollout there whose log-prob, entropy and advantage are written; 0 writes none.
     """
@@ -87,6 +89,7 @@ class Stage:
     gap_warn: float = 0.05
     gap_stop: float = 1.0
     max_skipped: int = 5
+    max_staleness: int = 0
     show_rollouts: int = 8
     show_tokens: int = 1024
 
@@ -129,6 +132,11 @@ class Stage:
             raise ValueError(
                 f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
                 "Stage.evaluations measure samples"
+            )
+        if self.max_staleness < 0 or (self.max_staleness and not self.samples):
+            raise ValueError(
+                f"Stage.max_staleness of stage {self.name!r} must be >= 0, and 0 where nothing is sampled (got {self.max_staleness}): "
+                "set MAX_STALENESS"
             )
         if self.samples:
             self._check_sampling()

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ class Run:
       tokenizer: where the tokenizer comes from.
       sampler: who generates.
       stages: what is learned, in turn.
+      stop_after_s: seconds of steps after which this start saves and ends; the same command goes on. None runs to the end.
       mesh: sizes of the mesh axes.
       checkpoints: when to save and what to keep.
       writers: where metrics go.
@@ -48,6 +49,7 @@ class Run:
     tokenizer: Any
     sampler: SamplerFactory
     stages: Sequence[Stage]
+    stop_after_s: float | None = None
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
@@ -105,6 +107,8 @@ class Training:
         self.writers: Writers | None = None
         self.best: float | None = None
         self.compilations = Compilations()
+        self.began: float | None = None
+        self.stopped = False
 
     def _check_vocabulary(self) -> None:
         size = self.policy.architecture.vocabulary_size
@@ -142,6 +146,8 @@ class Training:
             else:
                 state, start = stage.begin(await self._initial() if state is None else state.policy), 0
             state = await self._stage(stage, state, start)
+            if self.stopped:
+                break
         self.checkpoints.wait()
 
     async def _initial(self) -> Any:
@@ -178,10 +184,22 @@ class Training:
         await stage.refresh(state, start)
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
+        self.began = self.began or time.monotonic()
         for step in range(start + 1, stage.config.steps + 1):
             with profiling.traced(self.run_dir / "tensorboard", offset + step in self.config.profile_steps):
                 state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+            if self.stopped:
+                print(
+                    f"stopped after step {offset + step} by train.Run.stop_after_s; the same command goes on",
+                    flush=True,
+                )
+                break
         return state
+
+    def _over(self) -> bool:
+        """Whether the time of this start is over."""
+        limit = self.config.stop_after_s
+        return limit is not None and self.began is not None and time.monotonic() - self.began >= limit
 
     async def _step(self, stage: StageRun, state: TrainState, step: int, *, last: bool) -> TrainState:
         """One step: sample, score, learn, publish, evaluate, write, save."""
@@ -194,16 +212,22 @@ class Training:
         await stage.refresh(state, step - 1 - self.config.starts[stage.number])
         groups = await stage.feed.next(step)
         clock.lap("collect")
-        batch = stage.pack(groups)
-        streams = stage.score(state, batch, step)
+        # A sampler that overlaps needs the event loop while the learner computes.
+        aside = asyncio.to_thread if stage.config.max_staleness else _at_once
+        batch = await aside(stage.pack, groups)
+        streams = await aside(stage.score, state, batch, step)
         if stage.rescores:
             batch = await stage.rescore(batch, streams)
-        credit = stage.credit(batch, streams)
+        credit = await aside(stage.credit, batch, streams)
         clock.lap("score")
-        state, metrics = stage.update(state, batch, streams, credit)
+        state, metrics = await aside(stage.update, state, batch, streams, credit)
         clock.lap("update")
         metrics |= stage.describe(batch, streams, credit)
+        if stage.config.max_staleness:
+            metrics |= diagnostics.staleness(batch, streams, step - 1)
         stage.check(metrics, state)
+        self.stopped = self._over()
+        last = last or self.stopped
         due = last or step % stage.config.evaluate_every == 0
         if due:
             metrics |= await self._evaluate(stage, state, step)
@@ -213,7 +237,7 @@ class Training:
         seconds = {**clock.laps, "step": time.perf_counter() - begin}
         metrics |= {"time/step_s": seconds["step"], "update/step": float(step)}
         metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
-        metrics |= self.sampler.metrics()
+        metrics |= dict(self.sampler.metrics())
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
         metrics["compilations/step"] = float(self.compilations.take())
         stage.adapt(metrics, len(batch.rollouts))
@@ -247,6 +271,11 @@ class Training:
         trees = {"state": state, **stage.frozen}
         for best in (False,) * due + (True,) * improved:
             self.checkpoints.save(step, trees, host, best=best)
+
+
+async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
+    """`asyncio.to_thread` without the thread."""
+    return function(*arguments)
 
 
 class Clock:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "plan", "doctor", "bench", "bench_case", "export", "chat", "loading", "bindings_page"),
-    ("train", "stage_run", "stages", "teaching", "feeds", "cs336"),
+    ("train", "stage_run", "stages", "teaching", "feeds", "ahead", "cs336"),
     ("eval.",),
     (
         "diagnostics",
@@ -49,7 +49,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "experience": ("jax", "flax", "torch", "transformers"),
     "protocols": ("jax", "flax", "torch", "transformers"),
     "algorithms.": ("flax", "transformers"),
-    "samplers.vllm_plugin": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers"),
+    **{
+        f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
+        for module in ("manifest", "orbax_reader", "vllm_targets", "vllm_plugin", "vllm_engine")
+    },
 }
 MAY_IMPORT_GIN = ("launch",)
 # Siblings that only meet in the layers above: an algorithm sees log-probs, never who made them.
@@ -143,10 +146,13 @@ def test_entries_of_the_table_are_named_once():
 DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-checkpoint"}
 
 
-# The benchmark runs peers where they happen to be installed, and the learning table has a plot where matplotlib is.
+# The benchmark runs peers where they happen to be installed, the learning table has a plot where matplotlib is, and the
+# modules of a vLLM server are loaded by it.
 OPTIONAL = {
     "kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"},
     "eval.learning_table": {"matplotlib"},
+    "samplers.vllm_plugin": {"vllm"},
+    "samplers.vllm_engine": {"vllm"},
 }
 
 

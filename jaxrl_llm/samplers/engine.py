@@ -18,7 +18,7 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
-from jaxrl_llm.samplers.requests import Request
+from jaxrl_llm.samplers.requests import Request, check
 from jaxrl_llm.samplers.slot_batch import Capacity, Prefix, SlotBatch
 from jaxrl_llm.samplers.weights import deleted
 
@@ -99,8 +99,9 @@ class Engine:
                 "the sampler is closed" if self._closed else "the sampler has no weights yet: publish() first"
             )
         prefixes = [np.asarray(prefix) for prefix in prefixes]
-        self._check(prefixes, n, settings, seeds)
-        return self._stream(Request(prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length))
+        request = Request(prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length)
+        check(request, self.policy.architecture.vocabulary_size, self.tokenizer)
+        return self._stream(request)
 
     async def publish(self, params: Params, version: int) -> None:
         """Serves `params` as `version`, from the next chunk on; what is in flight goes on with the cache that it has.
@@ -215,29 +216,3 @@ class Engine:
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-    def _check(self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingSettings, seeds: Sequence[int]) -> None:
-        vocabulary = self.policy.architecture.vocabulary_size
-        if n < 1:
-            raise ValueError(f"n must be >= 1 completions of each prefix (got {n})")
-        if len(seeds) != len(prefixes) or not all(0 <= seed < 2**64 for seed in seeds):
-            raise ValueError(
-                f"sample needs one seed in [0, 2^64) for each prefix (got {len(seeds)} for {len(prefixes)}: {seeds})"
-            )
-        if settings.stop_strings and (self.tokenizer is None or not all(settings.stop_strings)):
-            raise ValueError(f"stop_strings {settings.stop_strings} need a tokenizer, and no string may be empty")
-        for index, prefix in enumerate(prefixes):
-            if (
-                prefix.ndim != 1
-                or not np.issubdtype(prefix.dtype, np.integer)
-                or not 1 <= len(prefix) < self.max_length
-            ):
-                raise ValueError(
-                    f"prefix {index} must be 1 to {self.max_length - 1} token ids, max_length less one token to draw "
-                    f"(got {prefix.dtype} {prefix.shape}): drop or shorten the prompt, or raise max_length"
-                )
-            if prefix.min() < 0 or prefix.max() >= vocabulary:
-                raise ValueError(
-                    f"prefix {index} holds token ids {prefix.min()}..{prefix.max()}, the policy knows 0.."
-                    f"{vocabulary - 1}: its tokenizer is another model's"
-                )

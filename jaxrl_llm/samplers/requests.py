@@ -85,8 +85,14 @@ class Draft:
     def prefix(self) -> np.ndarray:
         return self.request.prefixes[self.index]
 
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int, decode: Decode) -> bool:
-        """Appends drawn tokens [T]; True where a stop string ended the response, whose later tokens are dropped."""
+    @property
+    def tokens(self) -> np.ndarray:
+        """The tokens so far, int32 [T]."""
+        return self._tokens[: self.count]
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int | np.ndarray, decode: Decode) -> bool:
+        """Appends drawn tokens [T], all of one version or each of its own; True where a stop string ended the response,
+        whose later tokens are dropped."""
         checked, self.count = self.count, self.count + len(tokens)
         self._tokens[checked : self.count] = tokens
         self._logprobs[checked : self.count] = logprobs
@@ -113,3 +119,27 @@ class Draft:
             versions=self._versions[kept].copy(),
             finish=finish,
         )
+
+
+def check(request: Request, vocabulary: int, tokenizer: object) -> None:
+    """Raises ValueError where a request cannot be served: n, seeds, stop strings, or a prefix."""
+    if request.n < 1:
+        raise ValueError(f"n must be >= 1 completions of each prefix (got {request.n})")
+    seeds, settings = request.seeds, request.settings
+    if len(seeds) != len(request.prefixes) or not all(0 <= seed < 2**64 for seed in seeds):
+        raise ValueError(
+            f"sample needs one seed in [0, 2^64) for each prefix (got {len(seeds)} for {len(request.prefixes)}: {seeds})"
+        )
+    if settings.stop_strings and (tokenizer is None or not all(settings.stop_strings)):
+        raise ValueError(f"stop_strings {settings.stop_strings} need a tokenizer, and no string may be empty")
+    for index, prefix in enumerate(request.prefixes):
+        if prefix.ndim != 1 or not np.issubdtype(prefix.dtype, np.integer) or not 1 <= len(prefix) < request.max_length:
+            raise ValueError(
+                f"prefix {index} must be 1 to {request.max_length - 1} token ids, max_length less one token to draw "
+                f"(got {prefix.dtype} {prefix.shape}): drop or shorten the prompt, or raise max_length"
+            )
+        if prefix.min() < 0 or prefix.max() >= vocabulary:
+            raise ValueError(
+                f"prefix {index} holds token ids {prefix.min()}..{prefix.max()}, the policy knows 0.."
+                f"{vocabulary - 1}: its tokenizer is another model's"
+            )

@@ -1,0 +1,187 @@
+"""Rollouts from unmodified vLLM servers: local ones that are started here, or a list of addresses."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import hf_weights
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.fleet import Fleet, Limits
+from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_folder
+from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
+from jaxrl_llm.samplers.vllm_client import VllmClient
+from jaxrl_llm.samplers.vllm_http import VllmHttp
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+
+MODEL = "policy"  # the name that servers know the policy by
+CANARY = (
+    "Natalia sold 48 clips in April, and half as many in May. In May she sold 48 / 2 = 24 clips. Altogether she sold "
+    "48 + 24 = 72 clips in April and May. The answer is 72. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSampler:
+    """Asks vLLM servers, and brings the learner's weights to them through published checkpoints.
+
+    Attributes:
+      spawn: start local servers as `local` says; False asks those of `urls`.
+      local: how local servers are started.
+      urls: servers, or proxies before them, that run already.
+      proxied: `urls` are proxies of ours.
+      api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
+      model: the name under which the servers of `urls` serve the policy.
+      dtype: element type that is served, "bfloat16", "float32" or "float16".
+      publication: folder for published weights that learner and servers see; None is a folder of the run.
+      keep: published versions kept.
+      inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
+        "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
+      sequences: most sequences in flight on a server.
+      seeded: requests carry seeds; False where a server's sampler cannot have them (vLLM 0.32 on a CPU fails now and then).
+      request_s: most seconds of one request.
+      control_s: most seconds of one step of an update.
+      update_s: most seconds of a server's whole update.
+      wait_s: most seconds that requests wait while no server takes any.
+      tries: most servers that one request is asked of.
+      canary: text whose log-probs servers and learner are compared on after each update; empty for none.
+      canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.02 in 16 bits.
+      canary_max: largest difference, nats; None is 1e-4 in float32, 0.1 in 16 bits.
+    """
+
+    spawn: bool = True
+    local: LocalServers = field(default_factory=LocalServers)
+    urls: Sequence[str] = ()
+    proxied: bool = False
+    api_key_variable: str = ""
+    model: str = MODEL
+    dtype: str = "bfloat16"
+    publication: str | None = None
+    keep: int = 2
+    inflight: Inflight = "recompute"
+    sequences: int = 1024
+    seeded: bool = True
+    request_s: float = 600.0
+    control_s: float = 60.0
+    update_s: float = 300.0
+    wait_s: float = 300.0
+    tries: int = 8
+    canary: str = CANARY
+    canary_mean: float | None = None
+    canary_max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.spawn == bool(self.urls):
+            raise ValueError(
+                f"VllmSampler needs either spawn=True or urls (got spawn={self.spawn} and {len(self.urls)} urls): set one of the two"
+            )
+        if self.inflight not in PAUSES:
+            raise ValueError(f"VllmSampler.inflight must be one of {tuple(PAUSES)} (got {self.inflight!r})")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"VllmSampler.dtype must be one of {DTYPES} (got {self.dtype!r})")
+        for name in ("keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"VllmSampler.{name} must be > 0 (got {getattr(self, name)})")
+
+    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient:
+        """The running sampler; local servers are started now and waited for by the first request.
+
+        Raises:
+          FileNotFoundError: no vLLM where local servers are to be started.
+          ValueError: lengths that the model does not have, or an API key's variable that is not set.
+        """
+        if not 2 <= max_length <= policy.architecture.max_positions:
+            raise ValueError(
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
+                f"(got {max_length}): set the lengths of prompt and response"
+            )
+        children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
+        http = [self._http(child.url, child.key, policy) for child in children]
+        http += [self._http(url, self._key(), policy) for url in self.urls]
+        servers = [Server(http=h) for h in http]
+        for server, child in zip(servers, children):
+            server.revive = child.revive
+        limits = Limits(sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries)
+
+        async def connect() -> Fleet:
+            for child in children:
+                await child.ready()
+            fleet = Fleet(servers=servers, limits=limits, inflight=self.inflight)
+            await fleet.open()
+            return fleet
+
+        async def disconnect() -> None:
+            for child in children:
+                await child.stop()
+            for one in http:
+                await one.close()
+
+        for child in children:
+            child.start()
+        return VllmClient(
+            publisher=self._publisher(policy, tokenizer, max_length, run_dir), connect=connect, disconnect=disconnect,
+            tokenizer=tokenizer, max_length=max_length, seeded=self.seeded, remove=self.spawn,
+        )  # fmt: skip
+
+    def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
+        mean, largest = TOLERANCES[self.dtype]
+        if policy.compute_dtype != "float32":
+            mean, largest = TOLERANCES[policy.compute_dtype]
+        tolerance = Tolerance(
+            mean=mean if self.canary_mean is None else self.canary_mean,
+            max=largest if self.canary_max is None else self.canary_max,
+        )
+        vocabulary = policy.architecture.vocabulary_size
+        tokens = canary_tokens(self.canary, tokenizer, vocabulary)[: max_length - 1]
+        folder = default_folder(self.publication, run_dir)
+        return Publisher(
+            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance
+        )
+
+    def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:
+        return VllmHttp(
+            url=url, api_key=key, model=MODEL if self.spawn else self.model, proxied=self.proxied,
+            vocabulary=policy.architecture.vocabulary_size, request_s=self.request_s, control_s=self.control_s,
+        )  # fmt: skip
+
+    def _key(self) -> str:
+        if not self.api_key_variable:
+            return ""
+        if not os.environ.get(self.api_key_variable):
+            raise ValueError(
+                f"the environment variable {self.api_key_variable} that VllmSampler.api_key_variable names is not set: it holds the "
+                "servers' key"
+            )
+        return os.environ[self.api_key_variable]
+
+    def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
+        """The local servers, not started yet, with the folder of their model written."""
+        folder = (run_dir / "vllm").absolute()
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        hf_weights.describe(policy, model, tokenizer, dtype=self.dtype)
+        scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
+        arguments = (
+            "--served-model-name", MODEL, "--dtype", self.dtype, "--max-model-len", str(max_length),
+            "--max-num-seqs", str(self.sequences), *scale_out,
+        )  # fmt: skip
+        return [
+            LocalServer(config=self.local, number=i, model=model, log=folder / f"server{i}.log", arguments=arguments)
+            for i in range(self.local.count)
+        ]
+
+
+def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """The ids of the canary's text, int32 [T]; of a tokenizer without its characters, fixed random ids; empty for no text."""
+    if not text:
+        return np.zeros(0, np.int32)
+    try:
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    except Exception:  # the tokenizers library raises bare Exception for a character outside an alphabet
+        ids = np.zeros(0, np.int32)
+    if len(ids) < 2:
+        ids = np.random.default_rng(0).integers(0, vocabulary, 64).astype(np.int32)
+    return ids

@@ -1,0 +1,261 @@
+"""A server that speaks vLLM's HTTP and draws from a toy distribution, with faults on request.
+
+The toy policy: version v's log-prob of a token depends on the token before it alone, by the table `table(v)`.
+"""
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+VOCABULARY = 24
+
+
+def table(version: int) -> np.ndarray:
+    """Log-probs [V, V] of version `version`: row = the token before."""
+    logits = np.random.default_rng(100 + version).normal(0, 1.5, (VOCABULARY, VOCABULARY))
+    return logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+
+
+@dataclass(eq=False, kw_only=True)
+class FakeVllm:
+    """One server.
+
+    Attributes:
+      release: the vLLM version it plays.
+      step_s: seconds a token takes.
+      dev: whether the development endpoints are there.
+      status: {route: HTTP status} that is answered in place of the work.
+      slow: {route: seconds} before the answer.
+      garbage: answers generations with something else.
+      stage_error: why nothing can be staged.
+      commit_adds: what is added to the version that a commit says it loaded.
+      off: added to every log-prob of a prompt.
+      bodies: generations that were asked for.
+      calls: control calls in order.
+      counts: answered requests by route.
+    """
+
+    release: str = "0.32.0"
+    step_s: float = 0.0
+    dev: bool = True
+    status: dict[str, int] = field(default_factory=dict)
+    slow: dict[str, float] = field(default_factory=dict)
+    garbage: bool = False
+    stage_error: str = ""
+    commit_adds: int = 0
+    off: float = 0.0
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    calls: list[str] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    port: int = 0
+    version: int = -1
+    label: str = "none"
+
+    def __post_init__(self) -> None:
+        self.going = asyncio.Event()
+        self.going.set()
+        self.active: set[object] = set()
+        self.aborted: set[object] = set()
+        self.staged: tuple[int, str] = (-1, "idle")
+        self.runner: web.AppRunner | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def spans(self) -> bool:
+        return self.release >= "0.32"
+
+    async def start(self) -> "FakeVllm":
+        app = web.Application(middlewares=[self._fault])
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/version", lambda _: answer({"version": self.release}))
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/completions", self._generate)
+        if self.dev:
+            for name in ("collective_rpc", "pause", "resume", "update_weight_version"):
+                app.router.add_post(f"/{name}", getattr(self, f"_{name}"))
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        await self.runner.setup()
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
+        await site.start()
+        self.port = self.runner.addresses[0][1]
+        return self
+
+    async def kill(self) -> None:
+        """Breaks every connection and forgets everything, as a killed process does."""
+        assert self.runner is not None
+        for connection in list(self.runner.server.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        await self.runner.cleanup()
+        self.version, self.staged, self.label = -1, (-1, "idle"), "none"
+        self.going.set()
+
+    @web.middleware
+    async def _fault(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        route = request.path
+        self.counts[route] += 1
+        if route in self.slow:
+            await asyncio.sleep(self.slow[route])
+        if route in self.status:
+            return web.Response(status=self.status[route], text="a fault of the test")
+        return await handler(request)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        native = request.path.startswith("/inference")
+        if not body:
+            return web.Response(status=422, text="missing fields")
+        sampling = body["sampling_params"] if native else body
+        prefix = body["token_ids"] if native else body["prompt"]
+        if self.garbage:
+            return await answer({"choices": [{"index": 0, "token_ids": [VOCABULARY + 7], "logprobs": None}]})
+        if sampling.get("prompt_logprobs") is not None:
+            return await self._score(prefix)
+        self.bodies.append(body)
+        choices = [Choice(self, native, prefix, sampling, i) for i in range(sampling["n"])]
+        if not body["stream"]:
+            await asyncio.gather(*(choice.draw() for choice in choices))
+            return await answer({"choices": [choice.said() for choice in choices]})
+        stream = web.StreamResponse()
+        await stream.prepare(request)
+        for choice in choices:  # one after the other: enough for a test
+            async for event in choice.events():
+                await stream.write(f"data: {json.dumps({'choices': [event]})}\n\n".encode())
+        await stream.write(b"data: [DONE]\n\n")
+        return stream
+
+    async def _score(self, prefix: list[int]) -> web.Response:
+        await self.going.wait()
+        log = table(self.version)
+        pairs = list(pairwise(prefix))
+        found = [None, *({str(b): {"logprob": float(log[a, b]) + self.off}} for a, b in pairs)]
+        return await answer({"prompt_logprobs": found, "choices": [{"index": 0, "prompt_logprobs": found}]})
+
+    # -- control -------------------------------------------------------------------------------------------------------
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        mode, clear = request.query["mode"], request.query["clear_cache"]
+        self.calls.append(f"pause {mode} {clear}")
+        if mode == "wait":
+            while self.active:
+                await asyncio.sleep(0.001)
+        self.going.clear()
+        if mode == "abort":
+            self.aborted |= self.active
+            self.going.set()
+            while self.active:
+                await asyncio.sleep(0.001)
+            self.going.clear()
+        await asyncio.sleep(0.02)
+        return await answer({})
+
+    async def _resume(self, request: web.Request) -> web.Response:
+        self.calls.append("resume")
+        self.going.set()
+        return await answer({})
+
+    async def _update_weight_version(self, request: web.Request) -> web.Response:
+        self.label = (await request.json())["new_version"]
+        self.calls.append(f"label {self.label}")
+        return await answer({})
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if "method" not in body:
+            return web.Response(status=400, text="Missing 'method'")
+        given = body.get("kwargs", {})
+        name = body["method"]
+        if name == "stage":
+            self.calls.append(f"stage {given['version']}")
+            manifest = json.loads((Path(given["path"]) / "manifest.json").read_text())
+            assert manifest["version"] == int(given["version"])
+            self.staged = (manifest["version"], "failed" if self.stage_error else "staged")
+        if name == "commit":
+            self.calls.append(f"commit {given['version']}")
+            assert not self.going.is_set(), "committed while it generates"
+            if self.staged != (int(given["version"]), "staged"):
+                return web.Response(status=500, text="nothing staged")
+            self.version = int(given["version"])
+            return await answer({"results": [{"version": self.version + self.commit_adds, "seconds": 0.1}]})
+        version, state = self.staged
+        status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
+        return await answer({"results": [status]})
+
+
+class Choice:
+    """One sequence in the making."""
+
+    def __init__(self, server: FakeVllm, native: bool, prefix: list[int], sampling: dict[str, Any], index: int):
+        self.server, self.native, self.sampling, self.index = server, native, sampling, index
+        self.last = prefix[-1]
+        self.rng = np.random.default_rng([sampling.get("seed") or np.random.randint(1 << 30), index])
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.labels: list[str] = []
+        self.finish: str | None = None
+
+    async def draw(self) -> None:
+        async for _ in self.events():
+            pass
+
+    async def events(self) -> Any:
+        server = self.server
+        server.active.add(self)
+        try:
+            while self.finish is None:
+                await asyncio.sleep(server.step_s)
+                await server.going.wait()
+                if self in server.aborted:
+                    self.finish = "abort"
+                    if server.spans:
+                        yield self.said(len(self.tokens))
+                    return
+                self.step()
+                yield self.said(len(self.tokens) - 1)
+        finally:
+            server.active.discard(self)
+            server.aborted.discard(self)
+
+    def step(self) -> None:
+        log = table(self.server.version)[self.last]
+        if self.sampling["temperature"] == 0:
+            token = int(np.argmax(log))
+        else:
+            token = int(np.argmax(log + self.rng.gumbel(size=VOCABULARY)))
+        self.tokens.append(token)
+        self.logprobs.append(float(log[token]))
+        self.labels.append(self.server.label)
+        self.last = token
+        if token in self.sampling["stop_token_ids"]:
+            self.finish = "stop"
+        elif len(self.tokens) == self.sampling["max_tokens"]:
+            self.finish = "length"
+
+    def said(self, start: int = 0) -> dict[str, Any]:
+        tokens, logprobs = self.tokens[start:], self.logprobs[start:]
+        spans = [{"version": x, "start": i, "end": i + 1} for i, x in enumerate(self.labels)]
+        if self.native:
+            listed: dict[str, Any] = {"content": [{"logprob": x} for x in logprobs]}
+        else:
+            listed = {"token_logprobs": logprobs}
+        said = {"index": self.index, "token_ids": tokens, "logprobs": listed, "finish_reason": self.finish}
+        return said | ({"weight_versions": spans} if self.server.spans else {})
+
+
+async def answer(content: Any) -> web.Response:
+    return web.json_response(content)

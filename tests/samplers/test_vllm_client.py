@@ -1,0 +1,373 @@
+"""The client against servers that play vLLM: every token of its version, no sample lost or counted twice, whatever fails."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_vllm import VOCABULARY, FakeVllm, table
+from sampler_cases import MAX_LENGTH, Letters, Tiny
+
+from jaxrl_llm.experience import Completion, SamplingSettings
+from jaxrl_llm.samplers import fleet as fleets
+from jaxrl_llm.samplers.manifest import Canary, Manifest
+from jaxrl_llm.samplers.publication import Publisher
+from jaxrl_llm.samplers.vllm_client import VllmClient
+from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
+from jaxrl_llm.samplers.vllm_sampler import VllmSampler
+
+CANARY = (3, 1, 4, 1, 5, 9, 2, 6)
+PLAIN = SamplingSettings(max_tokens=12)
+
+
+class ToyPublisher(Publisher):
+    """Publishes the numbers of versions: servers that play vLLM know the toy's tables by them."""
+
+    def start(self, params: dict[str, Any], version: int) -> tuple[Path, Manifest]:
+        log = table(version)
+        canary = Canary(
+            tokens=CANARY, logprobs=tuple(float(log[a, b]) for a, b in pairwise(CANARY)),
+            mean_tolerance=1e-4, max_tolerance=1e-4,
+        )  # fmt: skip
+        manifest = Manifest(version=version, model_type="toy", tied=False, tensors={}, canary=canary)
+        path = self.folder / f"v{version:08d}"
+        path.mkdir(parents=True)
+        (path / "manifest.json").write_text(manifest.to_json())
+        return path, manifest
+
+    async def finish(self, version: int) -> None:
+        await asyncio.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleets, "_HEARTBEAT_S", 0.05)
+
+
+@pytest.fixture
+def running(tiny: Tiny, tmp_path: Path):
+    """Starts fake servers and a client of them."""
+
+    @asynccontextmanager
+    async def start(servers: Sequence[FakeVllm], **fields: Any) -> AsyncIterator[VllmClient]:
+        for server in servers:
+            await server.start()
+        sampler = VllmSampler(spawn=False, urls=[s.url for s in servers], publication=str(tmp_path), **fields)
+        client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=tmp_path)
+        toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary", "tolerance")}
+        client.publisher = ToyPublisher(**toy)
+        try:
+            yield client
+        finally:
+            await client.close()
+            for server in servers:
+                await server.kill()
+
+    return start
+
+
+async def collect(
+    client: VllmClient, prefixes: list[np.ndarray], n: int, settings: SamplingSettings = PLAIN, seed: int = 0
+) -> dict[int, list[Completion]]:
+    found: dict[int, list[Completion]] = {}
+    async for index, group in client.sample(prefixes, n, settings, [seed + i for i in range(len(prefixes))]):
+        assert index not in found, "a group came twice"
+        found[index] = group
+    assert sorted(found) == list(range(len(prefixes))) and all(len(g) == n for g in found.values())
+    return found
+
+
+async def until(true: Callable[[], Any]) -> None:
+    limit = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < limit
+        await asyncio.sleep(0.002)
+
+
+def checked(prefixes: list[np.ndarray], groups: dict[int, list[Completion]]) -> list[int]:
+    """Versions of all tokens, after comparing each log-prob with the table of its version."""
+    tables = {v: table(v) for v in range(20)}
+    versions = []
+    for index, group in groups.items():
+        for one in group:
+            before = [int(prefixes[index][-1]), *one.tokens[:-1].tolist()]
+            want = [tables[v][a, b] for v, a, b in zip(one.versions.tolist(), before, one.tokens.tolist())]
+            np.testing.assert_allclose(one.logprobs, want, rtol=0, atol=1e-5)
+            assert len(one.tokens) == len(one.logprobs) == len(one.versions)
+            versions += one.versions.tolist()
+    return versions
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.26.0"])
+@pytest.mark.parametrize("inflight", ["recompute", "stale_kv", "wait", "abort_resume"])
+def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, release):
+    """Weights change three times under requests in flight; a log-prob of another version's table would differ."""
+
+    async def run() -> None:
+        servers = [FakeVllm(release=release, step_s=0.01) for _ in range(2)]
+        async with running(servers, inflight=inflight, sequences=12) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[0].active)
+            for version in (1, 2, 3):
+                await asyncio.sleep(0.04)
+                await client.publish({}, version)
+            versions = checked(prefixes, await asked)
+            groups = await collect(client, prefixes, 2)
+            assert set(checked(prefixes, groups)) == {3}, "requests after a publication are its version's"
+        assert len(versions) == sum(min(12, MAX_LENGTH - len(p)) * 3 for p in prefixes)
+        assert len(set(versions)) > 1
+        pause = {"recompute": "pause keep true", "stale_kv": "pause keep false", "wait": "pause wait true"}
+        label = ["label 3"] if release >= "0.30" else []
+        wanted = ["stage 3", pause.get(inflight, "pause abort true"), "commit 3", *label, "resume"]
+        assert servers[0].calls[-len(wanted) :] == wanted
+        if inflight in ("wait", "abort_resume"):
+            assert not any(body["stream"] for s in servers for body in s.bodies)
+
+    asyncio.run(run())
+
+
+def test_settings_arrive_in_the_words_of_vllm(running, prefixes):
+    async def run() -> None:
+        server = FakeVllm(release="0.26.0")
+        settings = SamplingSettings(
+            max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3, stop_token_ids=(4, 7)
+        )
+        async with running([server], inflight="wait") as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes[:2], 2, settings)
+        sent = server.bodies[0]["sampling_params"]
+        want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3, "n": 2}
+        assert want.items() <= sent.items() and sent["max_tokens"] == 9 and sent["stop_token_ids"] == [4, 7]
+        assert (
+            sent["ignore_eos"] and sent["logprobs"] == 0 and sent["seed"] != server.bodies[1]["sampling_params"]["seed"]
+        )
+        for one in (one for group in groups.values() for one in group):
+            ended = one.tokens[-1] in (4, 7)
+            assert one.finish == ("stop" if ended else "length") and (ended or len(one.tokens) == 9)
+            assert not set(one.tokens[:-1].tolist()) & {4, 7}
+
+    asyncio.run(run())
+
+
+def test_completions_serve_where_tokens_in_and_out_are_not_to_be_had(running, prefixes):
+    async def run() -> None:
+        server = FakeVllm(status={"/inference/v1/generate": 403})
+        async with running([server]) as client:
+            await client.publish({}, 0)
+            checked(prefixes, await collect(client, prefixes, 2))
+        assert server.counts["/v1/completions"] == len(prefixes) + 1
+        assert server.bodies[0]["return_token_ids"] and server.bodies[0]["prompt"] == prefixes[0].tolist()
+
+    asyncio.run(run())
+
+
+def test_equal_seeds_give_equal_draws_and_samples_differ(running, prefixes):
+    async def run() -> None:
+        async with running([FakeVllm(), FakeVllm()]) as client:
+            await client.publish({}, 0)
+            first, again, other = [await collect(client, prefixes, 3, seed=s) for s in (0, 0, 50)]
+        tokens = lambda groups: [[c.tokens.tolist() for c in groups[i]] for i in range(len(prefixes))]  # noqa: E731
+        assert tokens(first) == tokens(again) != tokens(other)
+        assert all(len({tuple(t) for t in group}) == 3 for group in tokens(first)[:5])
+
+    asyncio.run(run())
+
+
+def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distribution(running, prefixes):
+    async def run() -> None:
+        server = FakeVllm()
+        settings = SamplingSettings(max_tokens=12, min_tokens=6, stop_token_ids=tuple(range(0, VOCABULARY, 2)))
+        async with running([server]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes, 2, settings)
+        checked(prefixes, groups)
+        drawn = [one.tokens.tolist() for group in groups.values() for one in group]
+        assert all(len(t) >= 6 and not any(x % 2 == 0 for x in t[5:-1]) for t in drawn)
+        assert any(x % 2 == 0 for t in drawn for x in t[:5])
+        assert all(body["sampling_params"].get("min_tokens") is None for body in server.bodies)
+
+    asyncio.run(run())
+
+
+def test_a_stop_string_ends_a_response_at_the_token_that_completes_it(running, prefixes):
+    async def run() -> None:
+        async with running([FakeVllm()]) as client:
+            await client.publish({}, 0)
+            settings = SamplingSettings(max_tokens=12, stop_strings=("a", "c"))
+            groups = await collect(client, prefixes, 3, settings)
+        for one in (one for group in groups.values() for one in group):
+            texts = [Letters().decode([t]) for t in one.tokens.tolist()]
+            assert not any(set("ac") & set(t) for t in texts[:-1])
+            assert (one.finish == "stop") == bool(set("ac") & set(texts[-1]))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("release", ["0.32.0", "0.26.0"])
+def test_a_killed_server_loses_no_sample_and_rejoins_with_the_present_weights(running, prefixes, release):
+    async def run() -> None:
+        servers = [FakeVllm(release=release, step_s=0.01) for _ in range(2)]
+        async with running(servers) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[0].active)
+            await servers[0].kill()
+            checked(prefixes, await asked)
+            await client.publish({}, 1)
+            assert set(checked(prefixes, await collect(client, prefixes, 1))) == {1}
+            await servers[0].start()
+            await until(lambda: servers[0].version == 1 and servers[0].going.is_set())
+            await asyncio.sleep(0.1)
+            before = servers[0].counts["/inference/v1/generate"]
+            others = [(prefix + 1) % VOCABULARY for prefix in prefixes]  # no server knows them
+            checked(others, await collect(client, others, 1))
+            assert servers[0].counts["/inference/v1/generate"] > before
+            found = client.metrics()
+            assert found["sampler/retries"] >= 1 and found["sampler/set_aside"] == 1 and found["sampler/rejoined"] == 1
+
+    asyncio.run(run())
+
+
+def test_a_slow_server_is_left_after_its_limit_and_set_aside_in_the_end(running, prefixes):
+    async def run() -> None:
+        servers = [FakeVllm(), FakeVllm()]
+        async with running(servers, request_s=0.15) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            servers[0].slow["/inference/v1/generate"] = 5.0
+            checked(prefixes, await collect(client, prefixes, 2))
+            found = client.metrics()
+        assert found["sampler/slow"] >= 3 and found["sampler/set_aside"] == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", [{"status": {"/inference/v1/generate": 500}}, {"garbage": True}])
+def test_a_request_that_fails_everywhere_ends_with_an_error_that_names_the_server(running, prefixes, fault):
+    async def run() -> None:
+        server = FakeVllm()
+        async with running([server], tries=2, wait_s=0.4) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            for name, value in fault.items():
+                setattr(server, name, value)
+            server.off = 0.0
+            begin = time.monotonic()
+            with pytest.raises(OSError, match=f"{server.url}"):
+                await collect(client, prefixes, 1)
+            assert time.monotonic() - begin < 5
+
+    asyncio.run(run())
+
+
+def test_a_server_without_development_endpoints_is_refused_with_what_to_do(running, prefixes):
+    async def run() -> None:
+        async with running([FakeVllm(dev=False)]) as client:
+            await client.publish({}, 0)
+            with pytest.raises(Refused, match="VLLM_SERVER_DEV_MODE=1"):
+                await collect(client, prefixes, 1)
+
+    asyncio.run(run())
+
+
+FAILED_UPDATES = {
+    "wrong architecture": ({"stage_error": "model.layers.0.mlp is [64, 32] there"}, "model.layers.0.mlp is", "stage 0"),
+    "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
+    "commit fails": ({"status": {"/update_weight_version": 500}}, "a fault of the test", "commit 0"),
+    "another model": ({"off": 0.3}, "scores the canary 0.3", "pause abort true"),
+}
+
+
+@pytest.mark.parametrize("name", FAILED_UPDATES)
+def test_a_failed_update_is_never_resumed_and_says_why(running, prefixes, name):
+    fault, message, last = FAILED_UPDATES[name]
+
+    async def run() -> None:
+        server = FakeVllm(**fault)
+        async with running([server]) as client:
+            await client.publish({}, 0)
+            with pytest.raises(ServerFault, match=message) as raised:
+                await collect(client, prefixes, 1)
+            assert server.url in str(raised.value)
+            calls = list(server.calls)
+        assert calls[-1] == last and not server.bodies
+
+    asyncio.run(run())
+
+
+def test_requests_go_on_with_the_servers_that_took_the_update(running, prefixes):
+    async def run() -> None:
+        servers = [FakeVllm(), FakeVllm(step_s=0.005)]
+        async with running(servers, wait_s=3.0) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 3))
+            await until(lambda: servers[1].active)
+            servers[1].off = 0.2  # its canary fails from now on
+            await client.publish({}, 1)
+            checked(prefixes, await asked)
+            assert set(checked(prefixes, await collect(client, prefixes, 2))) == {1}
+            assert client._fleet is not None
+            await until(lambda: client._fleet.counters["set_aside"])
+            seen = servers[1].counts["/inference/v1/generate"]
+            servers[1].off = 0.0
+            await until(lambda: servers[1].going.is_set() and servers[1].counts["/inference/v1/generate"] > seen)
+            assert servers[1].version == 1
+
+    asyncio.run(run())
+
+
+def test_a_wait_for_servers_ends_within_its_limit_and_names_each_cause(running, prefixes):
+    async def run() -> None:
+        server = FakeVllm(step_s=0.01)
+        async with running([server], wait_s=0.3) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            await server.kill()
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError, match=f"{server.url}.*Connect"):
+                await collect(client, prefixes, 1)
+            assert time.monotonic() - begin < 2
+            await server.start()
+
+    asyncio.run(run())
+
+
+def test_load_spreads_and_equal_prefixes_stay_together(running, prefixes):
+    async def run() -> None:
+        servers = [FakeVllm(step_s=0.002) for _ in range(3)]
+        async with running(servers, sequences=8) as client:
+            await client.publish({}, 0)
+            many = prefixes * 6
+            await collect(client, many, 2)  # asked before the first server is through with its update
+            shares = [s.counts["/inference/v1/generate"] for s in servers]
+            assert min(shares) >= len(many) / 6
+            for server in servers:
+                server.bodies.clear()
+            for _ in range(3):
+                await collect(client, prefixes[:1], 1)
+            assert sorted(len(s.bodies) for s in servers) == [0, 0, 3]
+
+    asyncio.run(run())
+
+
+def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
+    async def run() -> None:
+        server = FakeVllm(step_s=0.02)
+        async with running([server]) as client:
+            await client.publish({}, 0)
+            stream = client.sample(prefixes, 2, PLAIN, list(range(len(prefixes))))
+            asked = asyncio.ensure_future(anext(stream))
+            await until(lambda: server.active)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            await stream.aclose()
+            await asyncio.sleep(0.1)
+            assert client._fleet is not None and client._fleet.servers[0].load == 0
+
+    asyncio.run(run())

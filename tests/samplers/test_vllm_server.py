@@ -1,0 +1,215 @@
+"""Local servers as child processes: a program that plays vLLM is started, waited for and stopped."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from sampler_cases import MAX_LENGTH, Letters, Tiny
+
+from jaxrl_llm.samplers.vllm_http import ServerFault
+from jaxrl_llm.samplers.vllm_sampler import VllmSampler
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+
+# What is run in place of Python with vLLM: it answers /health and says how it was started.
+PROGRAM = """#!{python}
+import http.server, json, os, sys, time
+if sys.argv[1] == "-c":
+    print("{release}"); sys.exit()
+print("loading the model", flush=True)
+if "--fail" in sys.argv:
+    print("ValueError: no such architecture", flush=True); sys.exit(1)
+if "--hang" in sys.argv:
+    time.sleep(60)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        said = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}}
+        self.send_response(200); self.end_headers(); self.wfile.write(json.dumps(said).encode())
+    def log_message(self, *_): pass
+at = sys.argv.index("--port")
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[at + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    file = tmp_path / "python_with_vllm"
+    file.write_text(PROGRAM.format(python=sys.executable, release="0.32.0+cpu"))
+    file.chmod(0o755)
+    return str(file)
+
+
+def server(program: str, folder: Path, **fields: Any) -> LocalServer:
+    config = LocalServers(python=program, **fields)
+    return LocalServer(
+        config=config, number=0, model=folder, log=folder / "logs" / "server0.log", arguments=("--dtype", "float32")
+    )
+
+
+async def asked(one: LocalServer) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(f"{one.url}/health") as answer:
+        return json.loads(await answer.text())
+
+
+def alive(pid: int) -> bool:
+    file = Path(f"/proc/{pid}/stat")
+    return file.exists() and file.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_server_listens_on_loopback_with_a_key_that_its_command_line_does_not_show(program, tmp_path):
+    async def run() -> None:
+        one = server(
+            program,
+            tmp_path,
+            devices=("3",),
+            memory_share=0.4,
+            environment={"EXTRA": "1"},
+            arguments=("--enforce-eager",),
+        )
+        one.start()
+        await one.ready()
+        said = await asked(one)
+        given, environment = said["arguments"], said["environment"]
+        text = " ".join(given)
+        assert (
+            "--host 127.0.0.1" in text
+            and "--logprobs-mode processed_logprobs" in text
+            and text.endswith("--enforce-eager")
+        )
+        assert (
+            "--generation-config vllm" in text and "--gpu-memory-utilization 0.4" in text and "--dtype float32" in text
+        )
+        assert environment["VLLM_API_KEY"] == one.key and one.key not in text
+        assert (
+            environment["CUDA_VISIBLE_DEVICES"] == "3"
+            and environment["EXTRA"] == "1"
+            and environment["VLLM_SERVER_DEV_MODE"] == "1"
+        )
+        await one.stop()
+        assert not alive(said["pid"])
+        assert "loading the model" in one.log.read_text()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_ends_before_it_is_ready_says_why(program, tmp_path):
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--fail",))
+        one.start()
+        with pytest.raises(
+            ServerFault,
+            match=r"ended before it was ready.*server0.log ends with:\n.*\nValueError: no such architecture",
+        ):
+            await one.ready()
+        await one.stop()
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_never_ready_ends_the_wait_at_its_limit(program, tmp_path):
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--hang",), ready_s=0.5)
+        one.start()
+        begin = time.monotonic()
+        with pytest.raises(ServerFault, match=r"not ready within 0.5 s: raise vllm_server.LocalServers.ready_s"):
+            await one.ready()
+        assert time.monotonic() - begin < 3
+        await one.stop()
+
+    asyncio.run(run())
+
+
+def test_a_killed_server_is_started_anew_on_its_port(program, tmp_path):
+    async def run() -> None:
+        one = server(program, tmp_path)
+        one.start()
+        await one.ready()
+        pid, port = (await asked(one))["pid"], one.port
+        one.signal(signal.SIGKILL)
+        while not one.ended:
+            await asyncio.sleep(0.01)
+        await one.revive()
+        assert (await asked(one))["pid"] != pid and one.port == port
+        await one.stop()
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's end is Linux's")
+def test_a_server_ends_with_the_process_that_started_it(program, tmp_path):
+    code = f"""
+import time
+from pathlib import Path
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments=())
+one.start(); print(one.url, flush=True); time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
+    assert parent.stdout is not None
+    port = int(parent.stdout.readline().rpartition(":")[2])
+
+    async def run() -> int:
+        one = LocalServer(
+            config=LocalServers(), number=0, model=tmp_path, log=tmp_path / "log", arguments=(), port=port
+        )
+        for _ in range(200):
+            try:
+                return int((await asked(one))["pid"])
+            except OSError:
+                await asyncio.sleep(0.05)
+        raise AssertionError("it never answered")
+
+    pid = asyncio.run(run())
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 5
+    while alive(pid) and time.monotonic() < limit:
+        time.sleep(0.02)
+    assert not alive(pid)
+
+
+def test_the_sampler_writes_a_model_folder_without_weights(program, tiny: Tiny, tmp_path):
+    class Saving(Letters):
+        def save_pretrained(self, folder: str) -> None:
+            (Path(folder) / "tokenizer.json").write_text("{}")
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            raise ValueError("no such letter")
+
+    async def run() -> None:
+        sampler = VllmSampler(local=LocalServers(python=program), dtype="float32", sequences=16)
+        client = sampler.start(tiny.policy, Saving(), max_length=MAX_LENGTH, run_dir=tmp_path)
+        fleet_of = client.connect
+        with pytest.raises(ValueError, match="is no vLLM server"):
+            await fleet_of()
+        await client.close()
+        config = json.loads((tmp_path / "vllm" / "model" / "config.json").read_text())
+        assert config["model_type"] == "qwen3" and config["torch_dtype"] == "float32"
+        assert sorted(p.name for p in (tmp_path / "vllm" / "model").iterdir()) == [
+            "config.json", "generation_config.json", "tokenizer.json",
+        ]  # fmt: skip
+
+    asyncio.run(run())
+
+
+def test_where_there_is_no_vllm_the_error_says_what_to_set(tiny: Tiny, tmp_path):
+    empty = tmp_path / "python_without_vllm"
+    empty.write_text("#!/bin/sh\n")
+    empty.chmod(0o755)
+    for python in (str(empty), str(tmp_path / "absent")):
+        with pytest.raises(FileNotFoundError, match=r"LocalServers\.python"):
+            LocalServers(python=python).release()
+
+
+def test_settings_that_cannot_work_are_refused():
+    with pytest.raises(ValueError, match="either spawn=True or urls"):
+        VllmSampler(spawn=True, urls=["http://a:1"])
+    with pytest.raises(ValueError, match="devices must name"):
+        LocalServers(count=2, devices=("0",))
