@@ -30,6 +30,8 @@ INTERNAL = (
     "samplers.slot_batch",
     "samplers.vllm_http",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
+    "eval.viewer.query",
+    "eval.learning_runs",
 )
 # A name that a file imports, a dot, and what it names there.
 IMPORT = re.compile(

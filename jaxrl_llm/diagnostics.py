@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from jaxrl_llm import flops
-from jaxrl_llm.experience import Rollout
 from jaxrl_llm.global_batch import GlobalBatch
 
 
@@ -94,24 +93,3 @@ def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[s
     if (peak := flops.peak(jax.devices()[0].device_kind)) is not None:
         values["speed/mfu"] = flops.mfu(model_flops, seconds["update"], jax.device_count(), peak)
     return values
-
-
-def shown(batch: GlobalBatch, count: int) -> list[dict[str, object]]:
-    """The first rollouts of a step, for people to read."""
-    rows: list[dict[str, object]] = []
-    for group in batch.groups:
-        totals, valid = group.total(), group.valid()
-        for i, r in enumerate(group.rollouts):
-            if len(rows) == count:
-                return rows
-            rows.append({
-                "prompt": r.prompt.id, "question": _text(r), "response": r.text, "reference": r.prompt.reference, "source": r.prompt.source,
-                "reward": float(totals[i]) if valid[i] else None, "finish": r.finish, "tokens": len(r.tokens),
-                "parts": {n: float(v[i]) for n, v in group.scores.parts.items()},
-            })  # fmt: skip
-    return rows
-
-
-def _text(rollout: Rollout) -> str:
-    prompt = rollout.prompt
-    return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages or ())

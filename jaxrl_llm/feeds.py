@@ -10,6 +10,7 @@ from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup
 from jaxrl_llm.global_batch import unscored
+from jaxrl_llm.protocols import Algorithm
 
 
 @runtime_checkable
@@ -59,16 +60,16 @@ class GivenFeed:
     """Responses that the dataset gives: one of a demonstration, two (preferred, rejected) of a pair.
 
     Attributes:
-      stream: the rollouts of each row.
+      stream: the groups, one a row.
       rows: rows of a step.
     """
 
-    stream: PromptStream[Sequence[Rollout]]
+    stream: PromptStream[ScoredGroup]
     rows: int
 
     async def next(self, step: int) -> list[ScoredGroup]:
         del step
-        return [unscored(r, (1, -1) if len(r) == 2 else None) for r in self.stream.next_batch(self.rows)]
+        return self.stream.next_batch(self.rows)
 
     def state(self) -> dict[str, Any]:
         return self.stream.state()
@@ -80,35 +81,64 @@ class GivenFeed:
         return {"data/epoch": self.stream.epoch}
 
 
-def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[Sequence[Rollout]]:
+def given(encoder: Encoder, rows: Sequence[Prompt], algorithm: Algorithm) -> list[ScoredGroup]:
+    """The rows as groups of what the algorithm learns from: demonstrations, or pairs and labelled responses.
+
+    Raises:
+      ValueError: a row that is none of these, or no row left.
+    """
+    if algorithm.learns_from == "demonstrations":
+        return demonstrations(encoder, rows)
+    alone = algorithm.group_size_at_least == 1
+    return pairs(encoder, rows, ends="reward_model" in algorithm.needs, alone=alone)
+
+
+def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[ScoredGroup]:
     """Each row's response as the only rollout of its group."""
-    return [(rollout,) for rollout in encoder.demonstrations(rows)]
+    return [unscored((rollout,)) for rollout in encoder.demonstrations(rows)]
 
 
-def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False) -> list[Sequence[Rollout]]:
+def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone: bool = False) -> list[ScoredGroup]:
     """The preferred response (`Prompt.response`) and the rejected one (`Prompt.extra["rejected"]`) of each row.
 
     Args:
       ends: only the end of each response is learned from, by `ended`.
+      alone: a row may be a single response with a label instead, True or False in `Prompt.extra["desirable"]`.
 
     Raises:
-      ValueError: a row without a rejected response, or no pair left.
+      ValueError: a row without a rejected response or with two equal ones, or no pair left.
     """
-    found: list[Sequence[Rollout]] = []
+    found: list[ScoredGroup] = []
     for row in rows:
-        if "rejected" not in row.extra:
-            raise ValueError(
-                f"row {row.id!r} has no rejected response: pairs need Prompt.response and Prompt.extra['rejected']"
-            )
-        chosen = encoder.demonstration(row)
-        rejected = encoder.demonstration(replace(row, response=str(row.extra["rejected"])))
-        if chosen is not None and rejected is not None:
-            found.append((ended(chosen), ended(rejected)) if ends else (chosen, rejected))
+        sides = _sides(row, alone)
+        rollouts = [encoder.demonstration(replace(row, response=text)) for text in sides.values()]
+        kept = [ended(r) if ends else r for r in rollouts if r is not None]
+        if len(kept) == len(sides):
+            found.append(unscored(kept, list(sides)))
     if not found:
         raise ValueError(
             f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits"
         )
     return found
+
+
+def _sides(row: Prompt, alone: bool) -> dict[int, str]:
+    """{1: preferred response, -1: rejected response} of a row, or one of the two."""
+    if row.response is None:
+        raise ValueError(f"row {row.id!r} has no response: preferences need Prompt.response")
+    if "rejected" in row.extra:
+        rejected = str(row.extra["rejected"])
+        if rejected == row.response:
+            raise ValueError(
+                f"row {row.id!r} prefers a response to itself: both sides are {rejected[:80]!r}; leave the row out of DATA"
+            )
+        return {1: row.response, -1: rejected}
+    if alone and isinstance(row.extra.get("desirable"), bool):
+        return {1 if row.extra["desirable"] else -1: row.response}
+    label = ", or a label True or False in Prompt.extra['desirable']" if alone else ""
+    raise ValueError(
+        f"row {row.id!r} has no rejected response: pairs need Prompt.response and Prompt.extra['rejected']{label}"
+    )
 
 
 def ended(rollout: Rollout) -> Rollout:

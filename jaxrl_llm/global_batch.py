@@ -133,12 +133,12 @@ def filled(mini: Sequence[PackedRows], view: View, credit: Credit, constant: flo
     """The micro-batches of one mini-batch, on the host, with the mini-batch's global counts."""
     members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
     learned = np.any(credit.loss_mask[members], axis=1)
-    sides = np.asarray(view.side)[members] != 0
+    group, side = np.asarray(view.group)[members], np.asarray(view.side)[members]
     sequences = float(np.sum(learned))
     counts = {
         "tokens": float(np.sum(credit.loss_mask[members])),
         "sequences": sequences,
-        "pairs": float(len(np.unique(np.asarray(view.group)[members][learned & sides]))),
+        "pairs": float(len(np.intersect1d(group[learned & (side > 0)], group[learned & (side < 0)]))),
         "constant": sequences * constant,
         "one": 1.0,
     }

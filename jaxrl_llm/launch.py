@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
+from jaxrl_llm import xla_flags
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
@@ -75,6 +76,7 @@ def _explain(error: Exception, files: Sequence[str]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and carries it out; returns the exit code."""
     arguments = parse_arguments(argv)
+    xla_flags.apply()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it is used for tokenizers, without PyTorch
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

@@ -155,15 +155,28 @@ class Learner:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _gradient(self, params: dict[str, Params], batch: Batch, bases: Bases) -> tuple[Any, dict[str, Array]]:
-        def objective(params: dict[str, Params]) -> tuple[Array, dict[str, Array]]:
-            terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams, bases), batch)
-            divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
-            loss = sum(divided(terms).values(), start=jnp.zeros(()))
-            return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
+    def _objective(self, params: Mapping[str, Params], batch: Batch, bases: Bases) -> tuple[Array, dict[str, Array]]:
+        """The share of a micro-batch in the loss of its mini-batch, and in the metrics."""
+        terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams, bases), batch)
+        divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
+        loss = sum(divided(terms).values(), start=jnp.zeros(()))
+        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
 
-        (_, scalars), gradient = jax.value_and_grad(objective, has_aux=True)(self.trained(params))
+    def _gradient(self, params: dict[str, Params], batch: Batch, bases: Bases) -> tuple[Any, dict[str, Array]]:
+        objective = jax.value_and_grad(self._objective, has_aux=True)
+        (_, scalars), gradient = objective(self.trained(params), batch, bases)
         return gradient, scalars
+
+    @cached_property
+    def _measure(self) -> Any:
+        return jax.jit(lambda params, batch, bases: self._objective(params, batch, bases)[1])
+
+    def measure(
+        self, params: Mapping[str, Params], batches: Iterable[Batch], bases: Bases = NO_BASES
+    ) -> dict[str, Array]:
+        """The loss and the metrics of a mini-batch, of which nothing is learned."""
+        shares = [self._measure(self.trained(params), batch, dict(bases)) for batch in batches]
+        return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares)
 
     @cached_property
     def _accumulate(self) -> Any:
@@ -233,9 +246,29 @@ class Learner:
         state, norms = self._apply(state, gradient)
         return state, {**scalars, **norms}
 
+    def lowered(self, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update with so many micro-batches like `batch`, or with 0 of scoring, ready to be compiled.
+
+        Shapes and shardings of `batch` and `bases` count, not their values; no parameters are needed.
+        """
+        state, bases = self.abstract, dict(bases)
+        if microbatches == 0:
+            return {"score": self._score.lower(state.params, batch, bases)}
+        if microbatches == 1:
+            return {"whole": self._whole.lower(state, batch, bases)}
+        one = self.partitioner.replicated
+        scalars = jax.eval_shape(self._gradient, state.params, batch, bases)[1]
+        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
+        total = (self.trained(state.params), jax.tree.map(shaped, scalars))
+        return {
+            "first": self._first.lower(state.params, batch, bases),
+            "accumulate": self._accumulate.lower(total, state.params, batch, bases),
+            "apply": self._apply.lower(state, total[0]),
+        }
+
     @property
     def compilations(self) -> int:
         """Programs compiled so far; it stands still after the first step of a phase."""
-        names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole")
+        names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
         made = [self.__dict__[n] for n in names if n in self.__dict__]
         return sum(f._cache_size() for f in made)

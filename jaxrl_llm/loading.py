@@ -33,6 +33,13 @@ class Model:
     compute_dtype: str | None = None
     chat_template: str = ""
 
+    def __post_init__(self) -> None:
+        if not self.path:
+            raise ValueError(
+                f"loading.Model.path must name a Hugging Face folder or id, or a run folder (got {self.path!r}): set MODEL_PATH, or "
+                "TEACHER_PATH where the model is a teacher"
+            )
+
     def open(self, partitioner: Partitioner) -> Opened:
         """The model and its tokenizer on a mesh.
 

@@ -236,8 +236,14 @@ def code_block(text: str) -> str:
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout's fields without the streams of its tokens, which are for programs."""
+    return {name: value for name, value in row.items() if name != "streams"}
+
+
 def markdown(row: Mapping[str, Any]) -> str:
-    """A rollout's fields: texts of several words as blocks, the rest on one line."""
+    """A rollout's fields: texts of several words as blocks, the rest on one line, its tokens' streams left out."""
+    row = readable(row)
     long = {name: value for name, value in row.items() if isinstance(value, str) and (" " in value or "\n" in value)}
     rest = "  ".join(f"**{name}** {plain(value)}" for name, value in row.items() if name not in long)
     return "\n\n".join([rest, *(f"**{name}**\n\n{code_block(value)}" for name, value in long.items())])
@@ -299,6 +305,7 @@ class WandBWriter:
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
+            rows = [readable(row) for row in rows]
             columns = list(dict.fromkeys(name for row in rows for name in row))
             cells = [[str(plain(row.get(name, ""))) for name in columns] for row in rows]
             self._run.log({"rollouts": self._wandb.Table(columns=columns, data=cells)}, step=step)

@@ -102,6 +102,43 @@ class Environment(Protocol):
 
 
 @runtime_checkable
+class Marker(Protocol):
+    """Names ranges of a response's tokens, for methods that credit parts of it."""
+
+    def mark(self, rollout: Rollout, tokenizer: Any) -> Mapping[str, np.ndarray]:
+        """{name: bool [T]}, the same names for every rollout."""
+        ...
+
+
+@runtime_checkable
+class Companion(Protocol):
+    """A model beside the policy that a reward asks; a run starts those it finds in the fields of its rewards.
+
+    Attributes:
+      follows: True where it holds weights of the policy.
+      refresh_every: steps after which it is given the policy's weights anew; 0 keeps those that the stage began with.
+    """
+
+    @property
+    def follows(self) -> bool: ...
+
+    @property
+    def refresh_every(self) -> int: ...
+
+    def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
+        """Makes it ready beside `policy`; nothing is asked of it before."""
+        ...
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Holds `params`, the policy's, from now on."""
+        ...
+
+    async def stop(self) -> None:
+        """Frees what it holds."""
+        ...
+
+
+@runtime_checkable
 class Algorithm(Protocol):
     """A frozen dataclass: how rollouts become advantages, and advantages a loss.
 

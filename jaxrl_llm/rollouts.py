@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.experience import Completion, Prompt, Role, Rollout, SamplingSettings
-from jaxrl_llm.protocols import Environment, Sampler
+from jaxrl_llm.protocols import Environment, Marker, Sampler
 
 
 def seed_of(*numbers: int) -> int:
@@ -40,6 +40,7 @@ class Asking:
       sampler: the running sampler.
       tokenizer: decodes responses, and encodes what an environment says.
       environment: answers between turns; None for a single turn.
+      marker: names ranges of a response's tokens; None names none.
       max_turns: most turns of the policy.
       counters: what was counted: rollouts by the way they ended.
     """
@@ -47,6 +48,7 @@ class Asking:
     sampler: Sampler
     tokenizer: Any
     environment: Environment | None = None
+    marker: Marker | None = None
     max_turns: int = 8
     counters: Counter[str] = field(default_factory=Counter)
 
@@ -76,7 +78,10 @@ class Asking:
         texts = self.tokenizer.batch_decode([r.tokens for r in rollouts], skip_special_tokens=True)
         self.counters.update(f"finish/{r.finish}" for r in rollouts)
         self.counters["empty"] += sum(not t.strip() for t in texts)
-        return index, [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
+        named = [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
+        if self.marker is not None:
+            named = [replace(r, spans=self.marker.mark(r, self.tokenizer)) for r in named]
+        return index, named
 
     def _first(self, prompt: Prompt, completion: Completion, role: Role) -> Rollout:
         return Rollout(

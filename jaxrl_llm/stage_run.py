@@ -11,14 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import diagnostics
+from jaxrl_llm import diagnostics, shown, teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.collect import Collector
+from jaxrl_llm.companions import Companions, found
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.eval.evaluate import evaluate
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, stats_of
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, given, stats_of
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
@@ -44,8 +45,11 @@ class StageRun:
       feed: gives the groups of each step.
       asking: asks the sampler, for evaluations too.
       held_out: encoded prompts of each evaluation.
+      measured: groups of responses that are measured at each evaluation and never learned from.
       sources: names of the data sources.
-      frozen: {"reference": parameters}, where the algorithm needs it.
+      teacher: scores samples, where the algorithm needs it.
+      companions: the models that the rewards ask.
+      frozen: {"reference": parameters}, where the algorithm needs it, and the copies of companions that follow the policy.
       controls: values of the controllers.
       seed: of the run, for the values of new parameters.
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
@@ -58,6 +62,9 @@ class StageRun:
     asking: Asking
     held_out: Sequence[Sequence[Prompt]]
     sources: Sequence[str]
+    companions: Companions
+    measured: Sequence[ScoredGroup] = ()
+    teacher: teaching.Teacher | None = None
     frozen: dict[str, Params] = field(default_factory=dict)
     controls: dict[str, float] = field(default_factory=dict)
     seed: int = 0
@@ -85,6 +92,7 @@ class StageRun:
             sampler=training.sampler,
             tokenizer=training.tokenizer,
             environment=config.environment,
+            marker=config.marker,
             max_turns=config.max_turns,
         )
         seed = training.config.seed
@@ -95,10 +103,13 @@ class StageRun:
             other = replace(encoder, max_response_tokens=None)
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
             _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
+        unseen = [] if config.held_out is None else list(config.held_out.rows())
+        measured = given(encoder, unseen, config.algorithm) if unseen else []
         learner = _learner(config, training.policy)
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
-            sources=sorted({r.source for r in rows}), controls=dict(config.algorithm.controls), seed=seed,
+            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
+            companions=_companions(config, training), controls=dict(config.algorithm.controls), seed=seed,
             bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
@@ -108,6 +119,7 @@ class StageRun:
         """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
         if "reference" in self.config.algorithm.needs:
             self.frozen["reference"] = jax.tree.map(jnp.copy, params)
+        self.frozen |= self.companions.begin(params)
         models = {"policy": params}
         for name, source in self.config.value_models.items():
             whole = self.learner.policy.merged(params, self.bases.get("policy"))
@@ -120,7 +132,7 @@ class StageRun:
         trees: dict[str, Any] = {"state": self.learner.abstract}
         if "reference" in self.config.algorithm.needs:
             trees["reference"] = self.learner.policy.abstract()
-        return trees
+        return trees | self.companions.abstract
 
     def host(self) -> dict[str, Any]:
         """What a checkpoint of this stage holds of the host."""
@@ -161,25 +173,33 @@ class StageRun:
             response_tokens=config.response_tokens, capacity=config.sequences,
         )  # fmt: skip
 
-    @cached_property
-    def _scored(self) -> bool:
-        """Whether credit depends on the learner's log-probs."""
-        return self.config.samples or bool(self.config.algorithm.needs & {"reference", "critic"})
+    def _scores(self, step: int) -> bool:
+        """Whether credit, reward or the step's metrics depend on the policy's streams."""
+        config, needs = self.config, self.config.algorithm.needs
+        if not config.samples:
+            return bool(needs & {"reference", "critic"})
+        reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
+        return reads or config.old_logprobs == "learner" or step % config.score_every == 0
 
-    def score(self, state: TrainState, batch: GlobalBatch) -> dict[str, np.ndarray]:
-        """The learner's streams [S, T] under their names in the view; empty where credit does not depend on them."""
-        if not self._scored:
+    def score(self, state: TrainState, batch: GlobalBatch, step: int = 0) -> dict[str, np.ndarray]:
+        """The learner's streams [S, T] under their names in the view; those that nothing reads at `step` are left out."""
+        policy, reference = self._scores(step), "reference" in self.frozen
+        if not (policy or reference or self.teacher is not None):
             return {}
         device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
-        scored = [self.learner.score(state.params, b, self.bases) for b in device]
-        streams = {
-            VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
-            for m in scored[0]
-            for n in scored[0][m]
-        }
-        if "reference" in self.frozen:
-            reference = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
-            streams["ref_logprobs"] = batch.unpack([to_host(x) for x in reference])
+        streams: dict[str, np.ndarray] = {}
+        if policy:
+            scored = [self.learner.score(state.params, b, self.bases) for b in device]
+            streams = {
+                VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
+                for m in scored[0]
+                for n in scored[0][m]
+            }
+        if reference:
+            found = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
+            streams["ref_logprobs"] = batch.unpack([to_host(x) for x in found])
+        if self.teacher is not None:
+            streams["teacher_logprobs"] = batch.unpack([to_host(self.teacher.logprobs(b)) for b in device])
         return streams
 
     @property
@@ -218,7 +238,7 @@ class StageRun:
     def describe(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> dict[str, float]:
         """What the host knows of the step."""
         values = diagnostics.of_rollouts(batch) | {n: float(x) for n, x in credit.metrics.items()}
-        return values | (diagnostics.gap(batch, streams) if self.config.samples else {})
+        return values | (diagnostics.gap(batch, streams) if self.config.samples and "old_logprobs" in streams else {})
 
     def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
         """Warns or stops where sampler and learner disagree, and stops after too many gradients that are not finite."""
@@ -244,9 +264,25 @@ class StageRun:
         """Moves the controllers."""
         self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
 
-    async def evaluate(self) -> dict[str, float]:
-        """All evaluations of the stage, with the weights that the sampler holds."""
+    def rows_to_read(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> list[shown.Row]:
+        """The step's first rollouts, for people to read."""
+        streams = streams if self.config.samples else {}
+        return shown.of_step(batch, streams, credit, **self._reading)
+
+    @property
+    def _reading(self) -> dict[str, Any]:
+        """How rollouts are shown."""
+        config = self.config
+        return {"tokenizer": self.asking.tokenizer, "rollouts": config.show_rollouts, "tokens": config.show_tokens}
+
+    async def refresh(self, state: TrainState, steps: int) -> None:
+        """Gives companions the weights that are due after `steps` steps of the stage."""
+        await self.companions.refresh(self.frozen, state.policy, steps)
+
+    async def evaluate(self) -> tuple[dict[str, float], list[shown.Row]]:
+        """All evaluations of the stage, with the weights that the sampler holds, and their first rollouts, to be read."""
         metrics: dict[str, float] = {}
+        rows: list[shown.Row] = []
         for evaluation, prompts in zip(self.config.evaluations, self.held_out, strict=True):
             reward = evaluation.reward or self.config.reward
             if reward is None:
@@ -254,9 +290,34 @@ class StageRun:
                     f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}"
                 )
             asked = replace(evaluation, settings=stopping(evaluation.settings, self.asking.tokenizer))
-            found, _ = await evaluate(asked, prompts, self.asking, reward)
+            found, groups = await evaluate(asked, prompts, self.asking, reward)
             metrics |= found
-        return metrics
+            rows += shown.held_out(evaluation.name, list(evaluation.kinds), groups, **self._reading)
+        return metrics, rows
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """The loss and its metrics on responses that are never learned from, as "eval/..."."""
+        if not self.measured:
+            return {}
+        batch = GlobalBatch.build(
+            self.measured, self.config.packing, minibatches=1, sources=self.sources, response_tokens=self.config.response_tokens,
+            capacity=sum(len(g.rollouts) for g in self.measured),
+        )  # fmt: skip
+        view = batch.view(self.score(state, batch), self.controls, len(self.measured))
+        credit = jax.device_get(self.learner.advantages(view))
+        (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
+        found = jax.device_get(self.learner.measure(state.params, mini, self.bases))
+        return {f"eval/{name}": float(x) for name, x in found.items()}
+
+
+def _companions(config: Stage, training: Any) -> Companions:
+    """The companions of the rewards that the stage asks, started."""
+    asked = config.samples or any(e.reward is None for e in config.evaluations)
+    members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
+    for member in members:
+        member.start(training.policy.plain, training.tokenizer, training.run_dir)
+    training.companions.extend(members)
+    return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
 
 
 def _learner(config: Stage, policy: Policy) -> Learner:
@@ -273,6 +334,14 @@ def _learner(config: Stage, policy: Policy) -> Learner:
         models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup,
         temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
     )  # fmt: skip
+
+
+def _teacher(config: Stage, training: Any, learner: Learner) -> teaching.Teacher | None:
+    """The teacher that the algorithm asks for, which speaks the policy's tokens."""
+    if "teacher" not in config.algorithm.needs:
+        return None
+    assert config.teacher is not None  # by Stage
+    return teaching.Teacher.open(teaching.found(config.teacher, training.tokenizer, learner.partitioner), learner)
 
 
 def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
@@ -304,11 +373,7 @@ def _feed(
             stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
             least=config.algorithm.group_size_at_least,
         )  # fmt: skip
-    ends = "reward_model" in config.algorithm.needs
-    given = (
-        pairs(encoder, rows, ends=ends) if config.algorithm.learns_from == "pairs" else demonstrations(encoder, rows)
-    )
-    return GivenFeed(stream=PromptStream(given, seed=seed), rows=count)
+    return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
 
 
 def _say(what: str, counts: Mapping[str, int]) -> None:

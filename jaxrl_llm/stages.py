@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm.eval.evaluate import Evaluation
+from jaxrl_llm.eval.harness import ModelSource
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.models.value_source import ValueSource
 from jaxrl_llm.optimizers import Optimizer
 from jaxrl_llm.packing import Packing
-from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Reward, Source
+from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Marker, Reward, Source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,7 @@ class Stage:
       critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
       critic_optimizer: of the critic.
       reward_model: where the reward model comes from that an algorithm trains, by `optimizer`; the policy stays as it is.
+      teacher: the model that a distilling algorithm learns from; frozen.
       critic_warmup_steps: first steps, in which only the critic learns.
       steps: steps of this stage.
       prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
@@ -35,19 +37,24 @@ class Stage:
       filter: which groups are learned from; None keeps all.
       environment: answers between turns; None for a single turn.
       max_turns: most turns of the policy.
+      marker: names ranges of a response's tokens, such as its thought; None names none.
       max_prompt_tokens: longer prompts are treated by `truncation`.
       truncation: "drop", "left" (loses its beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
+        steps need none, unless the algorithm or the reward reads the learner's statistics.
       evaluations: held-out measurements.
+      held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
       evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
       max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
       max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
         are sampled while the learner updates, by a sampler outside of its process.
-      show_rollouts: rollouts written to TensorBoard and rollouts.jsonl at each evaluation step.
+      show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
+      show_tokens: tokens a rollout there whose log-prob, entropy and advantage are written; 0 writes none.
     """
 
     name: str
@@ -57,6 +64,7 @@ class Stage:
     critic: ValueSource | None = None
     critic_optimizer: Optimizer | None = None
     reward_model: ValueSource | None = None
+    teacher: ModelSource | None = None
     critic_warmup_steps: int = 0
     steps: int
     prompts_per_step: int = 32
@@ -68,18 +76,22 @@ class Stage:
     filter: Filter | None = None
     environment: Environment | None = None
     max_turns: int = 8
+    marker: Marker | None = None
     max_prompt_tokens: int = 512
     truncation: Literal["drop", "left", "error"] = "drop"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=Packing)
     old_logprobs: Literal["learner", "sampler"] = "learner"
+    score_every: int = 1
     evaluations: Sequence[Evaluation] = ()
+    held_out: Source | None = None
     evaluate_every: int = 50
     gap_warn: float = 0.05
     gap_stop: float = 1.0
     max_skipped: int = 5
     max_staleness: int = 0
     show_rollouts: int = 8
+    show_tokens: int = 1024
 
     def __post_init__(self) -> None:
         positive = (
@@ -88,6 +100,7 @@ class Stage:
             "group_size",
             "minibatches",
             "epochs",
+            "score_every",
             "max_prompt_tokens",
             "evaluate_every",
         )
@@ -109,6 +122,16 @@ class Stage:
             raise ValueError(
                 f"{type(self.algorithm).__name__} trains a reward model and Stage.reward_model of stage {self.name!r} is not set: "
                 "include gin/algorithms/reward_model.gin after gin/base.gin, or set REWARD_MODEL = @value_source.ValueSource()"
+            )
+        if "teacher" in self.algorithm.needs and self.teacher is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} learns from a teacher and Stage.teacher of stage {self.name!r} is not set: include "
+                "gin/algorithms/distill.gin after gin/base.gin and set TEACHER_PATH to a Hugging Face folder or a run folder"
+            )
+        if self.samples and self.held_out is not None:
+            raise ValueError(
+                f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
+                "Stage.evaluations measure samples"
             )
         if self.max_staleness < 0 or (self.max_staleness and not self.samples):
             raise ValueError(

@@ -10,12 +10,13 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import diagnostics
+from jaxrl_llm import diagnostics, profiling, teaching
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
+from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
-from jaxrl_llm.protocols import Closing, Sampler, SamplerFactory
+from jaxrl_llm.protocols import Closing, Companion, Sampler, SamplerFactory
 from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
@@ -39,6 +40,7 @@ class Run:
       mesh: sizes of the mesh axes.
       checkpoints: when to save and what to keep.
       writers: where metrics go.
+      profile_steps: steps that are traced for TensorBoard's profile tab.
     """
 
     run_dir: str
@@ -51,6 +53,7 @@ class Run:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
+    profile_steps: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -94,13 +97,16 @@ class Training:
         self.tokenizer = run.tokenizer.load()
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
+        self._check_teachers()
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
         self.bases: dict[str, Any] = {}
+        self.companions: list[Companion] = []
         self.writers: Writers | None = None
         self.best: float | None = None
+        self.compilations = Compilations()
         self.began: float | None = None
         self.stopped = False
 
@@ -110,6 +116,12 @@ class Training:
             raise ValueError(
                 f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
             )
+
+    def _check_teachers(self) -> None:
+        """A teacher that is not there, or of other tokens, is refused before the first stage."""
+        for stage in self.config.stages:
+            if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+                teaching.found(stage.teacher, self.tokenizer, self.partitioner)
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
@@ -153,6 +165,8 @@ class Training:
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files, whatever happened."""
         await self.sampler.close()
+        for companion in self.companions:
+            await companion.stop()
         held: list[object] = [s.reward for s in self.config.stages]
         held += [e.reward for s in self.config.stages for e in s.evaluations]
         for component in held:
@@ -167,11 +181,13 @@ class Training:
     async def _stage(self, stage: StageRun, state: TrainState, start: int) -> TrainState:
         assert self.writers is not None
         offset = self.config.starts[stage.number]
+        await stage.refresh(state, start)
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
         self.began = self.began or time.monotonic()
         for step in range(start + 1, stage.config.steps + 1):
-            state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+            with profiling.traced(self.run_dir / "tensorboard", offset + step in self.config.profile_steps):
+                state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
             if self.stopped:
                 print(
                     f"stopped after step {offset + step} by train.Run.stop_after_s; the same command goes on",
@@ -193,12 +209,13 @@ class Training:
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
+        await stage.refresh(state, step - 1 - self.config.starts[stage.number])
         groups = await stage.feed.next(step)
         clock.lap("collect")
         # A sampler that overlaps needs the event loop while the learner computes.
         aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
         batch = await aside(stage.pack, groups)
-        streams = await aside(stage.score, state, batch)
+        streams = await aside(stage.score, state, batch, step)
         if stage.rescores:
             batch = await stage.rescore(batch, streams)
         credit = await aside(stage.credit, batch, streams)
@@ -214,7 +231,7 @@ class Training:
         due = last or step % stage.config.evaluate_every == 0
         if due:
             metrics |= await self._evaluate(stage, state, step)
-            self.writers.rollouts(step, diagnostics.shown(batch, stage.config.show_rollouts))
+            self.writers.rollouts(step, stage.rows_to_read(batch, streams, credit))
             clock.lap("evaluate")
         metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
         seconds = {**clock.laps, "step": time.perf_counter() - begin}
@@ -222,6 +239,7 @@ class Training:
         metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
         metrics |= dict(self.sampler.metrics())
         metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
+        metrics["compilations/step"] = float(self.compilations.take())
         stage.adapt(metrics, len(batch.rollouts))
         self.writers.write(step, metrics)
         self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)
@@ -233,10 +251,14 @@ class Training:
             await self.sampler.publish(weights, version)
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
-        if not stage.config.evaluations:
-            return {}
-        await self._publish(state, step)
-        return await stage.evaluate()
+        assert self.writers is not None
+        metrics = stage.measure(state)
+        if stage.config.evaluations:
+            await self._publish(state, step)
+            found, rows = await stage.evaluate()
+            metrics |= found
+            self.writers.rollouts(step, rows)
+        return metrics
 
     def _save(self, stage: StageRun, state: TrainState, step: int, metrics: Mapping[str, float], *, due: bool) -> None:
         """Saves where a save is due, and the best checkpoint where the evaluation is the best so far."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from builders import make_group, make_prompt, make_rollout
 
-from jaxrl_llm.diagnostics import gap, of_rollouts, shown
+from jaxrl_llm.diagnostics import gap, of_rollouts
 from jaxrl_llm.experience import Prompt, ScoredGroup
 from jaxrl_llm.global_batch import GlobalBatch, unscored
 from jaxrl_llm.packing import Packing
@@ -107,14 +107,3 @@ def test_k3_estimates_the_divergence_of_the_sampler_from_the_learner():
 def test_a_step_without_drawn_tokens_has_no_gap():
     batch = build([make_group([make_rollout(make_prompt(), [1], role="greedy")], {"r": [1]})])
     assert gap(batch, {"old_logprobs": np.zeros((8, 6)), "entropy": np.zeros((8, 6))}) == {}
-
-
-def test_rollouts_are_shown_with_what_a_reader_asks_for():
-    rows = shown(build(two_groups()), 5)
-    assert [row["response"] for row in rows] == ["t1", "t2", "t6", "t3", ""]
-    assert rows[1] == {
-        "prompt": "a", "question": "a", "response": "t2", "reference": "4", "source": "", "reward": 3.0, "finish": "stop",
-        "tokens": 2, "parts": rows[1]["parts"],
-    }  # fmt: skip
-    assert rows[0]["parts"] == {"main": 1, "style": 0, "log/judge": 5} and rows[2]["reward"] is None
-    assert (rows[4]["question"], rows[4]["finish"]) == ("1+1?", "length")

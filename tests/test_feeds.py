@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
+from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.algorithms.kto import KTO
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.experience import Prompt, SamplingSettings
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, pairs, stats_of
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, given, pairs, stats_of
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.rollouts import Asking
 
@@ -28,7 +30,7 @@ def encoder(**fields) -> Encoder:
     return Encoder(tokenizer=Letters(), max_prompt_tokens=4, **fields)
 
 
-def row(name: str, response: str | None = None, **extra: str) -> Prompt:
+def row(name: str, response: str | None = None, **extra: str | bool) -> Prompt:
     return Prompt(id=name, text=name, response=response, extra=extra)
 
 
@@ -75,7 +77,7 @@ def test_a_demonstration_is_the_only_rollout_of_its_group():
 
 def test_a_pair_is_the_preferred_response_and_then_the_rejected_one():
     found = pairs(encoder(), [row("a", "b", rejected="cc"), row("abcde", "b", rejected="c")])
-    assert [[r.tokens.tolist() for r in pair] for pair in found] == [[[2, 0], [3, 3, 0]]]
+    assert [[r.tokens.tolist() for r in pair.rollouts] for pair in found] == [[[2, 0], [3, 3, 0]]]
     (group,) = asyncio.run(GivenFeed(stream=PromptStream(found), rows=1).next(0))
     assert group.scores.parts["log/side"].tolist() == [1, -1]
     assert group.total().tolist() == [0, 0] and group.valid().all()
@@ -86,6 +88,21 @@ def test_a_row_without_a_rejected_response_and_pairs_that_do_not_fit_are_refused
         pairs(encoder(), [row("a", "b")])
     with pytest.raises(ValueError, match=r"none of 1 pairs is left after encoding .*'dropped/long_response': 1"):
         pairs(encoder(max_response_tokens=2), [row("a", "b", rejected="ccc")])
+    with pytest.raises(ValueError, match="row 'a' prefers a response to itself: both sides are 'b'"):
+        pairs(encoder(), [row("a", "b", rejected="b")])
+    with pytest.raises(ValueError, match="row 'a' has no response"):
+        pairs(encoder(), [row("a", rejected="b")])
+
+
+def test_responses_with_a_label_stand_alone_beside_pairs_where_the_algorithm_takes_them():
+    rows = [row("a", "b", desirable=False), row("b", "c", desirable=True), row("c", "d", rejected="e")]
+    found = given(encoder(), rows, KTO())
+    assert [g.scores.parts["log/side"].tolist() for g in found] == [[-1], [1], [1, -1]]
+    assert [g.rollouts[0].tokens.tolist() for g in found] == [[2, 0], [3, 0], [4, 0]]
+    with pytest.raises(ValueError, match="row 'a' has no rejected response"):
+        given(encoder(), rows, DPO())
+    with pytest.raises(ValueError, match=r"or a label True or False in Prompt.extra"):
+        given(encoder(), [row("a", "b", desirable="yes")], KTO())
 
 
 def test_statistics_of_a_rollout_are_means_over_the_tokens_the_policy_chose():

@@ -93,4 +93,5 @@ def test_a_wheel_holds_the_linked_folders(tmp_path):
     own = {str(f.relative_to(source)) for f in (source / "jaxrl_llm").rglob("*.py")}
     linked = {f"jaxrl_llm/{f.relative_to(source)}" for n in OUTER[:3] for f in (source / n).rglob("*.py")}
     gins = {f"jaxrl_llm/{f.relative_to(source)}" for f in (source / "gin").rglob("*.gin")}
-    assert held == own | linked | gins
+    assets = {f"jaxrl_llm/eval/viewer/assets/{f.name}" for f in (source / "eval/viewer/assets").iterdir()}
+    assert held == own | linked | gins | assets

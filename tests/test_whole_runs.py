@@ -109,6 +109,13 @@ def test_sampled_rollouts_are_kept_for_reading(whole: Path) -> None:
     shown = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
     assert {"step", "question", "response", "reference", "reward", "finish"} <= set(shown[-1])
     assert shown[-1]["question"].startswith("s:")
+    streams = shown[-1]["streams"]
+    assert set(streams) == {"token", "logprob", "entropy", "advantage", "sampler_logprob"}
+    assert all(len(values) == shown[-1]["tokens"] for values in streams.values())
+    assert streams["logprob"] == pytest.approx(streams["sampler_logprob"], abs=2e-3)  # four digits of the same policy's
+    held_out = [row for row in shown if row.get("kind") == "eval/heldout"]
+    asked = {step: [row["prompt"] for row in held_out if row["step"] == step] for step in (0, 8)}
+    assert asked[0] == asked[8] and {row["role"] for row in held_out} == {"greedy", "sampled"}
 
 
 def test_tensorboard_holds_scalars_rollouts_and_the_configuration(whole: Path) -> None:

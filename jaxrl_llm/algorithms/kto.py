@@ -16,14 +16,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.policy_gradient import given
-from jaxrl_llm.algorithms.preference import Preference
+from jaxrl_llm.algorithms.preference import Preference, rejected_of
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import masked_mean, masked_sum, sequence_mean
 
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(Preference):
-    """Kahneman-Tversky optimisation.
+    """Kahneman-Tversky optimisation, of pairs or of responses with a label; "pairs/accuracy" is 0 where none has its partner.
 
     Attributes:
       desirable: weight of the preferred answers.
@@ -64,4 +64,8 @@ class KTO(Preference):
         losses = weight * jax.nn.sigmoid(-self.beta * sign * gain)
         term = (jnp.sum(jnp.where(present, losses, 0.0)), "sequences")
         right = jnp.sum(jnp.where(present & (sign * gain > 0), 1.0, 0.0))
-        return {"policy": term}, {"loss/policy": term, "kto/accuracy": (right, "sequences")}
+        pairing = rejected_of(batch.group, batch.side, present)
+        partner = jnp.dot(pairing, answers.log_ratio, precision=jax.lax.Precision.HIGHEST)
+        apart = jnp.sum(jnp.where(jnp.any(pairing > 0, axis=1) & (answers.log_ratio > partner), 1.0, 0.0))
+        metrics = {"kto/accuracy": (right, "sequences"), "pairs/accuracy": (apart, "pairs")}
+        return {"policy": term}, {"loss/policy": term, **metrics}

@@ -78,7 +78,7 @@ class AdaptedPolicy(Policy):
     @cached_property
     def plain(self) -> Policy:
         """The same model without adapters, as it is sampled from and exported."""
-        return Policy(self.architecture, self.partitioner, self.compute_dtype, self.remat)
+        return Policy(self.architecture, self.partitioner, self.compute_dtype, self.remat, unroll=self.unroll)
 
     def axes(self) -> dict[str, Any]:
         """Logical axes of each adapter: A is split as the weight's inputs are, B as its outputs."""

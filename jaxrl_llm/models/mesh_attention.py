@@ -1,7 +1,9 @@
 """Attention on a mesh: each device attends with its own rows, query tokens and heads, under shard_map."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -10,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.attention.api import attention
+from jaxrl_llm.kernels.decode_attention.api import decode_attention
 from jaxrl_llm.mesh import Partitioner
 
 
@@ -83,3 +86,28 @@ class MeshAttention:
         if repeats == 1 or heads % (k.shape[2] * repeats):
             return k, v
         return jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+
+
+def mesh_decode(
+    partitioner: Partitioner,
+    q: Float[Array, "S H C"],
+    cache: Mapping[str, Float[Array, "L S T K C"]],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    window: int | None,
+) -> Float[Array, "S H C"]:
+    """Attention of a new token a slot over the cache of `layer`; each device attends with its own slots and heads."""
+    local = partial(decode_attention, window=window)
+    if partitioner.mesh.size == 1:
+        return local(q, cache["k"], cache["v"], layer, positions)
+    q_spec = partitioner.spec(("batch", "heads", "head_width"), q.shape)
+    cache_spec = partitioner.spec(("layers", "batch", None, "kv_heads", "head_width"), cache["k"].shape)
+    if q_spec[1] != cache_spec[3]:  # more devices than key heads: each holds all heads
+        q_spec = PartitionSpec(q_spec[0], None, None)
+    return jax.shard_map(
+        local,
+        mesh=partitioner.mesh,
+        in_specs=(q_spec, cache_spec, cache_spec, PartitionSpec(), PartitionSpec(q_spec[0])),
+        out_specs=q_spec,
+        check_vma=False,  # as above
+    )(q, cache["k"], cache["v"], layer, positions)

@@ -1,6 +1,6 @@
 """A policy: pure functions of parameters, given an architecture, a mesh and a compute dtype."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -10,9 +10,10 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxrl_llm.mesh import Axes, Partitioner
+from jaxrl_llm.models import remat as remats
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.mesh_attention import Places
-from jaxrl_llm.models.transformer import REMAT, Cache, Transformer
+from jaxrl_llm.models.transformer import Cache, Running, Transformer
 
 Params = dict[str, Any]  # nested; float32 arrays at the leaves; those under "layers" are stacked [L, ...]
 
@@ -28,13 +29,16 @@ class Policy:
       architecture: sizes and switches of the model.
       partitioner: the mesh and its axis table.
       compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
-      remat: what the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (each layer).
+      remat: what the backward pass recomputes, by name: "none", "dots", "projections", "attention", "full" or "offload"; see
+        models/remat.py.
+      unroll: layers of one step of the scan over layers.
     """
 
     architecture: Architecture
     partitioner: Partitioner
     compute_dtype: str = "float32"
     remat: str = "none"
+    unroll: int = field(default=1, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in COMPUTE_DTYPES:
@@ -42,10 +46,12 @@ class Policy:
                 f"compute_dtype must be one of {COMPUTE_DTYPES} (got {self.compute_dtype!r}): "
                 f"set policy_source.PolicySource.compute_dtype"
             )
-        if self.remat not in ("none", *REMAT):
+        if self.remat not in remats.NAMES:
             raise ValueError(
-                f"remat must be one of {('none', *REMAT)} (got {self.remat!r}): set policy_source.PolicySource.remat"
+                f"remat must be one of {remats.NAMES} (got {self.remat!r}): set policy_source.PolicySource.remat"
             )
+        if self.unroll < 1:
+            raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set policy_source.PolicySource.unroll")
 
     @property
     def plain(self) -> "Policy":
@@ -141,7 +147,8 @@ class Policy:
         return hidden, {name: self.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
-        return Transformer(self.architecture, self.partitioner, self.compute_dtype, self.remat, rngs=rngs)
+        run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)
+        return Transformer(self.architecture, self.partitioner, run, rngs=rngs)
 
     @cached_property
     def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:

@@ -20,7 +20,10 @@ class PolicySource:
       architecture: sizes of a model with random parameters, or None.
       pretrained: a Hugging Face folder or id ("owner/name") with config.json and safetensors, or None.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      remat: what the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (each layer).
+      remat: what the backward pass recomputes, from nothing to each layer: "none", "dots" (all but matrix products),
+        "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'
+        inputs kept on the host).
+      unroll: layers of one step of the scan over layers; more takes longer to compile and copies less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
     """
 
@@ -28,6 +31,7 @@ class PolicySource:
     pretrained: str | None = None
     compute_dtype: str = "float32"
     remat: str = "none"
+    unroll: int = 1
     lora: LoRA | None = None
 
     def __post_init__(self) -> None:
@@ -46,7 +50,9 @@ class PolicySource:
             architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
         assert architecture is not None  # by __post_init__
         fields = (architecture, partitioner, self.compute_dtype, self.remat)
-        return Policy(*fields) if self.lora is None else AdaptedPolicy(*fields, self.lora)
+        if self.lora is not None:
+            return AdaptedPolicy(*fields, self.lora, unroll=self.unroll)
+        return Policy(*fields, unroll=self.unroll)
 
     def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
         """What training starts from: the pretrained parameters, random ones drawn with `key`, or adapters that change nothing."""

@@ -1,6 +1,7 @@
 """A decoder of identical layers, stacked along a leading axis and run by one scan."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,17 +10,28 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.models import remat
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MLP, Attention, RMSNorm, Rope, parameter, rope
-from jaxrl_llm.models.mesh_attention import MeshAttention, Places
+from jaxrl_llm.models.mesh_attention import MeshAttention, Places, mesh_decode
 
 Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
 
-REMAT: dict[str, Callable[..., bool]] = {
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """How the layers are run.
+
+    Attributes:
+      dtype: of the activations.
+      remat: what the backward pass recomputes, one of `remat.NAMES`.
+      unroll: layers of one step of the scan.
+    """
+
+    dtype: str
+    remat: str
+    unroll: int
 
 
 class Layer(nnx.Module):
@@ -33,16 +45,19 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
         """The layer's output, and whatever else `attend(q, k, v)` returns beside the heads' outputs."""
-        heads, extra = attend(*self.attention.project(self.attention_norm(x), rotation))
-        x = x + self.attention.merge(heads)
+        x = remat.named(x, remat.INPUT)
+        q, k, v = self.attention.project(self.attention_norm(x), rotation)
+        names = (remat.QUERY, remat.KEY, remat.VALUE)
+        heads, extra = attend(*(remat.named(part, name) for part, name in zip((q, k, v), names)))
+        x = remat.named(x + self.attention.merge(heads), remat.MIDDLE)
         return x + self.mlp(self.mlp_norm(x)), extra
 
 
 class Transformer(nnx.Module):
     """Embedding, stacked layers, final norm, and a head where it is not the embedding."""
 
-    def __init__(self, architecture: Architecture, partitioner: Partitioner, dtype: str, remat: str, *, rngs: nnx.Rngs):
-        self.architecture, self.partitioner, self.dtype, self.remat = architecture, partitioner, dtype, remat
+    def __init__(self, architecture: Architecture, partitioner: Partitioner, run: Running, *, rngs: nnx.Rngs):
+        self.architecture, self.partitioner, self.run, self.dtype = architecture, partitioner, run, run.dtype
         table = ((architecture.vocabulary_size, architecture.width), ("vocabulary", "embed"), architecture.init_std)
         self.embedding = parameter(rngs, *table)
         self.layers = nnx.vmap(lambda r: Layer(architecture, rngs=r))(rngs.split(architecture.layers))
@@ -85,6 +100,9 @@ class Transformer(nnx.Module):
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
                 new = {"k": k, "v": v}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                if tokens.shape[1] == 1:
+                    one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
+                    return self._by_window(index, one)[:, None], entries
                 k, v = (jax.lax.dynamic_index_in_dim(entries[name], index, keepdims=False) for name in ("k", "v"))
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
@@ -119,6 +137,8 @@ class Transformer(nnx.Module):
             layer_state, index = inputs
             return step(nnx.merge(graph, layer_state), carry, index), None
 
-        if self.remat != "none":
-            body = jax.checkpoint(body, policy=REMAT[self.remat], prevent_cse=False)
-        return jax.lax.scan(body, carry, (state, jnp.arange(depth)))[0]
+        unroll = min(self.run.unroll, depth)
+        if self.run.remat != "none":
+            # Without a loop between them, XLA would find that forward and recomputation are the same.
+            body = jax.checkpoint(body, policy=remat.POLICIES[self.run.remat], prevent_cse=unroll == depth)
+        return jax.lax.scan(body, carry, (state, jnp.arange(depth)), unroll=unroll)[0]

@@ -96,6 +96,20 @@ class Lexicon:
         return read(f"RATING: {min(1 + len(found), 10)}\nEXPLANATION: listed words: {', '.join(found) or 'none'}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Mentions:
+    """Says whether what is judged has the first line of the question in it, "1" or "0": a stand-in for a judge, or a monitor.
+
+    With the template "{hinted}\\n{judged}" and the parser "binary" it tells whether an output, or a thought, names the
+    hinted choice.
+    """
+
+    async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
+        """What `read` makes of the answer."""
+        line = messages[-1]["content"].partition("\n")[0]
+        return read(str(int(line in judged)))
+
+
 class Kept:
     """Answers on disk, one file each, named by the hash of the question; several processes may write at a time."""
 

@@ -16,6 +16,8 @@ from jaxrl_llm.kernels.attention.api import Call
 
 VERSIONS = ((0, 10), (0, 11))
 MOST_WIDTH = 256
+# The primitive that returns the output and its sums, as rematerialisation policies see it.
+FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def refusal(call: Call) -> str | None:

@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.attention.api import Call
 
+# What rematerialisation policies know its output and sums by.
+RESIDUAL = "splash_attention_residual"
 BLOCKS = (512, 256, 128)
 LANES = 128
 
@@ -66,7 +68,14 @@ def attend(
         block_q_dq=block,
         block_kv_dq=block,
     )
-    make = partial(kernel.make_splash_mha, block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=interpret)
+    make = partial(
+        kernel.make_splash_mha,
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        residual_checkpoint_name=RESIDUAL,
+        interpret=interpret,
+    )
     run = make(masks.MultiHeadMask([one] * heads))
 
     def of_row(q: jax.Array, k: jax.Array, v: jax.Array, row: jax.Array) -> jax.Array:

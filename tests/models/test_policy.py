@@ -116,9 +116,10 @@ def test_a_truncated_run_needs_a_depth_of_the_model():
         policy.hidden(policy.init(jax.random.key(0)), *row(2), layers=4)
 
 
-@pytest.mark.parametrize("remat", ["full", "dots"])
-def test_rematerialisation_changes_neither_values_nor_gradients(remat):
-    plain, saved = policy_of(ARCHITECTURES["ministral"]), policy_of(ARCHITECTURES["ministral"], remat=remat)
+@pytest.mark.parametrize(("remat", "unroll"), [("full", 1), ("offload", 1), ("projections", 2), ("dots", 3)])
+def test_rematerialisation_and_unrolling_change_neither_values_nor_gradients(remat, unroll):
+    plain = policy_of(ARCHITECTURES["ministral"])
+    saved = policy_of(ARCHITECTURES["ministral"], remat=remat, unroll=unroll)
     params = plain.init(jax.random.key(0))
     tokens, positions, segments = row(8)
 
@@ -134,14 +135,15 @@ def test_rematerialisation_changes_neither_values_nor_gradients(remat):
 def test_each_remat_policy_keeps_what_it_says_for_the_backward_pass():
     """Kept activations a layer and token, float32 numbers, of the (3, 1, 8, ...) stacked over 3 layers and 8 tokens."""
     kept = {}
-    for remat in ("full", "dots"):
+    for remat in ("full", "projections", "dots"):
         policy = policy_of(ARCHITECTURES["qwen3"], remat=remat)
         params = policy.init(jax.random.key(0))
         _, backward = jax.vjp(lambda p, policy=policy: policy.hidden(p, *row(8)), params)
         kept[remat] = sum(x.size for x in jax.tree.leaves(backward) if x.shape[:3] == (3, 1, 8)) // (3 * 8)
     heads = 4 * 8 + 2 * 2 * 8  # queries, keys, values
-    # The layer's input alone; and beside it every product that something nonlinear follows (down's output is only added).
-    assert kept == {"full": 32, "dots": 32 + heads + 32 + 2 * 48}
+    # The layer's input alone; with it rotated queries, keys, values and the stream after attention; or every product that
+    # something nonlinear follows (down's output is only added).
+    assert kept == {"full": 32, "projections": 32 + heads + 32, "dots": 32 + heads + 32 + 2 * 48}
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_gradients():

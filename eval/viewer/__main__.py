@@ -1,0 +1,39 @@
+"""`python -m jaxrl_llm.eval.viewer RUN_OR_RESULTS...` shows runs and results in a browser."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from aiohttp import web
+
+from jaxrl_llm.eval.viewer.folders import find
+from jaxrl_llm.eval.viewer.server import Pages
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until interrupted; 1 where there is nothing to show or the port is taken."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.viewer", description=__doc__)
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="RUN_OR_RESULTS", help="a folder, or one that holds several"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8123, help="on 127.0.0.1 (default: %(default)s; 0 takes a free one)"
+    )
+    asked = parser.parse_args(arguments)
+    try:
+        shown = find(asked.paths)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"{len(shown)} runs and results; from another machine: ssh -L {asked.port}:127.0.0.1:{asked.port} HOST")
+    try:
+        web.run_app(Pages(shown).application(), host="127.0.0.1", port=asked.port, access_log=None)
+    except OSError as error:
+        print(f"port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""Metrics by step from a growing JSONL file, and curves of few points from them."""
+
+import contextlib
+import json
+from array import array
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+POINTS = 400  # of a curve on the page
+
+
+class MetricLog:
+    """The metrics of a metrics.jsonl; `update` reads what it grew by.
+
+    Attributes:
+      values: {metric: (steps, values)}.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._clear()
+
+    def _clear(self) -> None:
+        self.values: dict[str, tuple[array[float], array[float]]] = {}
+        self._end, self._inode = 0, -1
+
+    def update(self) -> None:
+        """Reads whole new lines; what is no number, or no JSON, is left out."""
+        try:
+            status = self.file.stat()
+        except FileNotFoundError:
+            return
+        if status.st_ino != self._inode or status.st_size < self._end:
+            self._clear()
+            self._inode = status.st_ino
+        with self.file.open("rb") as file:
+            file.seek(self._end)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._end += len(line)
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    self._add(json.loads(line))
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        step = float(row["step"])
+        for name, value in row.items():
+            if name != "step":
+                with contextlib.suppress(ValueError, TypeError):
+                    steps, values = self.values.setdefault(name, (array("d"), array("d")))
+                    values.append(float(value))
+                    steps.append(step)
+
+    @property
+    def step(self) -> int | None:
+        """The last step of any metric."""
+        return int(max(steps[-1] for steps, _ in self.values.values() if steps)) if self.values else None
+
+    def last(self, name: str) -> float | None:
+        """The last finite value of a metric."""
+        values = np.array(self.values[name][1]) if name in self.values else np.zeros(0)
+        known = values[np.isfinite(values)]
+        return float(known[-1]) if len(known) else None
+
+    def curve(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
+        """At most `points` steps and values: means of neighbours where there are more; values without a number left out."""
+        if name not in self.values:
+            return [], []
+        steps, values = (np.array(x) for x in self.values[name])
+        known = np.isfinite(values[: len(steps)])
+        steps, values = steps[known], values[: len(known)][known]
+        if len(steps) > points:
+            edges = np.linspace(0, len(steps), points + 1).astype(int)[:-1]
+            count = np.diff([*edges, len(steps)])
+            steps, values = (np.add.reduceat(x, edges) / count for x in (steps, values))
+        return steps.tolist(), values.tolist()

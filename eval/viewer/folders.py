@@ -1,0 +1,105 @@
+"""Runs and results below the folders that the viewer was given."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxrl_llm.eval.viewer.curves import MetricLog
+from jaxrl_llm.eval.viewer.rollout_index import RolloutIndex
+
+MARKS: dict[str, tuple[str, ...]] = {
+    "evaluation": ("samples.jsonl", "summary.json", "identity.json"),
+    "run": ("rollouts.jsonl", "metrics.jsonl", "run.json"),
+}
+ROLLOUTS = {"evaluation": "samples.jsonl", "run": "rollouts.jsonl"}
+DEEP = 3  # folders below a given one that are looked into
+MANY = 500  # runs
+SCHEMA = 1  # of results that are understood
+
+Kind = Literal["evaluation", "run"]
+
+
+class Shown:
+    """One run or one evaluation's results.
+
+    Attributes:
+      name: how the page and its URLs call it: the path below what all have in common.
+      path: its folder.
+      kind: what it is.
+      index: its rollouts.
+      log: its metrics by step.
+    """
+
+    def __init__(self, name: str, path: Path, kind: Kind) -> None:
+        self.name, self.path, self.kind = name, path, kind
+        self.index = RolloutIndex(path / ROLLOUTS[kind])
+        self.log = MetricLog(path / "metrics.jsonl")
+
+    def facts(self) -> dict[str, Any]:
+        """What the table of runs shows of it."""
+        summary, made, identity = (self._json(n) for n in ("summary.json", "run.json", "identity.json"))
+        notices = [f"{count} lines left out: {why}" for why, count in self.index.unread.items()]
+        if self.kind == "evaluation" and identity and identity.get("schema") != SCHEMA:
+            notices.append(f"results of another version (schema {identity.get('schema')}, known is {SCHEMA})")
+        if self.kind == "evaluation" and not summary:
+            notices.append("not finished: no summary.json yet")
+        return {
+            "name": self.name, "path": str(self.path), "kind": self.kind, "rollouts": len(self.index),
+            "progress": self.index.progress(), "steps": self.log.step, "kinds": list(self.index.names["kind"].all), "notices": notices,
+            "reward": self.log.last("reward/mean"), "length": self.log.last("response/length"),
+            "held_out": {n: self.log.last(n) for n in self.log.values if n.startswith("eval/") and n.count("/") == 2},
+            "metrics": summary.get("metrics", {}), "ci95": summary.get("ci95", {}), "n": summary.get("n", {}),
+            "model": summary.get("model", {}).get("path"), "throughput": summary.get("throughput", {}).get("tokens_per_s"),
+            "commit": summary.get("commit") or made.get("commit"), "seed": made.get("seed"),
+        }  # fmt: skip
+
+    def names(self) -> dict[str, list[str]]:
+        """The values that filters can take."""
+        return {column: found.all for column, found in self.index.names.items() if column != "prompt"}
+
+    def config(self) -> str:
+        """Its gin text; empty where it left none."""
+        file = self.path / "config.gin"
+        return file.read_text(errors="replace") if file.is_file() else ""
+
+    def _json(self, name: str) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / name).read_text())
+        except (OSError, ValueError):  # absent, or just being written
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+def find(paths: Sequence[Path]) -> list[Shown]:
+    """Everything that can be shown below `paths`, each once, in the order of the paths.
+
+    Raises:
+      ValueError: a path that is no folder, or has nothing to show below it; names both.
+    """
+    found: dict[Path, Kind] = {}
+    for path in paths:
+        folder = path.parent if path.name in ROLLOUTS.values() else path
+        if not folder.is_dir():
+            raise ValueError(f"{path} is no folder: give a run's folder, an evaluation's, or one that holds such")
+        below = dict(_below(folder.resolve(), DEEP))
+        if not below:
+            marks = ", ".join(name for names in MARKS.values() for name in names)
+            raise ValueError(f"nothing to show in {path}: neither it nor what lies below has {marks}")
+        found |= below
+    if len(found) > MANY:
+        raise ValueError(f"{len(found)} runs and results are more than {MANY}: give fewer folders")
+    top = Path(os.path.commonpath([f.parent for f in found]))
+    return [Shown(str(folder.relative_to(top)), folder, kind) for folder, kind in found.items()]
+
+
+def _below(folder: Path, deep: int) -> Iterator[tuple[Path, Kind]]:
+    kinds: tuple[Kind, ...] = ("evaluation", "run")
+    for kind in kinds:
+        if any((folder / name).exists() for name in MARKS[kind]):
+            yield folder, kind
+            return
+    if deep:
+        for child in sorted(f for f in folder.iterdir() if f.is_dir() and not f.name.startswith(".")):
+            yield from _below(child, deep - 1)

@@ -1,0 +1,155 @@
+"""The viewer's server: the page's files and JSON answers, on loopback only."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from jaxrl_llm.eval.viewer import query
+from jaxrl_llm.eval.viewer.folders import Shown
+from jaxrl_llm.eval.viewer.query import Query
+
+ASSETS = Path(__file__).parent / "assets"
+TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+LOOK_AGAIN_S = 1.0
+# Scripts and styles of the page's own files alone: what a rollout says can never run, whatever the page does with it.
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Pages:
+    """Answers requests about the runs it shows."""
+
+    def __init__(self, shown: Sequence[Shown]) -> None:
+        self.shown = {one.name: one for one in shown}
+        self._stopped = threading.Event()
+
+    def application(self) -> web.Application:
+        """The web application; while it runs, a thread indexes what the files grow by."""
+        app = web.Application(middlewares=[guarded])
+        app.router.add_get("/", self._asset)
+        app.router.add_get("/assets/{name}", self._asset)
+        for name, answer in (
+            ("runs", self.runs), ("run", self.run), ("curves", self.curves), ("groups", self.groups),
+            ("group", self.group), ("compare", self.compare),
+        ):  # fmt: skip
+            app.router.add_get(f"/api/{name}", self._json(answer))
+        app.cleanup_ctx.append(self._indexing)
+        return app
+
+    # -- indexing ------------------------------------------------------------------------------------------------------
+
+    async def _indexing(self, app: web.Application) -> AsyncIterator[None]:
+        thread = threading.Thread(target=self.follow, daemon=True)
+        thread.start()
+        yield
+        self._stopped.set()
+        await asyncio.to_thread(thread.join, 5)
+
+    def follow(self) -> None:
+        """Indexes all files, a chunk of each in turn, then looks for what is new, until the application ends."""
+        while not self._stopped.wait(0):
+            for one in self.shown.values():
+                with contextlib.suppress(OSError):  # a folder that is being moved is looked at again
+                    one.log.update()
+            growing = [one.index.update() for one in self.shown.values()]
+            while growing and not self._stopped.is_set():
+                growing = [one for one in growing if _goes_on(one)]
+            self._stopped.wait(LOOK_AGAIN_S)
+
+    # -- answers -------------------------------------------------------------------------------------------------------
+
+    def runs(self, asked: dict[str, str]) -> Any:
+        """The table of runs."""
+        return [one.facts() for one in self.shown.values()]
+
+    def run(self, asked: dict[str, str]) -> Any:
+        """One run: its steps of a kind, what filters can take, its metrics' names and gin text."""
+        one = self._one(asked.get("run", ""))
+        steps = query.steps(one.index, asked.get("kind", ""))
+        return {"steps": steps, "names": one.names(), "metrics": sorted(one.log.values), "config": one.config()}
+
+    def curves(self, asked: dict[str, str]) -> Any:
+        """{run: {metric: [steps, values]}} of the runs and metrics asked for, separated by commas."""
+        runs = [self._one(name) for name in asked.get("runs", "").split(",") if name] or list(self.shown.values())
+        names = [name for name in asked.get("metrics", "").split(",") if name]
+        return {one.name: {name: one.log.curve(name) for name in names if name in one.log.values} for one in runs}
+
+    def groups(self, asked: dict[str, str]) -> Any:
+        """A page of groups."""
+        return query.groups(self._one(asked.get("run", "")).index, Query.of(asked), _place(asked, "after"))
+
+    def group(self, asked: dict[str, str]) -> Any:
+        """Rollouts of one prompt, whole."""
+        return query.members(self._one(asked.get("run", "")).index, Query.of(asked), _place(asked, "first"))
+
+    def compare(self, asked: dict[str, str]) -> Any:
+        """Two sides on the same prompts; parameters of a side end in its letter: run_a, step_a, kind_a."""
+        sides = []
+        for letter in ("a", "b"):
+            mine = {n.removesuffix(f"_{letter}"): v for n, v in asked.items() if n.endswith(f"_{letter}")}
+            sides.append((self._one(mine.get("run", "")).index, Query.of(mine)))
+        return query.compare(sides[0], sides[1], _place(asked, "after"))
+
+    def _one(self, name: str) -> Shown:
+        if name not in self.shown:
+            raise LookupError(f"no run {name!r} here; there are {', '.join(self.shown)}")
+        return self.shown[name]
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    async def _asset(self, request: web.Request) -> web.StreamResponse:
+        file = ASSETS / request.match_info.get("name", "index.html")
+        if file.parent != ASSETS or not file.is_file():
+            raise web.HTTPNotFound()
+        return web.Response(body=file.read_bytes(), content_type=TYPES[file.suffix], charset="utf-8")
+
+    def _json(self, answer: Callable[[dict[str, str]], Any]) -> Handler:
+        async def handle(request: web.Request) -> web.StreamResponse:
+            try:
+                return web.json_response(await asyncio.to_thread(answer, dict(request.query)))
+            except (ValueError, LookupError) as error:
+                status = 400 if isinstance(error, ValueError) else 404
+                return web.json_response({"error": str(error.args[0])}, status=status)
+
+        return handle
+
+
+@web.middleware
+async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuses other host names, by which a foreign site could read the page, and adds the headers."""
+    if request.host.rpartition(":")[0] not in NAMES and request.host not in NAMES:
+        raise web.HTTPForbidden(text=f"the viewer answers to {', '.join(NAMES)} only (got {request.host!r})")
+    try:
+        response = await handler(request)
+    except web.HTTPException as error:
+        error.headers.update(HEADERS)
+        raise
+    response.headers.update(HEADERS)
+    return response
+
+
+def _goes_on(index: Iterator[int]) -> bool:
+    try:
+        return next(index, None) is not None
+    except OSError:  # a folder that is being moved
+        return False
+
+
+def _place(asked: dict[str, str], name: str) -> int:
+    text = asked.get(name) or "0"
+    if not text.isdecimal():
+        raise ValueError(f"{name} must be a whole number (got {text!r})")
+    return int(text)

@@ -1,0 +1,70 @@
+"""The models beside the policy that a stage's rewards ask: found in the rewards' fields, started, and given its weights.
+
+A companion that follows the policy holds a copy of its weights, of the stage's begin or of a later step. The copies are
+part of a checkpoint, so that a run goes on with the same ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Companion, Params
+
+
+def found(root: object) -> Iterator[Companion]:
+    """The companions in the fields of a component, and in those of its parts."""
+    if isinstance(root, Companion):
+        yield root
+    elif is_dataclass(root) and not isinstance(root, type):
+        for part in fields(root):
+            yield from found(getattr(root, part.name, None))
+    elif isinstance(root, Mapping):
+        for part in root.values():
+            yield from found(part)
+    elif isinstance(root, Sequence) and not isinstance(root, str | bytes):
+        for part in root:
+            yield from found(part)
+
+
+@dataclass(kw_only=True, eq=False)
+class Companions:
+    """The companions of a stage.
+
+    Attributes:
+      members: all of them, started.
+      policy: whose weights those that follow hold.
+      base: what lies frozen under the policy's adapters, or None.
+    """
+
+    members: Sequence[Companion]
+    policy: Policy
+    base: Params | None = None
+    _held: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def following(self) -> dict[str, Companion]:
+        """Those that hold weights of the policy, by the names of their copies."""
+        return {f"companion_{i}": member for i, member in enumerate(self.members) if member.follows}
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """The shapes of the copies, to restore a checkpoint into."""
+        return {name: self.policy.abstract() for name in self.following}
+
+    def begin(self, params: Params) -> dict[str, Params]:
+        """The copies that a stage begins with."""
+        return {name: jax.tree.map(jnp.copy, params) for name in self.following}
+
+    async def refresh(self, copies: dict[str, Params], params: Params, steps: int) -> None:
+        """Gives each its weights where it does not hold them; renews the copies that are due after `steps` steps."""
+        for name, member in self.following.items():
+            due = steps > 0 and member.refresh_every > 0 and steps % member.refresh_every == 0
+            if due:
+                copies[name] = jax.tree.map(jnp.copy, params)
+            if due or name not in self._held:
+                self._held[name] = steps
+                await member.publish(self.policy.merged(copies[name], self.base), steps)

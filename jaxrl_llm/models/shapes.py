@@ -1,0 +1,24 @@
+"""Sizes of well-known models by name, for measuring with random weights."""
+
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.qwen2 import Qwen2
+from jaxrl_llm.models.qwen3 import Qwen3
+
+SHAPES: dict[str, Architecture] = {
+    "tiny": Qwen3(vocabulary_size=512, width=64, layers=2, heads=4, kv_heads=2, head_width=16, mlp_width=128),
+    "qwen2.5-0.5b": Qwen2(
+        vocabulary_size=151936, width=896, layers=24, heads=14, kv_heads=2, head_width=64, mlp_width=4864, tied=True
+    ),
+    "qwen2.5-1.5b": Qwen2(
+        vocabulary_size=151936, width=1536, layers=28, heads=12, kv_heads=2, head_width=128, mlp_width=8960, tied=True
+    ),
+    "qwen2.5-7b": Qwen2(
+        vocabulary_size=152064, width=3584, layers=28, heads=28, kv_heads=4, head_width=128, mlp_width=18944
+    ),
+    "qwen2.5-14b": Qwen2(
+        vocabulary_size=152064, width=5120, layers=48, heads=40, kv_heads=8, head_width=128, mlp_width=13824
+    ),
+    "qwen3-8b": Qwen3(
+        vocabulary_size=151936, width=4096, layers=36, heads=32, kv_heads=8, head_width=128, mlp_width=12288
+    ),
+}

@@ -1,0 +1,283 @@
+"""Classmate-CoT: a chain of thought is worth what it makes other models do (github.com/Lorenayannnnn/classmate-cot-verl).
+
+    main      = sign x behaviour(prompt, output)
+    classmate = sign x weight x mean over classmates and samples of behaviour(prompt, answer after the same thought)
+
+The two are parts of the reward, [G] each: algorithms gdpo and grpo_w_classmate credit the second to the thought's tokens
+alone. sign = 1 rewards the behaviour (the original, whatever its name promises) and makes the thought tell of it; -1
+rewards its absence. Deviations: what could not be had is invalid and not 0; a thought without end tag, or empty, has no
+score (`absent`); remove_wo_cot subtracts what it says, where the original does nothing; the types that the original only
+names are refused, and so is its correction by the classmate's log-probs, which its authors took out again.
+"""
+
+import asyncio
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
+from jaxrl_llm.rewards.wrap import Failed
+
+DEFINED = ("vanilla_reward", "remove_wo_cot", "random_truncate")
+NAMED_ONLY = (
+    "random_truncate_remove_wo_cot",
+    "random_truncate_step_wise_utility",
+    "help_other_questions",
+    "help_other_similar_questions",
+)
+CONDITIONS = ("always", "no_classmate", "no_classmate_when_main_incorrect", "neg_classmate_when_main_incorrect")
+
+
+class Asked(NamedTuple):
+    """What a classmate goes on from.
+
+    Attributes:
+      prompt: the task.
+      thought: int32 [T] ids of the chain of thought, in the policy's vocabulary.
+      text: the same as text.
+      seed: names the draws.
+    """
+
+    prompt: Prompt
+    thought: np.ndarray
+    text: str
+    seed: int
+
+
+class Answer(NamedTuple):
+    """What a classmate said after a thought.
+
+    Attributes:
+      text: without the thought.
+      tokens: int32 [T], in the policy's vocabulary.
+    """
+
+    text: str
+    tokens: np.ndarray
+
+
+@runtime_checkable
+class Classmate(Protocol):
+    """A model that answers after somebody else's thought."""
+
+    async def answers(self, asked: Sequence[Asked], samples: int) -> list[list[Answer] | None]:
+        """`samples` answers to each; None where one does not fit its limits. Raises wrap.Failed."""
+        ...
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """The text of ids of the policy's vocabulary."""
+        ...
+
+
+class Ratings(NamedTuple):
+    """What answers after the thoughts of R rollouts are worth.
+
+    Attributes:
+      values: float64 [R] mean rating; 0 where there is none.
+      known: bool [R] it could be had.
+      lacking: bool [R] there was nothing to go on from: no closed thought, or one that is empty or too long.
+    """
+
+    values: np.ndarray
+    known: np.ndarray
+    lacking: np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassmateCoT:
+    """The parts "main" and "classmate" of a behaviour. Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
+
+    Attributes:
+      behaviour: rates an output, of the policy and of a classmate alike; the thought stands before both.
+      sign: 1 rewards the behaviour, -1 its absence; there is no default.
+      classmates: who goes on from the thoughts; may be empty with condition "no_classmate", the baseline.
+      reward_type: "vanilla_reward"; "remove_wo_cot" (less the mean rating of answers without any thought);
+        "random_truncate" (after a first part of the thought, its share drawn from [0.1, 0.9] for each rollout).
+      condition: when the classmate part counts: "always", "no_classmate" (0), "no_classmate_when_main_incorrect" (0 where
+        the behaviour is not above 0; nobody is asked), "neg_classmate_when_main_incorrect" (its sign flips there).
+      weight: of the classmate part.
+      samples: answers of each classmate to each thought.
+      keep: what of a thought is passed on: 1.0 (all), a share of its tokens from the start (at least one token),
+        "first-N" or "last-N" tokens.
+      absent: the classmate part of a rollout whose thought is empty, without end tag or too long; None makes it invalid.
+      seed: draws truncations and names the classmates' draws, which depend on the rollout alone.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    behaviour: Reward
+    sign: Literal[1, -1]
+    classmates: Sequence[Classmate] = ()
+    reward_type: str = "vanilla_reward"
+    condition: str = "always"
+    weight: float = 1.0
+    samples: int = 1
+    keep: float | str = 1.0
+    absent: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.reward_type not in DEFINED:
+            known = "is only named by the original, which does not define it" if self.reward_type in NAMED_ONLY else ""
+            raise ValueError(
+                f"ClassmateCoT.reward_type must be one of {DEFINED} (got {self.reward_type!r}{', which ' * bool(known)}{known})"
+            )
+        if self.condition not in CONDITIONS:
+            raise ValueError(f"ClassmateCoT.condition must be one of {CONDITIONS} (got {self.condition!r})")
+        if self.sign not in (1, -1):
+            raise ValueError(
+                f"ClassmateCoT.sign must be 1 (reward the behaviour) or -1 (its absence) (got {self.sign})"
+            )
+        if not self.classmates and self.condition != "no_classmate":
+            raise ValueError(
+                "ClassmateCoT.classmates is empty: name one, or set ClassmateCoT.condition = 'no_classmate'"
+            )
+        if self.samples < 1 or self.weight < 0:
+            raise ValueError(
+                f"ClassmateCoT.samples must be >= 1 and weight >= 0 (got {self.samples} and {self.weight})"
+            )
+        if self.behaviour.needs_stats:
+            raise ValueError("ClassmateCoT.behaviour must not need the learner's statistics")
+        kept(np.zeros(1, np.int32), self.keep)
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """The two parts [G]; classmates are asked while the behaviour is rated, unless whom to ask depends on it.
+
+        Raises:
+          ValueError: rollouts without the spans "thought" and "output".
+        """
+        del stats
+        thoughts = [self._thought(rollout) for rollout in rollouts]
+        rating = asyncio.ensure_future(self._rated(rollouts))
+        if self.condition == "no_classmate_when_main_incorrect":
+            base, valid = await rating
+            wanted = valid & (base > 0)
+        else:
+            wanted = np.full(len(rollouts), self.condition != "no_classmate")
+        try:
+            helped = await self._helped(rollouts, thoughts, wanted)
+            base, valid = await rating
+        except BaseException:
+            rating.cancel()
+            raise
+        return self._scores(base, valid, wanted, helped)
+
+    def _scores(
+        self, base: Float[np.ndarray, "G"], valid: Bool[np.ndarray, "G"], wanted: Bool[np.ndarray, "G"], helped: Ratings
+    ) -> Scores:
+        """The parts of the behaviour of the policy (`base`) and of the classmates (`helped`, where `wanted`)."""
+        flip = np.where((self.condition == "neg_classmate_when_main_incorrect") & ~(base > 0), -1.0, 1.0)
+        part, known = self.sign * self.weight * flip * helped.values, helped.known | ~wanted
+        if self.absent is not None:
+            part, known = np.where(helped.lacking, self.absent, part), known | helped.lacking
+        if self.condition.endswith("incorrect"):
+            known = known & valid  # without the behaviour it is not known whether the part counts
+        parts = {
+            "main": (self.sign * base, valid),
+            "classmate": (np.where(known, part, 0.0), known),
+            "log/behaviour": (base, valid),
+            "log/classmate_behaviour": (helped.values, helped.known),
+            "log/classmate_lacking": (helped.lacking.astype(float), wanted),
+        }
+        return Scores(parts={n: v for n, (v, _) in parts.items()}, valid={n: ok for n, (_, ok) in parts.items()})
+
+    # -- what is asked -------------------------------------------------------------------------------------------------
+
+    def _thought(self, rollout: Rollout) -> np.ndarray | None:
+        """The ids of the rollout's thought as far as they are passed on; None without a closed one."""
+        if THOUGHT not in rollout.spans or OUTPUT not in rollout.spans:
+            raise ValueError(
+                "ClassmateCoT needs to know where the thought stands: set stages.Stage.marker = @thought_span.ThoughtSpan()"
+            )
+        if not rollout.spans[OUTPUT].any():
+            return None
+        ids = rollout.tokens[rollout.spans[THOUGHT]]
+        if self.reward_type == "random_truncate" and len(ids):
+            share = np.random.default_rng(self._seed(rollout)).uniform(0.1, 0.9)
+            return kept(ids, float(share))
+        return kept(ids, self.keep)
+
+    async def _helped(
+        self, rollouts: Sequence[Rollout], thoughts: Sequence[np.ndarray | None], wanted: Bool[np.ndarray, "G"]
+    ) -> Ratings:
+        """The mean over the classmates, of the rollouts that are `wanted`."""
+        there = np.array([t is not None and len(t) > 0 for t in thoughts], bool)
+        values, known, lacking = np.zeros(len(rollouts)), wanted & there, wanted & ~there
+        rows = np.flatnonzero(known)
+        given = [(rollouts[i], t) for i in rows.tolist() if (t := thoughts[i]) is not None]
+        if given:
+            for found in await asyncio.gather(*(self._by_one(mate, given) for mate in self.classmates)):
+                values[rows] += found.values / len(self.classmates)
+                known[rows] &= found.known
+                lacking[rows] |= found.lacking
+        return Ratings(np.where(known, values, 0.0), known, lacking)
+
+    async def _by_one(self, mate: Classmate, given: Sequence[tuple[Rollout, np.ndarray]]) -> Ratings:
+        """One classmate's answers to R thoughts, less those without a thought where the type says so."""
+        try:
+            found = await self._answered(mate, given)
+            if self.reward_type == "remove_wo_cot":
+                alone = await self._answered(mate, [(given[0][0], np.zeros(0, np.int32))])
+                found = Ratings(found.values - alone.values, found.known & alone.known, found.lacking)
+        except Failed:
+            nothing = np.zeros(len(given), bool)
+            return Ratings(np.zeros(len(given)), nothing, nothing)
+        return found
+
+    async def _answered(self, mate: Classmate, given: Sequence[tuple[Rollout, np.ndarray]]) -> Ratings:
+        """The mean rating of a classmate's answers to each thought."""
+        asked = [Asked(r.prompt, t, mate.decode(t), self._seed(r)) for r, t in given]
+        answers = await mate.answers(asked, self.samples)
+        if len(answers) != len(given):
+            raise ValueError(f"{type(mate).__name__} gave {len(answers)} answers to {len(given)} thoughts")
+        places = np.array([i for i, several in enumerate(answers) for _ in several or ()], np.int64)
+        said = [following(given[i][0], a, mate) for i, several in enumerate(answers) for a in several or ()]
+        values, counts = np.zeros(len(given)), np.zeros(len(given))
+        if said:
+            rated, known = await self._rated(said)
+            np.add.at(values, places, np.where(known, rated, 0.0))
+            np.add.at(counts, places, known)
+        lacking = np.array([several is None for several in answers], bool)
+        return Ratings(values / np.maximum(counts, 1), ~lacking & (counts == self.samples), lacking)
+
+    async def _rated(self, rollouts: Sequence[Rollout]) -> tuple[Float[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
+        group = ScoredGroup(rollouts=rollouts, scores=await self.behaviour.score(rollouts))
+        return group.total(), group.valid()
+
+    def _seed(self, rollout: Rollout) -> int:
+        """A seed of the rollout's own tokens, the same whenever and beside whatever it is scored."""
+        name = rollout.prompt.id.encode() + np.asarray(rollout.tokens, np.int32).tobytes()
+        return int(np.random.SeedSequence((self.seed, zlib.crc32(name))).generate_state(1)[0] >> 1)
+
+    def close(self) -> None:
+        """Closes the behaviour, where it holds something."""
+        if isinstance(self.behaviour, Closing):
+            self.behaviour.close()
+
+
+def kept(thought: np.ndarray, keep: float | str) -> np.ndarray:
+    """What is passed on of a thought's ids; raises ValueError, naming the binding, for a rule that is none."""
+    if isinstance(keep, str):
+        side, _, count = keep.removesuffix("-tokens").partition("-")
+        if side not in ("first", "last") or not count.isdigit() or int(count) < 1:
+            raise ValueError(f"ClassmateCoT.keep must be a share in (0, 1], 'first-N' or 'last-N' (got {keep!r})")
+        return thought[: int(count)] if side == "first" else thought[-int(count) :]
+    if not 0 < keep <= 1:
+        raise ValueError(f"ClassmateCoT.keep must be a share in (0, 1], 'first-N' or 'last-N' (got {keep})")
+    return thought if keep == 1 or not len(thought) else thought[: max(1, int(len(thought) * keep))]
+
+
+def following(rollout: Rollout, answer: Answer, mate: Classmate) -> Rollout:
+    """The rollout with a classmate's answer in place of its output."""
+    head = rollout.tokens[: int(np.argmax(rollout.spans[OUTPUT]))]
+    tokens = np.concatenate([head, answer.tokens]).astype(np.int32)
+    return replace(
+        rollout, tokens=tokens, text=mate.decode(head) + answer.text, mask=np.zeros(len(tokens), bool), spans={},
+        sampler_logprobs=np.zeros(len(tokens), np.float32), versions=np.full(len(tokens), -1, np.int32), finish="stop",
+    )  # fmt: skip

@@ -1,0 +1,65 @@
+"""Settings of XLA that a run wants before JAX starts its backend; what the user has set is left as it is.
+
+Several GPUs: the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the gathering of the next
+layer's weights and the scattering of the last one's gradients run while a layer computes. TPU: asynchronous collectives
+fused with computation. GPU: almost all memory for JAX, since a run shares its GPU with nobody.
+"""
+
+import importlib.util
+import os
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+COMBINED = 128 * 2**20  # bytes of small collectives that are joined; NVLink needs about this much to be busy
+SEVERAL_GPUS = {
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    "xla_gpu_enable_highest_priority_async_stream": "true",
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    "xla_gpu_enable_pipelined_all_reduce": "true",
+    "xla_gpu_all_gather_combine_threshold_bytes": str(COMBINED),
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": str(COMBINED),
+    "xla_gpu_all_reduce_combine_threshold_bytes": str(COMBINED),
+}
+TPU = {
+    "xla_enable_async_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion": "true",
+    "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+    "xla_tpu_overlap_compute_collective_tc": "true",
+}
+
+
+def gpus() -> int:
+    """NVIDIA GPUs that JAX will find here, without asking the driver; 0 where JAX has no plugin for them."""
+    plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+    if not any(importlib.util.find_spec(name) for name in plugins):
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return sum(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia[0-9]*"))
+
+
+def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables to add for this hardware; flags that `environment` names already stay as they are there."""
+    found: dict[str, str] = {}
+    if gpus:
+        found |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")}
+    for wanted, variable, flags in ((gpus > 1, "XLA_FLAGS", SEVERAL_GPUS), (tpu, "LIBTPU_INIT_ARGS", TPU)):
+        if wanted:
+            there = environment.get(variable, "")
+            named = {flag.partition("=")[0].lstrip("-") for flag in there.split()}
+            found[variable] = " ".join([there, *(f"--{n}={v}" for n, v in flags.items() if n not in named)]).strip()
+    return found
+
+
+def apply(environment: MutableMapping[str, str] | None = None) -> dict[str, str]:
+    """Adds the settings for this machine to the environment, before JAX starts; returns what was set."""
+    environment = os.environ if environment is None else environment
+    allowed = environment.get("JAX_PLATFORMS", "")
+    here = lambda name: not allowed or name in allowed  # noqa: E731
+    tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and any(Path("/dev").glob("accel*"))
+    found = settings(gpus() if here("cuda") or here("gpu") else 0, tpu, environment)
+    environment.update(found)
+    return found

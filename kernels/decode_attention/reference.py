@@ -1,0 +1,35 @@
+"""Decode attention in plain jnp: the specification, and the backend of CPUs and TPUs; it copies the layer's cache."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.decode_attention.api import Call
+
+MASKED = -1e30
+
+
+def refusal(call: Call) -> str | None:
+    """None: every call is supported."""
+    return None
+
+
+def attend(
+    q: Float[Array, "S H C"],
+    keys: Float[Array, "L S T K C"],
+    values: Float[Array, "L S T K C"],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    call: Call,
+) -> Float[Array, "S H C"]:
+    """As `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False) for x in (keys, values))
+    grouped = q.reshape(len(q), call.kv_heads, -1, call.width)
+    scores = jnp.einsum("skgc,stkc->skgt", grouped, k, preferred_element_type=jnp.float32) * call.width**-0.5
+    entries = jnp.arange(call.length)
+    seen = entries <= positions[:, None]
+    if call.window is not None:
+        seen &= positions[:, None] - entries < call.window
+    weights = jax.nn.softmax(jnp.where(seen[:, None, None], scores, MASKED), axis=-1)
+    out = jnp.einsum("skgt,stkc->skgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(q.shape).astype(q.dtype)

@@ -1,0 +1,145 @@
+"""The learning proof: a run of every algorithm from one checkpoint, and the table of what the runs measured."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import gin
+import pytest
+
+from jaxrl_llm.eval import learning_runs, learning_table
+from jaxrl_llm.launch import build
+from jaxrl_llm.stages import Stage
+
+NAMES = learning_runs.names()
+
+
+def test_every_algorithm_has_a_run_and_is_named_once() -> None:
+    there = {p.stem for p in (learning_runs.GIN / "algorithms").glob("*.gin")}
+    assert set(NAMES) == there and len(NAMES) == len(there) >= 36
+    assert there <= {p.stem for p in (learning_runs.GIN / "learning").glob("*.gin")}
+    assert NAMES[-1] == "distill"  # its teacher is trained meanwhile
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_starts_at_the_common_checkpoint_with_its_algorithm(name: str) -> None:
+    run, _ = build([f"{learning_runs.GIN}/learning/{name}.gin"], ["START = 'there'", "SEED = 2", "TRAIN_ROWS = 64"])
+    (stage,) = run.stages
+    assert run.policy.pretrained == "there" and run.policy.architecture is None and run.seed == 2
+    assert isinstance(stage, Stage)
+    gin.clear_config(clear_constants=True)
+    gin.parse_config_files_and_bindings([f"{learning_runs.GIN}/algorithms/{name}.gin"], ["RESPONSE_LIMIT = 12"])
+    named = gin.get_configurable("ALGORITHM/gin.macro")()
+    assert type(stage.algorithm).__name__ == type(named).__name__
+    if stage.samples:
+        assert (stage.steps, stage.prompts_per_step, stage.group_size, stage.minibatches) == (80, 64, 8, 4)
+    assert (stage.held_out is not None) == (stage.algorithm.learns_from == "pairs")
+
+
+def test_held_out_strings_are_the_same_for_every_seed_and_never_trained_on() -> None:
+    held_out = []
+    for seed in (0, 1):
+        files, bindings = (
+            [f"{learning_runs.GIN}/learning/kto.gin"],
+            ["START = 'there'", f"SEED = {seed}", "TRAIN_ROWS = 2000"],
+        )
+        (stage,) = build(files, bindings)[0].stages
+        seen = {row.text for row in stage.data.rows()}
+        for unseen in (stage.held_out, stage.evaluations[0].data):
+            held_out.append([row.text for row in unseen.rows()])
+            assert seen.isdisjoint(held_out[-1])
+    assert held_out[0] == held_out[1] == held_out[2] == held_out[3] and len(held_out[0]) == 512
+
+
+def test_the_header_of_a_gin_file_names_algorithm_and_paper(tmp_path: Path) -> None:
+    file = tmp_path / "x.gin"
+    file.write_text("# X, https://arxiv.org/abs/1: it is\n# good.\nfrom __gin__ import dynamic_registration\n")
+    assert learning_table.header(file) == ("X", "https://arxiv.org/abs/1")
+    file.write_text("# X: it is good.\nA = 1\n")
+    assert learning_table.header(file) == ("X", "")
+    file.write_text("A = 1\n")
+    with pytest.raises(ValueError, match="does not open with a comment"):
+        learning_table.header(file)
+    assert all(all(learning_table.header(learning_runs.algorithm_file(n))) for n in NAMES if n != "sft")
+
+
+def run_folder(folder: Path, greedy: list[float], pairs: list[float] | None = None) -> Path:
+    """A run folder with these evaluations, a step of 2 s between them."""
+    folder.mkdir(parents=True)
+    rows: list[dict[str, Any]] = []
+    for step, value in enumerate(greedy):
+        row = {"step": step, "time/step_s": 2.0, "eval/heldout/greedy": value, "eval/heldout/sampled": value / 2}
+        row |= {"eval/heldout/greedy_distinct": 9.0, "eval/heldout/sampled_distinct": 8.0}
+        rows.append(row | ({"eval/pairs/accuracy": pairs[step]} if pairs else {}))
+    rows.insert(1, {"step": 1, "time/step_s": 3.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.json").write_text(json.dumps({"commit": "c0", "devices": ["cpu"]}))
+    return folder
+
+
+def result_of(out: Path, name: str, seed: int, *values: Any) -> dict[str, Any]:
+    folder = run_folder(out / "runs" / f"{name}-{seed}", *values)
+    found = learning_table.result(folder, name, seed, learning_runs.algorithm_file(name))
+    (out / f"{name}-{seed}.json").write_text(json.dumps(found))
+    return found
+
+
+def test_a_result_is_what_the_run_measured_first_and_last(tmp_path: Path) -> None:
+    found = result_of(tmp_path, "dpo", 1, [0.2, 0.3, 0.6], [0.0, 0.5, 0.95])
+    assert (found["greedy_before"], found["greedy_after"], found["sampled_after"]) == (0.2, 0.6, 0.3)
+    assert (found["pairs_before"], found["pairs_after"], found["greedy_distinct_after"]) == (0.0, 0.95, 9.0)
+    assert found["curve"] == [[0, 0.2, 0.1, 0.0], [1, 0.3, 0.15, 0.5], [2, 0.6, 0.3, 0.95]]
+    assert found["seconds"] == 9.0 and found["commit"] == "c0" and found["paper"].endswith("2305.18290")
+
+
+def test_the_table_says_what_the_worst_seed_reaches(tmp_path: Path) -> None:
+    result_of(tmp_path, "grpo", 0, [0.4, 0.7])
+    result_of(tmp_path, "grpo", 1, [0.4, 0.55])
+    result_of(tmp_path, "opo", 0, [0.4, 0.55])
+    result_of(tmp_path, "dpo", 0, [0.4, 0.4], [0.0, 0.93])
+    result_of(tmp_path, "teacher", 0, [0.0, 0.8])
+    result_of(tmp_path, "distill", 0, [0.4, 0.64])  # sampled: 0.20 to 0.32, of a teacher's 0.40
+    learning_table.write(tmp_path)
+    lines = (tmp_path / "learning.md").read_text().splitlines()
+    ends = {line.split("|")[1].strip(): line.rpartition("| ")[2] for line in lines if line.startswith("| ")} or {}
+    told = {name: next(line for line in lines if line.startswith(f"| {name}")) for name in ends}
+    assert "no: gain, greedy 0.15 at least (wanted 0.2)" in told["GRPO"] and "0.70 0.55" in told["GRPO"]
+    assert "yes: gain, greedy 0.15 at least (wanted 0.1)" in told["OPO"]
+    assert "yes: held-out pairs told apart 0.93 at least" in told["DPO"]
+    assert "yes: share of the gap to the teacher closed (sampled) 0.60" in told["On-policy distillation by reverse KL"]
+    assert lines[-1] == "The teacher of distillation: 0.80 greedy, 0.40 sampled."
+    assert len(json.loads((tmp_path / "learning.json").read_text())) == 6
+
+
+def plan_of(tmp_path: Path, script: str) -> learning_runs.Plan:
+    """A plan whose runs are a script of their own."""
+
+    class Scripted(learning_runs.Plan):
+        def command(self, name: str, seed: int) -> list[str]:
+            return [sys.executable, "-c", script, str(self.folder(name, seed)), name]
+
+    plan = Scripted(runs=tmp_path / "runs", out=tmp_path / "out")
+    (tmp_path / "out" / "logs").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    plan.cores.put(learning_runs.core_sets(1, 1)[0])
+    return plan
+
+
+def test_a_run_that_ended_is_not_run_again_and_one_that_failed_is(tmp_path: Path) -> None:
+    count = "import sys,pathlib; p=pathlib.Path(sys.argv[1]); (p/'count').open('a').write('x'); sys.exit(sys.argv[2]=='opo')"
+    plan = plan_of(tmp_path, count)
+    for name in ("grpo", "opo"):
+        run_folder(plan.folder(name, 0), [0.1, 0.2])
+    assert [learning_runs.run(plan, "grpo", 0) for _ in range(2)] == [True, True]
+    assert [learning_runs.run(plan, "opo", 0) for _ in range(2)] == [False, False]
+    assert (plan.folder("grpo", 0) / "count").read_text() == "x"
+    assert (plan.folder("opo", 0) / "count").read_text() == "xx"
+    assert (plan.out / "grpo-0.json").is_file() and not (plan.out / "opo-0.json").exists()
+
+
+def test_cores_of_jobs_are_disjoint_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
+    sets = learning_runs.core_sets(8, 2)
+    assert sorted(core for cores in sets for core in cores) == list(range(16))
+    assert learning_runs.core_sets(9, 2)[8] == [0, 1]

@@ -1,0 +1,204 @@
+"""The viewer's page in headless Chromium: what it shows, what it refuses to run, and how quick it is on 100,000 rollouts."""
+
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from viewer_rows import record, rollout, write_results, write_run
+
+from jaxrl_llm.eval.viewer import procedural_run
+
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed: pip install 'jaxrl-llm[browser]'", exc_type=ImportError
+)
+
+ROLLOUTS = 100_000
+HOSTILE = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2"><b>bold</b>'
+THOUGHT = "<think>six and seven</think> 13"
+STREAMS = {
+    "token": ["<think>", "six and", " seven", "</think>", " 13"], "logprob": [-0.1, -3.5, -1.0, None, -0.2],
+    "sampler_logprob": [-0.1, -3.0, -1.0, None, -0.25], "entropy": [0.0, 2.5, 1.0, None, 0.3], "advantage": [-1, 1, 1, None, 1],
+}  # fmt: skip
+
+# Milliseconds from an action until the page has been drawn anew and painted.
+TIMED = """async () => {
+  const before = document.body.dataset.drawn, start = performance.now();
+  ACTION;
+  while (document.body.dataset.drawn === before) await new Promise(requestAnimationFrame);
+  return performance.now() - start;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator["playwright.Browser"]:
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    with playwright.sync_playwright() as running:
+        if not found and not Path(running.chromium.executable_path).exists():
+            pytest.skip("no Chromium on the path: install it, or run `playwright install chromium`")
+        yield running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A long run, a short one with a hostile rollout and a chain of thought, and two results of one set."""
+    top = tmp_path_factory.mktemp("shown")
+    procedural_run.main([str(top / "long"), "--rollouts", str(ROLLOUTS), "--words", "30"])
+    group = [rollout("sum", THOUGHT, 1.0, streams=STREAMS), rollout("sum", "14", 0.0)]
+    write_run(top / "short", {1: group, 2: [rollout("bad", HOSTILE, 0.5, question=HOSTILE)]})
+    for name, scores in (("before", (0.0, 1.0, 0.0)), ("after", (1.0, 1.0, 1.0))):
+        write_results(top / name, [record(f"q{i}", 0, f"{name} {i}", score) for i, score in enumerate(scores)])
+    return top
+
+
+class Served:
+    """The viewer as a user starts it."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "jaxrl_llm.eval.viewer", str(folder), "--port", "0"]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        )
+        assert self.process.stdout is not None
+        self.url = next(m[0] for line in self.process.stdout if (m := re.search(r"http://127\.0\.0\.1:\d+", line)))
+
+    def wait_for_index(self) -> None:
+        stop = time.monotonic() + 120
+        while time.monotonic() < stop:
+            with urllib.request.urlopen(f"{self.url}/api/runs") as answer:
+                if all(one["progress"] == 1 and one["rollouts"] for one in json.load(answer)):
+                    return
+            time.sleep(0.2)
+        pytest.fail("the index is not complete after two minutes")
+
+    def peak_mib(self) -> float:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1024
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    server = Served(folder)
+    yield server
+    server.process.terminate()
+    server.process.wait(10)
+
+
+@pytest.fixture
+def page(browser, served):
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    context.set_default_timeout(20_000)
+    opened = context.new_page()
+    problems: list[str] = []
+    opened.on("pageerror", lambda error: problems.append(str(error)))
+    opened.on("request", lambda r: problems.append(r.url) if not r.url.startswith(served.url) else None)
+    yield opened
+    context.close()
+    assert not problems, "errors, or requests to other hosts"
+
+
+def drawn(page, url: str) -> None:
+    page.goto(url)
+    page.wait_for_selector("body[data-drawn]")
+
+
+def test_the_first_paint_of_a_long_run_waits_for_no_index(browser, served, page):
+    start = time.perf_counter()
+    drawn(page, served.url)
+    page.wait_for_selector("text=long")
+    assert time.perf_counter() - start < 2
+    assert page.locator("table.runs tbody tr").count() == 4
+
+
+def test_steps_and_filters_of_a_long_run_change_at_once_within_a_gibibyte(served, page):
+    served.wait_for_index()
+    drawn(page, f"{served.url}/?view=rollouts&run=long&step=250")
+    key = "document.body.dispatchEvent(new KeyboardEvent('keydown', {key: '%s', bubbles: true}))"
+    fill = "const i = document.querySelector('%s'); i.value = '%s'; i.dispatchEvent(new Event('change'))"
+    stepped = [page.evaluate(TIMED.replace("ACTION", key % name)) for name in "]]][["]
+    assert page.locator("label:has-text('step') select").input_value() == "251"
+    drawn(page, f"{served.url}/?view=rollouts&run=long")
+    filtered = [
+        page.evaluate(TIMED.replace("ACTION", fill % ("[data-search]", text)))
+        for text in ("99999", "carry the", "never there", "")
+    ]
+    filtered += [page.evaluate(TIMED.replace("ACTION", fill % ("input[type=number]", low))) for low in ("0.5", "1.05")]
+    print(f"step {stepped} ms, filter {filtered} ms, server {served.peak_mib():.0f} MiB")
+    assert statistics.median(stepped) < 300 and statistics.median(filtered) < 300
+    assert served.peak_mib() < 1024
+    drawn(page, f"{served.url}/?view=rollouts&run=long&text=99999")
+    assert page.locator("li .group").count() == 1 and "99999" in page.locator("mark").first.inner_text()
+
+
+def test_a_rollout_with_script_tags_is_text(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=short&step=2")
+    assert page.locator(".card .text").inner_text() == HOSTILE
+    assert page.locator(".question .text").inner_text() == HOSTILE
+    page.wait_for_timeout(100)
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main script, main img, main b").count() == page.locator(".reference b").count()
+
+
+def test_tokens_are_coloured_by_each_stream_and_tell_their_values(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=short&step=1&fold=0")
+    seen = []
+    for _ in range(5):
+        page.keyboard.press("c")
+        page.wait_for_function(
+            "label => new URLSearchParams(location.search).get('colour') !== label", arg=seen[-1][0] if seen else None
+        )
+        page.wait_for_selector(".legend")
+        classes = page.locator(".card").first.locator("[data-t]").evaluate_all("all => all.map(x => x.className)")
+        seen.append((page.evaluate("new URLSearchParams(location.search).get('colour')"), classes))
+    assert dict(seen) == {
+        "logprob": ["", "s8", "s2", "", ""],  # 9 levels over 4 nats
+        "sampler_logprob": ["", "s7", "s2", "", "s1"],
+        "entropy": ["", "s9", "s5", "", "s1"],  # over 2 nats
+        "advantage": ["n9", "p9", "p9", "", "p9"],  # over the largest of the group
+        "gap": ["", "n9", "", "", "p1"],
+    }
+    page.locator("[data-t='1']").hover()
+    assert "learner − sampler\t-0.5000" in page.locator("#tip").inner_text()
+
+
+def test_chains_of_thought_fold(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=short&step=1")
+    card = page.locator(".card").first
+    assert card.locator("details").get_attribute("open") is None and "13" in card.inner_text()
+    page.keyboard.press("t")
+    page.wait_for_selector(".card details[open]")
+    assert "six and seven" in card.locator("details").inner_text()
+
+
+def test_two_results_are_compared_on_their_prompts_and_the_address_keeps_what_is_seen(served, page):
+    drawn(page, f"{served.url}/?view=compare&run_a=before&run_b=after")
+    assert [x.split("\n") for x in page.locator("li .group").all_inner_texts()] == [
+        ["q0", "0 → 1"],
+        ["q2", "0 → 1"],
+        ["q1", "1 → 1"],
+    ]
+    assert "0.667 ± 0.653" in page.locator(".summary").first.inner_text()  # 1.96 std(1, 0, 1) / sqrt(3)
+    page.keyboard.press("j")
+    page.wait_for_function("() => document.querySelector('.sides')?.innerText.includes('after 2')")
+    other = page.context.new_page()
+    drawn(other, page.url)
+    assert other.locator(".sides").inner_text() == page.locator(".sides").inner_text()
+    assert other.locator("[aria-current=true] code").inner_text() == "q2"
+    page.go_back()
+    page.wait_for_function("() => document.querySelector('.sides')?.innerText.includes('after 0')")
+
+
+def test_a_point_of_a_curve_leads_to_its_rollouts(served, page):
+    drawn(page, f"{served.url}/?view=curves&runs=short&metrics=reward/mean")
+    box = page.locator(".chart svg").bounding_box()
+    page.mouse.click(box["x"] + box["width"] * 0.97, box["y"] + box["height"] / 2)
+    page.wait_for_function("() => new URLSearchParams(location.search).get('step') === '2'")
+    page.wait_for_selector("code:has-text('bad')")

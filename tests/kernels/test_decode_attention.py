@@ -1,0 +1,90 @@
+"""Decode attention against a float64 derivation, for filled lengths, groups, windows and every backend."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.kernels.decode_attention import triton
+from jaxrl_llm.kernels.decode_attention.api import Call, decode_attention
+
+LAYERS, SLOTS, LENGTH, WIDTH = 2, 3, 100, 32
+POSITIONS = np.array([0, 63, 99], np.int32)  # one entry, a full block of 64, and every entry
+
+
+def arrays(heads, kv_heads, dtype=np.float32):
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(SLOTS, heads, WIDTH)) * 3
+    k, v = (rng.normal(size=(LAYERS, SLOTS, LENGTH, kv_heads, WIDTH)) for _ in range(2))
+    for slot, last in enumerate(POSITIONS):  # what lies beyond the filled entries is never read into a result
+        k[:, slot, last + 1 :], v[:, slot, last + 1 :] = 1e4, 1e4
+    return tuple(jnp.asarray(x, dtype) for x in (q, k, v))
+
+
+def expected(q, k, v, layer, window):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros_like(q)
+    for s, last in enumerate(POSITIONS):
+        first = 0 if window is None else max(0, last - window + 1)
+        for h in range(q.shape[1]):
+            own = h // (q.shape[1] // k.shape[3])
+            score = k[layer, s, first : last + 1, own] @ q[s, h] / np.sqrt(WIDTH)
+            p = np.exp(score - score.max())
+            out[s, h] = p @ v[layer, s, first : last + 1, own] / p.sum()
+    return out
+
+
+def interpreted(q, k, v, layer, positions, window):
+    call = Call(
+        platform="gpu", dtype="", heads=q.shape[1], kv_heads=k.shape[3], width=WIDTH, length=LENGTH, window=window
+    )
+    return triton.attend(q, k, v, layer, positions, call, interpret=True)
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton, interpreted"])
+@pytest.mark.parametrize(("heads", "kv_heads", "window"), [(12, 2, None), (4, 4, None), (20, 1, 40)])
+def test_each_slot_attends_to_its_filled_entries_alone(backend, heads, kv_heads, window):
+    q, k, v = arrays(heads, kv_heads)
+    run = interpreted if backend != "reference" else partial(decode_attention, backend=backend)
+    for layer in range(LAYERS):
+        got = jax.jit(lambda i: run(q, k, v, i, jnp.asarray(POSITIONS), window=window))(layer)
+        np.testing.assert_allclose(got, expected(q, k, v, layer, window), rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_keeps_float32_sums():
+    q, k, v = arrays(8, 2, jnp.bfloat16)
+    for run in (interpreted, partial(decode_attention, backend="reference")):
+        got = run(q, k, v, jnp.int32(1), jnp.asarray(POSITIONS), window=None)
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float64), expected(q, k, v, 1, None), rtol=2e-2, atol=2e-2)
+
+
+def test_a_position_beyond_the_cache_sees_all_of_it():
+    q, k, v = arrays(4, 2)
+    past, last = (decode_attention(q, k, v, jnp.int32(0), jnp.full(SLOTS, n)) for n in (LENGTH + 5, LENGTH - 1))
+    np.testing.assert_array_equal(past, last)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(12, 2, 128), (14, 2, 64), (32, 8, 128)])
+def test_the_triton_kernel_lowers_for_cuda_at_the_shapes_of_real_models(heads, kv_heads, width):
+    cache = jax.ShapeDtypeStruct((28, 1024, 640, kv_heads, width), jnp.bfloat16)  # more than 2**31 entries
+    call = Call(platform="gpu", dtype="bfloat16", heads=heads, kv_heads=kv_heads, width=width, length=640, window=None)
+    q = jax.ShapeDtypeStruct((1024, heads, width), jnp.bfloat16)
+    ints = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.int32))
+    traced = jax.jit(partial(triton.attend, call=call)).trace(q, cache, cache, *ints)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_shapes_and_backends_that_do_not_fit_are_refused_by_name():
+    q, k, v = arrays(4, 2)
+    at = (jnp.int32(0), jnp.asarray(POSITIONS))
+    with pytest.raises(ValueError, match="triton: it runs on NVIDIA GPUs"):
+        decode_attention(q, k, v, *at, backend="triton")
+    with pytest.raises(ValueError, match="one dtype"):
+        decode_attention(q.astype(jnp.bfloat16), k, v, *at)
+    with pytest.raises(ValueError, match="3 query heads cannot share 2 kv heads"):
+        decode_attention(q[:, :3], k, v, *at)
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        decode_attention(q, k, v, *at, window=0)
