@@ -17,7 +17,16 @@ from typing import Any
 GIN = Path(__file__).parent / "gin"
 COMPOSED_FROM = ("algorithms", "models", "samplers", "rewards", "data", "eval", "metrics", "console")
 # Frozen records that code alone builds.
-INTERNAL = ("data.pipeline", "data.prepare", "models.hf_names", "models.mesh_attention", "samplers.slot_batch")
+INTERNAL = (
+    "data.pipeline",
+    "data.prepare",
+    "models.hf_names",
+    "models.mesh_attention",
+    "samplers.manifest",
+    "samplers.orbax_reader",
+    "samplers.slot_batch",
+    "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
+)
 # A name that a file imports, a dot, and what it names there.
 IMPORT = re.compile(
     r"^(?:from\s+(?P<package>[\w.]+)\s+)?import\s+(?P<name>[\w.]+)(?:\s+as\s+(?P<alias>\w+))?", re.MULTILINE

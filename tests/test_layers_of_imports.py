@@ -45,7 +45,10 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "experience": ("jax", "flax", "torch", "transformers"),
     "protocols": ("jax", "flax", "torch", "transformers"),
     "algorithms.": ("flax", "transformers"),
-    "samplers.vllm_plugin": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers"),
+    **{
+        f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
+        for module in ("manifest", "orbax_reader", "vllm_targets", "vllm_plugin", "vllm_engine")
+    },
 }
 MAY_IMPORT_GIN = ("launch",)
 # Siblings that only meet in the layers above: an algorithm sees log-probs, never who made them.
@@ -140,7 +143,11 @@ DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-chec
 
 
 # The benchmark runs peers where they happen to be installed, and says so where they are not.
-OPTIONAL = {"kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"}}
+OPTIONAL = {
+    "kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"},
+    "samplers.vllm_plugin": {"vllm"},  # the server that loads these modules
+    "samplers.vllm_engine": {"vllm"},
+}
 
 
 def declared(*extras: str) -> set[str]:

@@ -1,0 +1,183 @@
+"""What a published version of the weights holds: names, shapes, types, checksums, and a canary (NumPy only).
+
+Checksum of a tensor, seen as a matrix u [rows, columns] of unsigned words (the elements' bits; the columns are its last axis, a
+vector is one row):
+
+    sum over r, c of u[r, c] * weight(2 r) * weight(2 c + 1)   mod 2^32,    weight(p) = mix(p) | 1
+
+with mix the 32-bit finalizer of MurmurHash3. It is a sum over elements, so hosts add up what their own shards give, and ranks
+that read a part each add up theirs: nothing is gathered. Weights are odd, so no single flipped bit goes unseen; rows and columns
+have weights of their own, so neither does a transposition.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FORMAT = 1
+FILE = "manifest.json"
+WEIGHTS = "weights"  # the folder of the orbax checkpoint, beside the manifest
+_BLOCK_BYTES = 1 << 19  # of words that are weighted at a time, so that the products stay in cache
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorEntry:
+    """One tensor of a version.
+
+    Attributes:
+      shape: lengths of the axes, in the layout of Hugging Face's checkpoints.
+      dtype: NumPy's name of the element type ("bfloat16", "float32").
+      checksum: eight hexadecimal digits, as the module describes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    checksum: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return int(np.prod(self.shape, dtype=np.int64)) * element_type(self.dtype).itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canary:
+    """A fixed token sequence as the learner scores it under this version.
+
+    Attributes:
+      tokens: token ids, T of them.
+      logprobs: the learner's log-probability of each token but the first given those before it, T - 1 of them, in nats.
+      mean_tolerance: largest mean absolute difference that passes, in nats.
+      max_tolerance: largest absolute difference that passes, in nats.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    mean_tolerance: float
+    max_tolerance: float
+
+    def __post_init__(self) -> None:
+        if len(self.tokens) != len(self.logprobs) + 1 or len(self.tokens) < 2:
+            raise ValueError(
+                f"a canary of {len(self.tokens)} tokens has {len(self.logprobs)} log-probs: "
+                "it needs one for each token but the first, and at least two tokens"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A published version.
+
+    Attributes:
+      version: counts the learner's publications.
+      model_type: Hugging Face's name of the architecture ("qwen2").
+      tied: whether the output head is the embedding; `lm_head.weight` is then no tensor of its own.
+      tensors: every tensor by its Hugging Face name.
+      canary: a sequence to compare log-probs on, or None.
+    """
+
+    version: int
+    model_type: str
+    tied: bool
+    tensors: Mapping[str, TensorEntry]
+    canary: Canary | None = None
+
+    def to_json(self) -> str:
+        """The text of manifest.json."""
+        return json.dumps({"format": FORMAT} | asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Manifest":
+        """Reads the text of manifest.json; ValueError where it is no manifest of a known format."""
+        try:
+            content = json.loads(text)
+            if content["format"] != FORMAT:
+                raise ValueError(f"format {content['format']!r}; this reader knows format {FORMAT}")
+            canary = content["canary"]
+            return Manifest(
+                version=int(content["version"]),
+                model_type=str(content["model_type"]),
+                tied=bool(content["tied"]),
+                tensors={name: _entry(entry) for name, entry in content["tensors"].items()},
+                canary=None if canary is None else _canary(canary),
+            )
+        except (KeyError, TypeError, AttributeError, ValueError) as wrong:
+            raise ValueError(f"{FILE} cannot be read: {wrong!r}; publish the version again") from wrong
+
+
+def _entry(content: Mapping[str, Any]) -> TensorEntry:
+    element_type(content["dtype"])
+    return TensorEntry(
+        shape=tuple(int(n) for n in content["shape"]), dtype=content["dtype"], checksum=str(content["checksum"])
+    )
+
+
+def _canary(content: Mapping[str, Any]) -> Canary:
+    return Canary(
+        tokens=tuple(int(t) for t in content["tokens"]),
+        logprobs=tuple(float(x) for x in content["logprobs"]),
+        mean_tolerance=float(content["mean_tolerance"]),
+        max_tolerance=float(content["max_tolerance"]),
+    )
+
+
+def element_type(name: str) -> np.dtype:
+    """NumPy's type of a name, bfloat16 and the 8-bit floats of ml_dtypes included; ValueError for another name."""
+    try:
+        return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
+    except TypeError as unknown:
+        raise ValueError(f"dtype {name!r} is no element type; allowed are NumPy's and ml_dtypes' names") from unknown
+
+
+def weights_of(positions: Any) -> Any:
+    """The odd weight of each position: uint32 in, uint32 out, NumPy or JAX arrays alike (only operators are used)."""
+    x = positions ^ (positions >> 16)
+    x = x * np.uint32(0x85EBCA6B)
+    x = x ^ (x >> 13)
+    x = x * np.uint32(0xC2B2AE35)
+    return (x ^ (x >> 16)) | np.uint32(1)
+
+
+def partial_sum(part: np.ndarray, origin: Sequence[int], shape: Sequence[int]) -> int:
+    """What a box of a tensor adds to the tensor's checksum, 0 <= sum < 2^32.
+
+    Args:
+      part: the elements of the box.
+      origin: index of its first element in the whole tensor, one number an axis.
+      shape: the whole tensor's.
+    """
+    if len(origin) != part.ndim or len(shape) != part.ndim:
+        raise ValueError(f"a part of {part.ndim} axes needs an origin and a shape of as many, got {origin} and {shape}")
+    words = np.atleast_1d(np.ascontiguousarray(part)).view(f"u{part.dtype.itemsize}")
+    words = words.reshape(-1, words.shape[-1]) if words.size else words.reshape(0, 1)
+    rows = np.zeros((), np.uint32)
+    for axis in range(part.ndim - 1):
+        rows = rows[..., None] * np.uint32(shape[axis]) + _positions(origin[axis], part.shape[axis])
+    columns = _positions(origin[-1] if part.ndim else 0, words.shape[1])
+    by_column = weights_of(columns * np.uint32(2) + np.uint32(1))
+    step = max(1, _BLOCK_BYTES // (4 * words.shape[1]))
+    of_rows = [
+        (words[first : first + step] * by_column).sum(axis=1, dtype=np.uint32) for first in range(0, len(words), step)
+    ]
+    if not of_rows:
+        return 0
+    by_row = weights_of(rows.reshape(-1) * np.uint32(2))
+    return int((np.concatenate(of_rows) * by_row).sum(dtype=np.uint32))
+
+
+def _positions(first: int, count: int) -> np.ndarray:
+    return np.arange(first, first + count, dtype=np.int64).astype(np.uint32)
+
+
+def checksum(array: np.ndarray) -> str:
+    """The checksum of a whole tensor: eight hexadecimal digits."""
+    return digits(partial_sum(array, (0,) * array.ndim, array.shape))
+
+
+def digits(total: int) -> str:
+    """A sum of partial sums as the manifest writes it."""
+    return f"{total % (1 << 32):08x}"

@@ -1,0 +1,236 @@
+"""Reads a published version with tensorstore alone, each rank only the boxes that it needs (no jax, flax or orbax).
+
+A version is a folder, or an address that tensorstore can read (http://, gs://, s3://), holding manifest.json and `weights/`, an
+orbax checkpoint (OCDBT, zarr or zarr3) of a nested dict whose dotted names are Hugging Face's. The layout is orbax's own:
+`_METADATA` lists the names, `_CHECKPOINT_METADATA` is written last and makes the checkpoint whole.
+"""
+
+import json
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, TensorEntry, digits, element_type, partial_sum
+
+Box = tuple[slice, ...]
+_ALIGNMENT = 64  # bytes
+
+
+class BadVersion(ValueError):
+    """A published version that must not be loaded: torn, damaged, or of another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What one rank needs of one tensor.
+
+    Attributes:
+      shape: of the whole tensor.
+      box: the part that the rank loads, one slice with a start and a stop for each axis.
+      counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one does. A tensor
+        that every rank loads whole is checked by each.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    counted: bool = True
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part is the tensor."""
+        return self.box == whole_box(self.shape)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that holds all of a tensor."""
+    return tuple(slice(0, n) for n in shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedVersion:
+    """A version in host memory, checked as far as one rank can.
+
+    Attributes:
+      manifest: of the version.
+      tensors: by name, in the order in which the model loads them, with the whole tensors' shapes; only the rank's boxes hold
+        data, and memory that lies wholly outside of them is never touched.
+      sums: for tensors that the rank reads in part, what its part adds to the checksum.
+      nbytes: bytes read.
+    """
+
+    manifest: Manifest
+    tensors: Mapping[str, np.ndarray]
+    sums: Mapping[str, int]
+    nbytes: int
+
+
+class OrbaxReader:
+    """One published version, opened."""
+
+    def __init__(self, path: str, *, window_bytes: int = 1 << 29) -> None:
+        """Opens a version; BadVersion where it is not there, not whole, or its metadata cannot be read."""
+        self.path = path.rstrip("/")
+        self._address = self.path if "://" in self.path else f"file://{Path(self.path).absolute()}"
+        self._window_bytes = window_bytes
+        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}})
+        self._store = ts.KvStore.open(f"{self._address}/", context=self._context).result()
+        self._text(f"{WEIGHTS}/_CHECKPOINT_METADATA", "the checkpoint was never completed")
+        metadata = json.loads(self._text(f"{WEIGHTS}/_METADATA", "orbax's list of tensors is missing"))
+        self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+        keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
+        self.names = {".".join(str(key["key"]) for key in path_of_keys) for path_of_keys in keys}
+        try:
+            self.manifest = Manifest.from_json(self._text(FILE, "the version has no manifest"))
+        except ValueError as unreadable:
+            raise BadVersion(f"{self.path}: {unreadable}") from unreadable
+
+    def _text(self, file: str, missing: str) -> bytes:
+        found = self._store.read(file).result()
+        if found.state != "value":
+            raise BadVersion(f"{self.path}: {missing} ({file}); publish the version again")
+        return found.value
+
+    def open(self, name: str) -> Any:
+        """A future of tensorstore's handle of one tensor."""
+        kvstore = {"driver": "ocdbt", "base": f"{self._address}/{WEIGHTS}/", "path": f"{name}/"}
+        spec = {"driver": self._driver, "kvstore": kvstore}
+        return ts.open(
+            spec, open=True, read=True, context=self._context, recheck_cached_data=False, recheck_cached_metadata=False
+        )
+
+    def read_into(self, boxes: Mapping[str, tuple[Box, np.ndarray]]) -> Iterator[str]:
+        """Copies each box of the stored tensors into its array; yields names, in order, as they are complete.
+
+        At most `window_bytes` are under way at once. BadVersion where a tensor cannot be read or differs in shape or type from
+        the manifest.
+        """
+        opened = {name: self.open(name) for name in boxes}
+        under_way: deque[tuple[str, int, Any]] = deque()
+        free = self._window_bytes
+        for name, (box, out) in boxes.items():
+            while under_way and free < out.nbytes:
+                free += under_way[0][1]
+                yield self._complete(*under_way.popleft())
+            source = self._checked(name, opened.pop(name))
+            target = ts.array(out, copy=False, write=True, context=self._context)
+            copied = target.write(source[box][ts.d[:].translate_to[0]] if box else source)
+            under_way.append((name, out.nbytes, copied))
+            free -= out.nbytes
+        while under_way:
+            yield self._complete(*under_way.popleft())
+
+    def _complete(self, name: str, nbytes: int, copied: Any) -> str:
+        try:
+            copied.result()
+        except Exception as failure:
+            raise BadVersion(f"{self.path}: tensor {name!r} cannot be read: {_first_line(failure)}") from failure
+        return name
+
+    def _checked(self, name: str, opening: Any) -> Any:
+        try:
+            source = opening.result()
+        except Exception as failure:
+            raise BadVersion(f"{self.path}: tensor {name!r} cannot be opened: {_first_line(failure)}") from failure
+        entry = self.manifest.tensors[name]
+        stored = (tuple(source.shape), source.dtype.numpy_dtype)
+        if stored != (entry.shape, element_type(entry.dtype)):
+            raise BadVersion(
+                f"{self.path}: tensor {name!r} is stored as {stored[1]} {stored[0]}, "
+                f"the manifest says {entry.dtype} {entry.shape}; publish the version again"
+            )
+        return source
+
+
+def _first_line(failure: Exception) -> str:
+    return str(failure).partition("\n")[0][:500]
+
+
+def check_names(reader: OrbaxReader, version: int, targets: Mapping[str, Target]) -> None:
+    """Raises BadVersion where the version, the stored names, the manifest's, or what the model needs do not agree."""
+    manifest = reader.manifest
+    if manifest.version != version:
+        raise BadVersion(f"{reader.path}: holds version {manifest.version}, asked for was {version}")
+    _same_names(reader.path, "the checkpoint", reader.names, "the manifest lists", set(manifest.tensors))
+    _same_names(reader.path, "the version", set(manifest.tensors), "the server's model has", set(targets))
+    for name, target in targets.items():
+        if manifest.tensors[name].shape != target.shape:
+            raise BadVersion(
+                f"{reader.path}: tensor {name!r} has shape {manifest.tensors[name].shape}, the server's model has "
+                f"{target.shape}: the server and the learner hold different architectures"
+            )
+
+
+def _same_names(path: str, what: str, names: set[str], whose: str, others: set[str]) -> None:
+    missing, extra = sorted(others - names), sorted(names - others)
+    if missing or extra:
+        raise BadVersion(
+            f"{path}: {what} lacks {len(missing)} tensors {missing[:3]} and holds {len(extra)} {extra[:3]} too many, "
+            f"against what {whose}"
+        )
+
+
+def read_version(
+    path: str,
+    version: int,
+    targets: Mapping[str, Target],
+    cancelled: Callable[[], bool] = lambda: False,
+) -> StagedVersion:
+    """Reads what one rank needs of a version into memory, in the order of `targets`, and checks it.
+
+    Tensors that the rank reads whole are compared with the manifest's checksums; sums of parts are handed back, because only
+    the ranks together can compare them (`check_sums`).
+
+    Args:
+      path: the version's folder or address.
+      version: the number it must have.
+      targets: what the rank needs, by name.
+      cancelled: asked after each tensor; reading ends with BadVersion where it says True.
+    """
+    reader = OrbaxReader(path)
+    check_names(reader, version, targets)
+    entries = reader.manifest.tensors
+    tensors = _one_allocation({name: entries[name] for name in targets})
+    boxes = {name: (target.box, tensors[name][target.box]) for name, target in targets.items()}
+    sums: dict[str, int] = {}
+    for name in reader.read_into(boxes):
+        if cancelled():
+            raise BadVersion(f"{path}: reading was given up for another version")
+        target = targets[name]
+        origin = tuple(axis.start for axis in target.box)
+        total = partial_sum(boxes[name][1], origin, target.shape)
+        if target.whole:
+            check_sums(path, reader.manifest, {name: total})
+        else:
+            sums[name] = total if target.counted else 0
+    nbytes = sum(out.nbytes for _, out in boxes.values())
+    return StagedVersion(manifest=reader.manifest, tensors=tensors, sums=sums, nbytes=nbytes)
+
+
+def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None:
+    """Raises BadVersion where a tensor's sum over all ranks is not the manifest's checksum."""
+    wrong = [name for name, total in totals.items() if digits(total) != manifest.tensors[name].checksum]
+    if wrong:
+        got, said = digits(totals[wrong[0]]), manifest.tensors[wrong[0]].checksum
+        raise BadVersion(
+            f"{path}: {len(wrong)} tensors differ from what was published, the first is {wrong[0]!r} "
+            f"(checksum {got}, the manifest says {said}); publish the version again"
+        )
+
+
+def _one_allocation(entries: Mapping[str, TensorEntry]) -> dict[str, np.ndarray]:
+    """Uninitialised tensors in one block, which goes back to the system as a whole when they go."""
+    offsets, size = {}, 0
+    for name, entry in entries.items():
+        offsets[name] = size
+        size += math.ceil(entry.nbytes / _ALIGNMENT) * _ALIGNMENT
+    block = np.empty(size, np.uint8)
+    return {
+        name: block[offsets[name] : offsets[name] + entry.nbytes].view(element_type(entry.dtype)).reshape(entry.shape)
+        for name, entry in entries.items()
+    }

@@ -1,0 +1,260 @@
+"""What runs inside a vLLM server: takes published weights from an orbax checkpoint while the server generates.
+
+    vllm serve MODEL --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension
+
+`stage` reads and checks a version in a thread of its own; nothing of the model is touched. `commit` loads what was staged, in the
+model's own layer order, through vLLM's loaders (`reload_weights`). With vLLM 0.26 or newer the same code is also the native
+weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tensorstore beside vLLM.
+"""
+
+import contextlib
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version
+from jaxrl_llm.samplers.vllm_targets import targets_of
+
+UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
+ENGINE = "orbax"
+
+
+class Stager:
+    """Reads versions in the background and keeps the last one until it is committed or dropped."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._job = 0
+        self._began = 0.0
+        self._path = ""
+        self._state: dict[str, Any] = {}
+        self._staged: StagedVersion | None = None
+        self.drop()
+
+    def stage(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        """Starts to read a version and returns; whatever else was being read, or was staged, is given up for it."""
+        with self._lock:
+            if self._state["state"] == "staging" and (self._path, self._state["version"]) == (path, version):
+                return
+        job = self._begin(path, version, "staging")
+        threading.Thread(target=self._read, args=(job, path, version, targets), daemon=True, name="stage").start()
+
+    def read(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        """As `stage`, and returns when `status` is staged or failed."""
+        self._read(self._begin(path, version, "staging"), path, version, targets)
+
+    def _begin(self, path: str, version: int, state: str, error: str = "") -> int:
+        with self._lock:
+            self._job += 1
+            self._began, self._path, self._staged = time.perf_counter(), path, None
+            self._state = {"version": version, "state": state, "error": error, "seconds": 0.0, "bytes": 0}
+            return self._job
+
+    def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        staged, error, size = None, "", 0
+        try:
+            staged = read_version(path, version, targets, cancelled=lambda: self._job != job)
+            size = staged.nbytes
+        except Exception as failure:
+            error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
+        with self._lock:
+            if self._job == job:
+                self._staged = staged
+                seconds = time.perf_counter() - self._began
+                state = "failed" if error else "staged"
+                self._state = {"version": version, "state": state, "error": error, "seconds": seconds, "bytes": size}
+        del staged
+        give_memory_back()
+
+    def status(self) -> dict[str, Any]:
+        """version, state (idle, staging, staged or failed), error, seconds and bytes."""
+        with self._lock:
+            return dict(self._state)
+
+    def take(self, version: int) -> StagedVersion:
+        """The staged version; BadVersion where it is not this one, or is not whole."""
+        with self._lock:
+            if self._staged is None or self._state["version"] != version:
+                raise BadVersion(
+                    f"version {version} is not staged: {self._state}; stage it, and wait until it is staged"
+                )
+            return self._staged
+
+    def refuse(self, version: int, error: str) -> None:
+        """Forgets a staged version that turned out to be bad; `status` says why."""
+        self._begin("", version, "failed", error)
+
+    def drop(self) -> None:
+        """Forgets what was staged and gives its memory back."""
+        self._begin("", UNKNOWN, "idle")
+        give_memory_back()
+
+
+class OrbaxWorkerExtension:
+    """Methods that vLLM mixes into its workers; each is called on every rank through POST /collective_rpc.
+
+    Arguments come as strings over HTTP.
+    """
+
+    def stage(self, path: str, version: str | int) -> dict[str, Any]:
+        """Begins to read a published version; returns at once. `stage_status` says how it went."""
+        self._orbax_one_replica()
+        state = self._orbax_state()
+        state.stager.stage(path, int(version), targets_of(self._orbax_model()))
+        return state.stager.status()
+
+    def stage_status(self) -> dict[str, Any]:
+        """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
+        return self._orbax_state().stager.status()
+
+    def commit(self, version: str | int) -> dict[str, Any]:
+        """Loads the staged version into the model; every request must be paused.
+
+        Raises:
+          BadVersion: it is not staged on every rank, or the ranks' parts are not what was published; the model is unchanged.
+          RuntimeError: loading itself failed. The model is a mixture: commit again before the server resumes, or restart it.
+        """
+        began, version = time.perf_counter(), int(version)
+        state = self._orbax_state()
+        staged = agreed(state.stager, version, targets_of(self._orbax_model()), state.published == version)
+        if staged is None:
+            return {"version": version, "seconds": 0.0}
+        state.published = UNKNOWN
+        try:
+            self.reload_weights(weights_iterator=torch_tensors(staged.tensors))  # type: ignore[attr-defined]
+            repack_tied_head(self._orbax_model())
+        except Exception as failure:
+            with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
+                self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
+                "The version is still staged: commit again, and do not resume the server before"
+            ) from failure
+        del staged
+        state.published = version
+        state.stager.drop()
+        return {"version": version, "seconds": time.perf_counter() - began}
+
+    def published_version(self) -> int:
+        """The version in the model, -1 before the first commit and after one that failed midway."""
+        return self._orbax_state().published
+
+    def drop_staged(self) -> None:
+        """Forgets what is staged."""
+        self._orbax_state().stager.drop()
+
+    def _orbax_state(self) -> "_State":
+        if "_orbax" not in self.__dict__:
+            self._orbax = _State()
+        return self._orbax
+
+    def _orbax_model(self) -> Any:
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+    def _orbax_one_replica(self) -> None:
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        sizes = {n: getattr(parallel, n) for n in ("pipeline_parallel_size", "data_parallel_size")}
+        if any(size != 1 for size in sizes.values()):
+            raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+
+
+class _State:
+    def __init__(self) -> None:
+        self.stager = Stager()
+        self.published = UNKNOWN
+
+
+def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
+    """The staged version, once every rank has it and the ranks' parts add up to the published tensors.
+
+    No rank raises before all have spoken, so none is left waiting.
+
+    Args:
+      stager: of this rank.
+      version: the one to load.
+      targets: what this rank needs.
+      loaded: whether this rank's model already holds the version.
+
+    Returns:
+      The version, or None where nothing is staged because every rank's model holds it already: a commit may be repeated.
+
+    Raises:
+      BadVersion: it is not staged on every rank, or a sum differs from the manifest's checksum.
+    """
+    divided = [name for name, target in targets.items() if not target.whole]
+    staged, missing = None, ""
+    try:
+        staged = stager.take(version)
+    except BadVersion as not_there:
+        missing = str(not_there)
+    sums = staged.sums if staged is not None else {}
+    mine = [int(staged is None), int(not loaded), *(sums.get(name, 0) for name in divided)]
+    absent, without, *totals = sum_over_ranks(mine) if divided else mine
+    if staged is None:
+        if not without:
+            return None
+        raise BadVersion(missing)
+    if absent:
+        raise BadVersion(f"version {version} is not staged on {absent} other ranks of this server: stage it again")
+    try:
+        check_sums(f"version {version}", staged.manifest, dict(zip(divided, totals)))
+    except BadVersion as damaged:
+        stager.refuse(version, str(damaged))
+        raise
+    return staged
+
+
+def sum_over_ranks(numbers: list[int]) -> list[int]:
+    """Adds the numbers over the server's tensor-parallel ranks."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    total = torch.tensor(numbers, dtype=torch.int64)
+    torch.distributed.all_reduce(total, group=get_tp_group().cpu_group)
+    return total.tolist()
+
+
+def torch_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Any]]:
+    """The tensors as torch's, sharing memory."""
+    import torch
+
+    for name, array in tensors.items():
+        if array.dtype == ml_dtypes.bfloat16:
+            yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        else:
+            yield name, torch.from_numpy(array)
+
+
+def repack_tied_head(model: Any) -> None:
+    """On CPU vLLM multiplies by a packed copy of the output head; a reload leaves the copy of a tied head as it was."""
+    for module in model.modules():
+        if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def give_memory_back() -> None:
+    """Returns freed pages to the system: tensorstore's threads each leave an arena of the allocator fragmented."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: offers the native weight-transfer engine `orbax` where vLLM is 0.26 or newer.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "orbax"}'
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    native = hasattr(WeightTransferEngine, "finish_weight_update")
+    if native and ENGINE not in WeightTransferEngineFactory._registry:
+        module = "jaxrl_llm.samplers.vllm_engine"
+        WeightTransferEngineFactory.register_engine(ENGINE, module, "OrbaxWeightTransferEngine")
