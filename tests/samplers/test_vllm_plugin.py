@@ -1,0 +1,260 @@
+"""A version reaches a worker's model whole and checked, or the model stays as it was."""
+
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from published import write_version
+from served_model import LAYER, SHAPES, Served
+
+from jaxrl_llm.samplers import vllm_plugin
+from jaxrl_llm.samplers.orbax_reader import BadVersion
+from jaxrl_llm.samplers.vllm_plugin import OrbaxWorkerExtension, torch_tensors
+from jaxrl_llm.samplers.vllm_targets import targets_of
+
+
+def weights(seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+class Worker(OrbaxWorkerExtension):
+    """A worker whose model is a dict; it can be told to fail after a number of tensors."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        served = Served(rank, ranks)
+        self.model_runner = SimpleNamespace(get_model=lambda: served)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+        )
+        self.loaded: dict[str, np.ndarray] = {}
+        self.fails_after: int | None = None
+        self.reloads = 0
+
+    def reload_weights(self, weights_iterator):
+        self.reloads += 1
+        for i, (name, tensor) in enumerate(weights_iterator):
+            if i == self.fails_after:
+                self.fails_after = None
+                raise MemoryError("no memory left on the device")
+            self.loaded[name] = tensor.numpy().copy()
+
+
+def staged(worker: Worker, path: str, version: int) -> dict:
+    """The status once staging ended; versions come as strings, as over HTTP."""
+    worker.stage(path, str(version))
+    until = time.monotonic() + 20
+    while worker.stage_status()["state"] == "staging" and time.monotonic() < until:
+        time.sleep(0.001)
+    return worker.stage_status()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory) -> list[str]:
+    """Versions 0 and 1."""
+    folder = tmp_path_factory.mktemp("published")
+    return [write_version(folder, version, weights(version)) for version in range(2)]
+
+
+def test_a_staged_version_reaches_the_model_at_commit_and_not_before(published):
+    worker = Worker()
+    assert worker.stage_status()["state"] == "idle"
+    assert worker.published_version() == -1
+    status = staged(worker, published[1], 1)
+    assert (status["version"], status["state"], status["error"]) == (1, "staged", "")
+    assert status["bytes"] == 4 * sum(int(np.prod(shape)) for shape in SHAPES.values())
+    assert not worker.loaded
+    assert worker.commit("1")["version"] == 1
+    assert list(worker.loaded) == list(SHAPES)
+    for name, array in weights(1).items():
+        np.testing.assert_array_equal(worker.loaded[name], array)
+    assert worker.published_version() == 1
+    assert worker.stage_status()["state"] == "idle"
+
+
+def test_a_commit_may_be_repeated(published):
+    worker = Worker()
+    staged(worker, published[1], 1)
+    worker.commit("1")
+    assert worker.commit("1") == {"version": 1, "seconds": 0.0}
+    assert worker.reloads == 1
+
+
+def test_a_version_that_is_not_staged_cannot_be_committed(published):
+    worker = Worker()
+    with pytest.raises(BadVersion, match="version 1 is not staged"):
+        worker.commit("1")
+    staged(worker, published[0], 0)
+    with pytest.raises(BadVersion, match="version 1 is not staged"):
+        worker.commit("1")
+    worker.drop_staged()
+    with pytest.raises(BadVersion, match="version 0 is not staged"):
+        worker.commit("0")
+    assert worker.reloads == 0
+
+
+def test_a_bad_version_leaves_the_model_and_its_number_and_a_good_one_follows(published, tmp_path):
+    worker = Worker()
+    staged(worker, published[0], 0)
+    worker.commit("0")
+    lacking = {name: array for name, array in weights(1).items() if name != "lm_head.weight"}
+    status = staged(worker, write_version(tmp_path, 1, lacking), 1)
+    assert status["state"] == "failed"
+    assert "lm_head.weight" in status["error"]
+    with pytest.raises(BadVersion, match=r"not staged.*lm_head.weight"):
+        worker.commit("1")
+    assert worker.published_version() == 0
+    np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(0)["lm_head.weight"])
+    assert staged(worker, published[1], 1)["state"] == "staged"
+    worker.commit("1")
+    assert worker.published_version() == 1
+
+
+def test_an_unexpected_error_of_reading_is_a_failed_stage_that_names_the_path(published, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("stale file handle")
+
+    monkeypatch.setattr(vllm_plugin, "read_version", broken)
+    status = staged(Worker(), published[0], 0)
+    assert status["state"] == "failed"
+    assert published[0] in status["error"] and "stale file handle" in status["error"]
+
+
+def test_a_load_that_fails_midway_leaves_no_version_and_can_be_committed_again(published):
+    worker = Worker()
+    staged(worker, published[0], 0)
+    worker.commit("0")
+    staged(worker, published[1], 1)
+    worker.fails_after = 3
+    with pytest.raises(RuntimeError, match=r"failed midway \(MemoryError.*mixture"):
+        worker.commit("1")
+    assert worker.published_version() == -1
+    assert worker.stage_status()["state"] == "staged"
+    worker.commit("1")
+    assert worker.published_version() == 1
+    np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(1)["lm_head.weight"])
+
+
+def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeypatch):
+    reading, go_on = threading.Event(), threading.Event()
+    real = vllm_plugin.read_version
+
+    def held(path, version, targets, cancelled):
+        if version == 0:
+            reading.set()
+            assert go_on.wait(20)
+        return real(path, version, targets, cancelled)
+
+    monkeypatch.setattr(vllm_plugin, "read_version", held)
+    worker = Worker()
+    worker.stage(published[0], "0")
+    assert reading.wait(20)
+    assert worker.stage(published[0], "0")["state"] == "staging", "asking twice reads once"
+    assert staged(worker, published[1], 1)["version"] == 1
+    first = [thread for thread in threading.enumerate() if thread.name == "stage"]
+    go_on.set()
+    for thread in first:
+        thread.join(20)
+    assert worker.stage_status()["version"] == 1
+    worker.commit("1")
+    np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(1)["lm_head.weight"])
+
+
+def test_servers_with_pipeline_stages_or_replicas_are_refused(published):
+    worker = Worker()
+    worker.vllm_config.parallel_config.pipeline_parallel_size = 2
+    with pytest.raises(NotImplementedError, match="tensor parallelism alone"):
+        worker.stage(published[0], "0")
+
+
+def on_every_rank(monkeypatch, workers: list[Worker], method: str, *args: str) -> list:
+    """Calls a method on all workers at once; their sums meet as over a process group. Returns results or exceptions."""
+    barrier = threading.Barrier(len(workers))
+    given, local = {}, threading.local()
+
+    def summed(numbers):
+        given[local.rank] = numbers
+        barrier.wait(20)
+        total = [sum(column) for column in zip(*given.values(), strict=True)]
+        barrier.wait(20)
+        return total
+
+    monkeypatch.setattr(vllm_plugin, "sum_over_ranks", summed)
+    results: list = [None] * len(workers)
+
+    def call(rank):
+        local.rank = rank
+        try:
+            results[rank] = getattr(workers[rank], method)(*args)
+        except Exception as failure:
+            results[rank] = failure
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_load_their_parts_of_one_version_together(published, monkeypatch, ranks):
+    workers = [Worker(rank, ranks) for rank in range(ranks)]
+    for worker in workers:
+        assert staged(worker, published[1], 1)["state"] == "staged"
+    assert [result["version"] for result in on_every_rank(monkeypatch, workers, "commit", "1")] == [1] * ranks
+    for worker in workers:
+        for name, target in targets_of(worker.model_runner.get_model()).items():
+            np.testing.assert_array_equal(worker.loaded[name][target.box], weights(1)[name][target.box])
+    assert [r["seconds"] for r in on_every_rank(monkeypatch, workers, "commit", "1")] == [0.0] * ranks
+
+
+def test_no_rank_loads_a_version_that_another_rank_lacks(published, monkeypatch):
+    workers = [Worker(rank, 2) for rank in range(2)]
+    staged(workers[0], published[1], 1)
+    first, second = on_every_rank(monkeypatch, workers, "commit", "1")
+    assert "not staged on 1 other ranks" in str(first)
+    assert "version 1 is not staged" in str(second)
+    assert workers[0].reloads == workers[1].reloads == 0
+
+
+def test_a_part_that_was_damaged_on_one_rank_is_refused_by_all(published, monkeypatch):
+    workers = [Worker(rank, 2) for rank in range(2)]
+    for worker in workers:
+        staged(worker, published[1], 1)
+    workers[1]._orbax.stager._staged.sums[f"{LAYER}mlp.down_proj.weight"] ^= 1 << 7
+    for failure in on_every_rank(monkeypatch, workers, "commit", "1"):
+        assert isinstance(failure, BadVersion) and "down_proj" in str(failure)
+    assert workers[0].reloads == workers[1].reloads == 0
+    assert "down_proj" in workers[0].stage_status()["error"]
+
+
+def test_torch_sees_the_bits_of_bfloat16():
+    import ml_dtypes
+
+    array = np.array([1.0, -2.5, 3.140625], ml_dtypes.bfloat16)
+    ((_, tensor),) = torch_tensors({"x": array})
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.float().tolist() == [1.0, -2.5, 3.140625]
+
+
+def test_the_packed_copy_of_a_tied_head_is_made_again():
+    model = Served(tied=True)
+    packed = []
+    model.lm_head.cpu_linear = None
+    model.lm_head.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
+    vllm_plugin.repack_tied_head(model)
+    assert packed == [model.lm_head]
+
+
+def test_a_sampler_host_needs_only_numpy_tensorstore_and_ml_dtypes():
+    program = "import sys, jaxrl_llm.samplers.vllm_plugin; print(*{m.partition('.')[0] for m in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(done.stdout.split())
+    assert {"numpy", "tensorstore", "ml_dtypes"} <= loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "gin", "orbax", "torch", "vllm", "transformers", "aiohttp"}
