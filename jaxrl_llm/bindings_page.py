@@ -25,6 +25,7 @@ INTERNAL = (
     "samplers.manifest",
     "samplers.orbax_reader",
     "samplers.slot_batch",
+    "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
 )
 # A name that a file imports, a dot, and what it names there.
