@@ -22,6 +22,7 @@ INTERNAL = (
     "data.prepare",
     "models.hf_names",
     "models.mesh_attention",
+    "samplers.cuda_ipc",
     "samplers.manifest",
     "samplers.orbax_reader",
     "samplers.slot_batch",
