@@ -70,7 +70,7 @@ def empty(*, policy: Policy, slots: int, length: int, penalised: bool) -> tuple[
 def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy) -> Cache:
     """Keys and values of right-padded prompts."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions)[1]
+    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions, fresh=True)[1]
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
