@@ -165,7 +165,7 @@ def step(case: Case) -> dict[str, Any]:
         model_flops = flops.update(case.policy.architecture, lengths) / seconds[2] / 1e12
         return dict(zip(("sample_s", "score_s", "update_s"), seconds.tolist())) | {
             "s": marks[-1] - marks[0], "tokens_per_s": sum(lengths) / (marks[-1] - marks[0]), "micro_batches": len(mini),
-            "fill": float(np.mean([rows.fill for rows in batch.rows])), "update_tflops": model_flops,
+            "fill": sum(lengths) / sum(rows.tokens.size for rows in batch.rows), "update_tflops": model_flops,
             "gap": float(np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[batch.fields["mask"]].mean()),
         }  # fmt: skip
 
