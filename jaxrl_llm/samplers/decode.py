@@ -143,6 +143,16 @@ def decode(
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 
 
+def lowered(policy: Policy, params: Params, slots: int, length: int, steps: int) -> jax.stages.Lowered:
+    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+    partitioner, size = policy.partitioner, policy.architecture
+    shape = (size.layers, slots, length, size.kv_heads, size.head_width)
+    sharding = partitioner.sharding(CACHE_AXES, shape)
+    cache = {name: jax.ShapeDtypeStruct(shape, policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
+    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
+    return decode.lower(params, cache, seen, Slots.empty(slots, 4), policy=policy, steps=steps, cut=False)
+
+
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
     """The key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
