@@ -105,7 +105,7 @@ class StageRun:
             _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
         unseen = [] if config.held_out is None else list(config.held_out.rows())
         measured = given(encoder, unseen, config.algorithm) if unseen else []
-        learner = _learner(config, training.policy)
+        learner = learner_of(config, training.policy)
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
             sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
@@ -320,7 +320,7 @@ def _companions(config: Stage, training: Any) -> Companions:
     return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
 
 
-def _learner(config: Stage, policy: Policy) -> Learner:
+def learner_of(config: Stage, policy: Policy) -> Learner:
     """The learner of a stage, with the value models that its algorithm asks for."""
     models: dict[str, Any] = {"policy": policy}
     models |= {name: source.model(policy) for name, source in config.value_models.items()}

@@ -210,8 +210,8 @@ class Stage:
 
     def check_devices(self, batch_shards: int) -> None:
         """Raises ValueError where rows do not divide over the mesh."""
-        if self.packing.rows % batch_shards:
+        if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
             raise ValueError(
-                f"packing.Packing.rows ({self.packing.rows}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
-                f"data x fsdp: set it to a multiple of {batch_shards}"
+                f"packing.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
+                f"data x fsdp: set them to multiples of {batch_shards}"
             )
