@@ -104,7 +104,7 @@ class StageRun:
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
             _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
         unseen = [] if config.held_out is None else list(config.held_out.rows())
-        measured = given(encoder, unseen, config.algorithm) if unseen else []
+        measured = _given(config, encoder, unseen, seed) if unseen else []
         learner = learner_of(config, training.policy)
         return cls(
             config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
@@ -373,7 +373,12 @@ def _feed(
             stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
             least=config.algorithm.group_size_at_least,
         )  # fmt: skip
-    return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
+    return GivenFeed(stream=PromptStream(_given(config, encoder, rows, seed), seed=seed), rows=count)
+
+
+def _given(config: Stage, encoder: Encoder, rows: Sequence[Prompt], seed: int) -> list[ScoredGroup]:
+    """What the rows of a dataset give to learn from."""
+    return given(encoder, rows, config.algorithm, row_tokens=config.packing.row_tokens, seed=seed)
 
 
 def _say(what: str, counts: Mapping[str, int]) -> None:
