@@ -60,15 +60,16 @@ def architecture(folder: Path, *, value: bool = False) -> Architecture:
       FileNotFoundError: no config.json in the folder.
       ValueError: no JSON, or an unsupported architecture.
     """
-    return hf_config.read(_config_of(folder), str(folder / "config.json"), value=value)
+    return hf_config.read(config_of(folder), str(folder / "config.json"), value=value)
 
 
 def is_classifier(folder: Path) -> bool:
     """Whether the folder holds a sequence classifier; raises as `architecture` does."""
-    return hf_config.is_classifier(_config_of(folder))
+    return hf_config.is_classifier(config_of(folder))
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; raises FileNotFoundError without one, ValueError where it is no JSON."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")

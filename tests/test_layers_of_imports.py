@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "learner",
         "train_state",
         "hf_reward_model",
+        "hf_moderation",
         "global_batch",
         "samplers.",
         "checkpoint",
@@ -163,7 +164,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_every_imported_distribution_is_declared():
-    known = declared("serve", "wandb", "datasets")
+    known = declared("serve", "wandb", "datasets", "plot")
     for module, file in sorted(MODULES.items()):
         for line, name in imports(file, module):
             head = name.partition(".")[0]
