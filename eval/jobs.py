@@ -58,7 +58,9 @@ class Runner:
         for number in range(self.jobs):
             cores.put(core_set(number, self.threads))
         futures: dict[str, Future[bool]] = {}
-        with ThreadPoolExecutor(max(len(jobs), 1)) as pool:  # a thread that waits costs nothing; cores are what is counted
+        with ThreadPoolExecutor(
+            max(len(jobs), 1)
+        ) as pool:  # a thread that waits costs nothing; cores are what is counted
             for job in jobs:
                 futures[job.name] = pool.submit(self._job, job, [futures[name] for name in job.after], cores)
             names = {future: name for name, future in futures.items()}

@@ -138,7 +138,7 @@ class Companion(Protocol):
     def refresh_every(self) -> int: ...
 
     def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
-        """Makes it ready beside `policy`; nothing is asked of it before."""
+        """Makes it ready beside `policy`; nothing is asked of it before. `run_dir` is a folder of its own."""
         ...
 
     async def publish(self, params: Params, version: int) -> None:

@@ -334,8 +334,8 @@ def _companions(config: Stage, training: Any) -> Companions:
     """The companions of the rewards that the stage asks, started."""
     asked = config.samples or any(e.reward is None for e in config.evaluations)
     members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
-    for member in members:
-        member.start(training.policy.plain, training.tokenizer, training.run_dir)
+    for i, member in enumerate(members):
+        member.start(training.policy.plain, training.tokenizer, training.run_dir / f"{config.name}_companion_{i}")
     training.companions.extend(members)
     return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
 
