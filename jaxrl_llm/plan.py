@@ -39,6 +39,7 @@ def plan(run: Run | Harness) -> str:
     ]
     for stage, start in zip(run.stages, run.starts, strict=False):
         stage.check_devices(shards)
+        stage.check_depth(policy.architecture.layers)
         lines += ["", *_stage(stage, start), *_memory(stage, policy, shards)]
     return "\n".join(lines)
 
@@ -93,6 +94,8 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
         yield f"  batch        {stage.prompts_per_step} rows = {stage.sequences} sequences a step"
     yield f"  updates      {stage.minibatches} mini-batches x {stage.epochs} epochs, {stage.sequences // stage.minibatches} sequences each"
     yield f"  shapes       micro-batch [{packing.rows}, {packing.row_tokens}], view [{stage.sequences}, {stage.response_tokens}]"
+    if stage.schedule is not None:
+        yield f"  phases       {', '.join(phase.name for phase in stage.phases)} by {stage.schedule!r}"
     longest = stage.max_prompt_tokens + stage.settings.max_tokens - 1
     full = -(-stage.sequences // stage.minibatches * longest // (packing.rows * packing.row_tokens))
     yield f"  micro-batches at most about {max(full, 1)} a mini-batch (all sequences at their limits)"
@@ -137,7 +140,7 @@ def peaks(run: Run | Harness) -> Iterable[str]:
 
 
 def _peak(run: Run, stage: Stage, policy: Any) -> str:
-    learner = learner_of(stage, policy)
+    learner = learner_of(stage, policy, 0)
     batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
     longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
     tokens = stage.sequences // stage.minibatches * longest

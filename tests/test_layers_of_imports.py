@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch", "plan", "doctor", "bench", "bench_case", "memory", "export", "chat", "loading", "bindings_page"),
-    ("train", "stage_run", "stages", "teaching", "feeds", "ahead", "cs336"),
+    ("train", "stage_run", "phase_run", "stages", "teaching", "feeds", "ahead", "cs336"),
     ("eval.",),
     (
         "diagnostics",
@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "shapes", "xla_flags", ""),
+    ("experience", "protocols", "phases", "shapes", "xla_flags", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
