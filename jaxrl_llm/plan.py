@@ -12,7 +12,7 @@ from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
-from jaxrl_llm.stage_run import learner_of
+from jaxrl_llm.stage_parts import learner_of
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train import Run
 
