@@ -194,7 +194,9 @@ class FakeVllm:
                 why = self.commit_error or "nothing staged"
                 return await answer({"results": [{"version": self.version, "error": why, "seconds": 0.1}]})
             self.version = int(given["version"])
-            return await answer({"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1}]})
+            return await answer(
+                {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1}]}
+            )
         version, state = self.staged
         status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
         return await answer({"results": [status]})
