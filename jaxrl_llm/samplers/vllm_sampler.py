@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm import hf_weights
@@ -119,6 +120,9 @@ class VllmSampler:
             for one in http:
                 await one.close()
 
+        jax.block_until_ready(
+            jax.numpy.zeros(1)
+        )  # JAX takes its share of a GPU now, not while vLLM measures what is free
         for child in children:
             child.start()
         return VllmClient(
