@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from jaxrl_llm.samplers.vllm_plugin import Stager, agreed, repack_tied_head, torch_tensors
+from jaxrl_llm.samplers.vllm_plugin import UNKNOWN, Stager, agreed, repack_tied_head, set_version, torch_tensors
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
 
@@ -57,12 +57,14 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         stager.read(update_info.path, int(update_info.version), targets)
         staged = agreed(stager, int(update_info.version), targets)
         assert staged is not None
+        set_version(self.model, UNKNOWN)
         initialize_layerwise_reload(self.model)
         try:
             self.model.load_weights(torch_tensors(staged.tensors))
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)
+        set_version(self.model, staged.manifest.version)
         del staged
         stager.drop()
 

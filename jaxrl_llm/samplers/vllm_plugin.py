@@ -12,6 +12,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
@@ -22,6 +23,7 @@ from jaxrl_llm.samplers.vllm_targets import targets_of
 
 UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
 ENGINE = "orbax"
+_VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
 
 
 class Stager:
@@ -103,14 +105,16 @@ class OrbaxWorkerExtension:
 
     def stage(self, path: str, version: str | int) -> dict[str, Any]:
         """Begins to read a published version; returns at once. `stage_status` says how it went."""
-        self._orbax_one_replica()
-        state = self._orbax_state()
-        state.stager.stage(path, int(version), targets_of(self._orbax_model()))
-        return state.stager.status()
+        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
+        sizes = {n: getattr(parallel, n) for n in ("pipeline_parallel_size", "data_parallel_size")}
+        if any(size != 1 for size in sizes.values()):
+            raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+        self._orbax_stager.stage(path, int(version), targets_of(self._orbax_model))
+        return self._orbax_stager.status()
 
     def stage_status(self) -> dict[str, Any]:
         """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
-        return self._orbax_state().stager.status()
+        return self._orbax_stager.status()
 
     def commit(self, version: str | int) -> dict[str, Any]:
         """Loads the staged version into the model; every request must be paused.
@@ -120,14 +124,14 @@ class OrbaxWorkerExtension:
           RuntimeError: loading itself failed. The model is a mixture: commit again before the server resumes, or restart it.
         """
         began, version = time.perf_counter(), int(version)
-        state = self._orbax_state()
-        staged = agreed(state.stager, version, targets_of(self._orbax_model()), state.published == version)
+        model = self._orbax_model
+        staged = agreed(self._orbax_stager, version, targets_of(model), version_of(model) == version)
         if staged is None:
             return {"version": version, "seconds": 0.0}
-        state.published = UNKNOWN
+        set_version(model, UNKNOWN)
         try:
             self.reload_weights(weights_iterator=torch_tensors(staged.tensors))  # type: ignore[attr-defined]
-            repack_tied_head(self._orbax_model())
+            repack_tied_head(model)
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
@@ -135,38 +139,36 @@ class OrbaxWorkerExtension:
                 f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
                 "The version is still staged: commit again, and do not resume the server before"
             ) from failure
+        set_version(model, version)
         del staged
-        state.published = version
-        state.stager.drop()
+        self._orbax_stager.drop()
         return {"version": version, "seconds": time.perf_counter() - began}
 
     def published_version(self) -> int:
         """The version in the model, -1 before the first commit and after one that failed midway."""
-        return self._orbax_state().published
+        return version_of(self._orbax_model)
 
     def drop_staged(self) -> None:
         """Forgets what is staged."""
-        self._orbax_state().stager.drop()
+        self._orbax_stager.drop()
 
-    def _orbax_state(self) -> "_State":
-        if "_orbax" not in self.__dict__:
-            self._orbax = _State()
-        return self._orbax
+    @cached_property
+    def _orbax_stager(self) -> Stager:
+        return Stager()
 
+    @property
     def _orbax_model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
 
-    def _orbax_one_replica(self) -> None:
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        sizes = {n: getattr(parallel, n) for n in ("pipeline_parallel_size", "data_parallel_size")}
-        if any(size != 1 for size in sizes.values()):
-            raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+
+def version_of(model: Any) -> int:
+    """The published version that a model holds, -1 for none."""
+    return getattr(model, _VERSION, UNKNOWN)
 
 
-class _State:
-    def __init__(self) -> None:
-        self.stager = Stager()
-        self.published = UNKNOWN
+def set_version(model: Any, version: int) -> None:
+    """Notes the published version that a model holds."""
+    setattr(model, _VERSION, version)
 
 
 def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:

@@ -227,7 +227,7 @@ def test_a_part_that_was_damaged_on_one_rank_is_refused_by_all(published, monkey
     workers = [Worker(rank, 2) for rank in range(2)]
     for worker in workers:
         staged(worker, published[1], 1)
-    workers[1]._orbax.stager._staged.sums[f"{LAYER}mlp.down_proj.weight"] ^= 1 << 7
+    workers[1]._orbax_stager._staged.sums[f"{LAYER}mlp.down_proj.weight"] ^= 1 << 7
     for failure in on_every_rank(monkeypatch, workers, "commit", "1"):
         assert isinstance(failure, BadVersion) and "down_proj" in str(failure)
     assert workers[0].reloads == workers[1].reloads == 0
