@@ -14,7 +14,7 @@ from tiny_qwen2 import VOCABULARY
 
 TOLERANCE = 1e-4  # nats, float32
 OLD, NEW = 0, 1
-MAX_TOKENS = 180
+MAX_TOKENS = 120
 PROMPTS = [
     [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
     for seed, length in enumerate((140, 200, 260, 300))
