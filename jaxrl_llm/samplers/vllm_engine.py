@@ -4,10 +4,12 @@
     /update_weights {"update_info": {"path": "...", "version": 3}}, /finish_weight_update
 
 vLLM takes the parameters away at the start of an update. Here that waits until the version is read and checked, so that a bad one
-leaves the old weights serving.
+leaves the old weights serving. The routes tell of a bad version by an exception, which vLLM survives on one rank only: servers with
+several use the worker extension.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -46,6 +48,15 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
 
     def init_transfer_engine(self, init_info: OrbaxInitInfo) -> None:
         """Nothing to set up."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        """As vLLM's; NotImplementedError on more than one rank."""
+        super().__init__(*arguments, **named)
+        if self.parallel_config.world_size != 1:
+            raise NotImplementedError(
+                f"the engine `orbax` serves one rank, this server has {self.parallel_config.world_size}: "
+                "start it with --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension instead"
+            )
 
     def start_weight_update(self) -> None:
         """Nothing yet: the parameters stay until a version is known to be good."""

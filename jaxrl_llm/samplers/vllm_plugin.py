@@ -100,17 +100,19 @@ class Stager:
 class OrbaxWorkerExtension:
     """Methods that vLLM mixes into its workers; each is called on every rank through POST /collective_rpc.
 
-    Arguments come as strings over HTTP.
+    Arguments come as strings over HTTP. What goes wrong is in the answer and never raised: where a call raises on several ranks,
+    vLLM reads the first rank's answer alone, and takes the others' for answers to the next call.
     """
 
     def stage(self, path: str, version: str | int) -> dict[str, Any]:
         """Begins to read a published version; returns at once. `stage_status` says how it went."""
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        sizes = {n: getattr(parallel, n) for n in ("pipeline_parallel_size", "data_parallel_size")}
-        if any(size != 1 for size in sizes.values()):
-            raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
-        self._orbax_stager.stage(path, int(version), targets_of(self._orbax_model))
-        return self._orbax_stager.status()
+        stager = self._orbax_stager
+        try:
+            _tensor_parallel_alone(self.vllm_config.parallel_config)  # type: ignore[attr-defined]
+            stager.stage(path, int(version), targets_of(self._orbax_model))
+        except Exception as failure:
+            stager.refuse(UNKNOWN, f"version {version} cannot be staged: {failure}")
+        return stager.status()
 
     def stage_status(self) -> dict[str, Any]:
         """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
@@ -119,15 +121,25 @@ class OrbaxWorkerExtension:
     def commit(self, version: str | int) -> dict[str, Any]:
         """Loads the staged version into the model; every request must be paused.
 
-        Raises:
-          BadVersion: it is not staged on every rank, or the ranks' parts are not what was published; the model is unchanged.
-          RuntimeError: loading itself failed. The model is a mixture: commit again before the server resumes, or restart it.
+        Returns:
+          version: the one in the model now. -1 where loading itself failed: the model is a mixture, and the version still staged.
+            Commit again before the server resumes, or restart it.
+          error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
+            published, the model is as it was.
+          seconds: that it took.
         """
-        began, version = time.perf_counter(), int(version)
-        model = self._orbax_model
-        staged = agreed(self._orbax_stager, version, targets_of(model), version_of(model) == version)
+        began, error = time.perf_counter(), ""
+        try:
+            self._orbax_load(int(version))
+        except Exception as failure:
+            error = str(failure)
+        return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
+
+    def _orbax_load(self, version: int) -> None:
+        stager, model = self._orbax_stager, self._orbax_model
+        staged = agreed(stager, version, targets_of(model), version_of(model) == version)
         if staged is None:
-            return {"version": version, "seconds": 0.0}
+            return
         set_version(model, UNKNOWN)
         try:
             self.reload_weights(weights_iterator=torch_tensors(staged.tensors))  # type: ignore[attr-defined]
@@ -141,8 +153,7 @@ class OrbaxWorkerExtension:
             ) from failure
         set_version(model, version)
         del staged
-        self._orbax_stager.drop()
-        return {"version": version, "seconds": time.perf_counter() - began}
+        stager.drop()
 
     def published_version(self) -> int:
         """The version in the model, -1 before the first commit and after one that failed midway."""
@@ -159,6 +170,12 @@ class OrbaxWorkerExtension:
     @property
     def _orbax_model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+
+def _tensor_parallel_alone(parallel: Any) -> None:
+    sizes = {name: getattr(parallel, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
+    if any(size != 1 for size in sizes.values()):
+        raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
 
 
 def version_of(model: Any) -> int:

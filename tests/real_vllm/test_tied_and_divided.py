@@ -53,7 +53,7 @@ def test_each_rank_reads_half_of_what_is_divided(found):
 
 def test_damage_to_one_ranks_part_is_refused_by_both_and_the_old_version_serves(found):
     assert [status["state"] for status in found["statuses"][2]] == ["staged", "staged"]
-    assert DIVIDED in found["refusal"]
+    assert [(answer["version"], DIVIDED in answer["error"]) for answer in found["commits"][2]] == [(1, True)] * 2
     assert all(status["state"] == "failed" and DIVIDED in status["error"] for status in found["after"])
     assert [int(version) for version in found["published"]] == [1, 1]
     assert found["logprobs"][2] == pytest.approx(found["logprobs"][1], abs=1e-5)
