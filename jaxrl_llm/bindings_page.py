@@ -29,6 +29,7 @@ INTERNAL = (
     "samplers.server_update",
     "samplers.slot_batch",
     "samplers.vllm_http",
+    "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
     "eval.learning_runs",

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from by_transformers import Reference
 from published import write_version
 from serving import environment
 from tiny_qwen2 import VOCABULARY, weights, write_model
@@ -39,6 +38,8 @@ def found(tmp_path_factory) -> dict:
 
 @pytest.mark.parametrize("version", [0, 1])
 def test_tied_heads_divided_over_two_ranks_compute_with_the_new_version(found, version):
+    from by_transformers import Reference
+
     expected = Reference(weights(version, tied=True)).logprobs(TOKENS)
     assert np.abs(np.array(found["logprobs"][version]) - expected).max() < TOLERANCE
 
