@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from jaxrl_llm.samplers.vllm_plugin import UNKNOWN, Stager, agreed, repack_tied_head, set_version, torch_tensors
+from jaxrl_llm.samplers.vllm_plugin import UNKNOWN, agreed, repack_tied_head, set_version, stager_for, torch_tensors
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
 
@@ -58,12 +58,14 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
                 "start it with --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension instead"
             )
 
+        self._stager = stager_for(self.device, 1)
+
     def start_weight_update(self) -> None:
         """Nothing yet: the parameters stay until a version is known to be good."""
 
     def receive_weights(self, update_info: OrbaxUpdateInfo) -> None:
         """Reads, checks and loads; a bad version raises BadVersion and leaves the model as it was."""
-        stager = Stager()
+        stager = self._stager
         targets = targets_of(self.model)
         stager.read(update_info.path, int(update_info.version), targets)
         staged = agreed(stager, int(update_info.version), targets)

@@ -9,6 +9,7 @@ weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tenso
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,9 +19,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version
+from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version, uninitialised
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
+_LOG = logging.getLogger(__name__)
 UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
 ENGINE = "orbax"
 _VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
@@ -29,8 +31,11 @@ _VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its w
 class Stager:
     """Reads versions in the background and keeps the last one until it is committed or dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], np.ndarray] = uninitialised) -> None:
+        """`allocate` gives the block that a version is read into; it may give the same one again."""
+        self._allocate = allocate
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
         self._job = 0
         self._began = 0.0
         self._path = ""
@@ -59,11 +64,12 @@ class Stager:
 
     def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
         staged, error, size = None, "", 0
-        try:
-            staged = read_version(path, version, targets, cancelled=lambda: self._job != job)
-            size = staged.nbytes
-        except Exception as failure:
-            error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
+        with self._reading:
+            try:
+                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate)
+                size = staged.nbytes
+            except Exception as failure:
+                error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
         with self._lock:
             if self._job == job:
                 self._staged = staged
@@ -165,11 +171,51 @@ class OrbaxWorkerExtension:
 
     @cached_property
     def _orbax_stager(self) -> Stager:
-        return Stager()
+        return stager_for(self.device, self.vllm_config.parallel_config.world_size)  # type: ignore[attr-defined]
 
     @property
     def _orbax_model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+
+class PinnedBlock:
+    """Host memory that a GPU copies from by itself, several times as fast as from other memory.
+
+    It is kept from version to version, because to lock its pages takes as long as to fill them.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._block = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """The block; a new one where the size is another."""
+        import torch
+
+        if len(self._block) == nbytes:
+            return self._block
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            if len(self._block):
+                runtime.cudaHostUnregister(self._block.ctypes.data)
+            self._block = np.empty(0, np.uint8)
+            block = np.empty(nbytes, np.uint8)
+            failed = int(runtime.cudaHostRegister(block.ctypes.data, nbytes, 0))
+        if failed:
+            _LOG.warning(
+                "%d bytes of host memory cannot be locked (CUDA error %d): commits take longer", nbytes, failed
+            )
+        else:
+            self._block = block
+        return block
+
+
+def stager_for(device: Any, ranks: int) -> Stager:
+    """A stager whose memory suits the device.
+
+    On several ranks memory is not locked: a rank fills its part of a block as large as the whole model, and locking takes it all.
+    """
+    return Stager(PinnedBlock(device)) if device.type == "cuda" and ranks == 1 else Stager()
 
 
 def _tensor_parallel_alone(parallel: Any) -> None:

@@ -27,9 +27,10 @@ class Worker(OrbaxWorkerExtension):
 
     def __init__(self, rank: int = 0, ranks: int = 1):
         served = Served(rank, ranks)
+        self.device = torch.device("cpu")
         self.model_runner = SimpleNamespace(get_model=lambda: served)
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks)
         )
         self.loaded: dict[str, np.ndarray] = {}
         self.fails_after: int | None = None
@@ -148,25 +149,37 @@ def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeyp
     reading, go_on = threading.Event(), threading.Event()
     real = vllm_plugin.read_version
 
-    def held(path, version, targets, cancelled):
+    def held(path, version, *rest):
         if version == 0:
             reading.set()
             assert go_on.wait(20)
-        return real(path, version, targets, cancelled)
+        return real(path, version, *rest)
 
     monkeypatch.setattr(vllm_plugin, "read_version", held)
     worker = Worker()
     worker.stage(published[0], "0")
     assert reading.wait(20)
     assert worker.stage(published[0], "0")["state"] == "staging", "asking twice reads once"
-    assert staged(worker, published[1], 1)["version"] == 1
-    first = [thread for thread in threading.enumerate() if thread.name == "stage"]
-    go_on.set()
-    for thread in first:
-        thread.join(20)
+    worker.stage(published[1], "1")
     assert worker.stage_status()["version"] == 1
-    worker.commit("1")
+    go_on.set()
+    until = time.monotonic() + 20
+    while worker.stage_status()["state"] == "staging" and time.monotonic() < until:
+        time.sleep(0.001)
+    assert worker.commit("1")["version"] == 1
     np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(1)["lm_head.weight"])
+
+
+def test_versions_may_be_read_into_the_same_block_one_after_the_other(published):
+    block = np.empty(10**6, np.uint8)
+    stager = vllm_plugin.Stager(lambda nbytes: block[:nbytes])
+    for version in (0, 1, 0):
+        stager.read(published[version], version, targets_of(Served()))
+        tensors = stager.take(version).tensors
+        assert all(np.shares_memory(array, block) for array in tensors.values())
+        for name, array in weights(version).items():
+            np.testing.assert_array_equal(tensors[name], array)
+        stager.drop()
 
 
 def test_servers_with_pipeline_stages_or_replicas_are_refused(published):
