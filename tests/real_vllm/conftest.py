@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import Server, serving
+from serving import ON_TWO_CORES, TINY_ON_CPU, Server, serving
 from tiny_qwen2 import weights, write_model
 
 EXTENSION = ("--worker-extension-cls", "faulty.FaultyExtension", "--weight-transfer-config", '{"backend": "orbax"}')
@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The one server of these tests: untied, with development endpoints and both ways to update."""
     log = tmp_path_factory.mktemp("server") / "log"
-    with serving(model, log, *EXTENSION, VLLM_SERVER_DEV_MODE="1") as started:
+    with serving(model, log, *TINY_ON_CPU, *EXTENSION, VLLM_SERVER_DEV_MODE="1", **ON_TWO_CORES) as started:
         yield started
 
 

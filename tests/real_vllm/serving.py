@@ -103,32 +103,38 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+# What makes vLLM start fast and stay small on two cores; the modules beside this one can be imported.
+ON_TWO_CORES = {
+    "PYTHONPATH": str(Path(__file__).parent),
+    "OMP_NUM_THREADS": "2",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+
+
 def environment(**more: str) -> dict[str, str]:
-    """What makes vLLM start fast and stay small on two cores; the modules beside this one can be imported."""
-    found = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "OMP_NUM_THREADS": "2"}
-    found |= {"TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    found |= {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "INFO"}
-    found.pop("XLA_FLAGS", None)
-    return found | more
+    """This process's, without what its own JAX is told."""
+    found = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
+    return found | {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"} | more
+
+
+TINY_ON_CPU = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", "512", "--max-num-seqs", "16"),
+    *("--kv-cache-memory-bytes", "67108864", "--enable-scale-out", "--distributed-executor-backend", "uni"),
+)
 
 
 @contextmanager
-def serving(model: Path, log: Path, *options: str, **variables: str) -> Iterator[Server]:
-    """A ready server, ended with the context."""
+def serving(
+    model: Path, log: Path, *options: str, python: Sequence[str] = (sys.executable,), **variables: str
+) -> Iterator[Server]:
+    """A ready server that got no weights yet, ended with the context; `variables` are added to the environment."""
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--dtype", "float32", "--enforce-eager"]
-    command += ["--max-model-len", "512", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(1 << 26)]
-    command += ["--load-format", "dummy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
-    command += [
-        "--enable-scale-out",
-        "--distributed-executor-backend",
-        "uni",
-        "--uvicorn-log-level",
-        "warning",
-        *options,
-    ]
-    with running(command, log, environment(**variables)) as process:
+    command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--load-format", "dummy"]
+    command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    with running([*command, "--uvicorn-log-level", "warning", *options], log, environment(**variables)) as process:
         server = Server(f"http://127.0.0.1:{port}", process, log)
         wait_until_ready(server)
         yield server

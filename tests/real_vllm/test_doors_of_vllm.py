@@ -8,7 +8,17 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from serving import Refusal, Server, environment, free_port, running, serving, wait_until_ready
+from serving import (
+    ON_TWO_CORES,
+    TINY_ON_CPU,
+    Refusal,
+    Server,
+    environment,
+    free_port,
+    running,
+    serving,
+    wait_until_ready,
+)
 
 TOKEN = "sixteen letters and more"
 HERE, THERE = "10.213.7.1", "10.213.7.2"  # a network of the two ends of one virtual cable
@@ -92,8 +102,9 @@ def test_another_host_reaches_generation_and_updates_but_no_other_endpoint(serve
 
 
 def test_a_server_without_development_endpoints_generates_and_names_what_updates_need(model, tmp_path):
+    without = {**ON_TWO_CORES, "VLLM_SERVER_DEV_MODE": "0"}
     with (
-        serving(model, tmp_path / "log", VLLM_SERVER_DEV_MODE="0") as bare,
+        serving(model, tmp_path / "log", *TINY_ON_CPU, **without) as bare,
         proxy_before(bare, tmp_path / "proxy") as door,
     ):
         with pytest.raises(Refusal) as absent:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from published import write_version
-from serving import environment
+from serving import ON_TWO_CORES, environment
 from tiny_qwen2 import VOCABULARY, weights, write_model
 
 TOLERANCE = 1e-4  # nats, float32
@@ -29,7 +29,7 @@ def found(tmp_path_factory) -> dict:
     program = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(
         [sys.executable, str(program), str(model), *paths, json.dumps(TOKENS)],
-        env=environment(), capture_output=True, text=True, timeout=240,
+        env=environment(**ON_TWO_CORES), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert lines, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
