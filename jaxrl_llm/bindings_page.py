@@ -23,6 +23,7 @@ INTERNAL = (
     "models.hf_names",
     "models.mesh_attention",
     "samplers.fleet",
+    "samplers.cuda_ipc",
     "samplers.manifest",
     "samplers.orbax_reader",
     "samplers.publication",

@@ -13,12 +13,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from jaxrl_llm.samplers import cuda_ipc
 from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version, uninitialised
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
@@ -134,32 +136,67 @@ class OrbaxWorkerExtension:
             published, the model is as it was.
           seconds: that it took.
         """
+        return self._orbax_answer(lambda: self._orbax_commit(int(version)))
+
+    def commit_ipc(self, version: str | int, memory: str) -> dict[str, Any]:
+        """As `commit`, straight from the GPU memory of a learner on this host, which nothing was staged from.
+
+        Args:
+          version: its number.
+          memory: where it lies, as `cuda_ipc.describe` says it. The learner keeps it until this returns.
+        """
+        return self._orbax_answer(lambda: self._orbax_copy(int(version), memory))
+
+    def _orbax_answer(self, load: Callable[[], None]) -> dict[str, Any]:
         began, error = time.perf_counter(), ""
         try:
-            self._orbax_load(int(version))
+            load()
         except Exception as failure:
             error = str(failure)
         return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
 
-    def _orbax_load(self, version: int) -> None:
+    def _orbax_commit(self, version: int) -> None:
         stager, model = self._orbax_stager, self._orbax_model
         staged = agreed(stager, version, targets_of(model), version_of(model) == version)
         if staged is None:
             return
+        self._orbax_load(version, lambda: torch_tensors(staged.tensors), "The version is still staged: commit again")
+        del staged
+        stager.drop()
+
+    def _orbax_copy(self, version: int, memory: str) -> None:
+        targets, driver = targets_of(self._orbax_model), gpu_memory(self.device)  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            reached, error = None, ""
+            try:
+                reached = cuda_ipc.parse(memory)
+                cuda_ipc.check(reached, targets)
+                bases = stack.enter_context(cuda_ipc.opened(reached, driver))
+            except (BadVersion, OSError) as unreached:
+                error = str(unreached)
+            divided = any(not target.whole for target in targets.values())
+            (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
+            if reached is None or without:
+                raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
+            tensors = {name: reached.tensors[name] for name in targets}
+            device = self.device  # type: ignore[attr-defined]
+            self._orbax_load(version, lambda: copied_tensors(tensors, bases, driver, device), "Commit again")
+        self._orbax_stager.drop()
+
+    def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
+        model = self._orbax_model
         set_version(model, UNKNOWN)
         try:
-            self.reload_weights(weights_iterator=torch_tensors(staged.tensors))  # type: ignore[attr-defined]
+            self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
             repack_tied_head(model)
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
-                "The version is still staged: commit again, and do not resume the server before"
+                f"{cure}, and do not resume the server before"
             ) from failure
         set_version(model, version)
-        del staged
-        stager.drop()
 
     def published_version(self) -> int:
         """The version in the model, -1 before the first commit and after one that failed midway."""
@@ -293,6 +330,29 @@ def torch_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Any]
             yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         else:
             yield name, torch.from_numpy(array)
+
+
+def gpu_memory(device: Any) -> cuda_ipc.Memory:
+    """CUDA's driver, with this rank's GPU current; BadVersion where there is none."""
+    if device.type != "cuda":
+        raise BadVersion(f"the server runs on {device}: weights reach it through a checkpoint, not through GPU memory")
+    driver = cuda_ipc.Cuda()
+    driver.use(device.index or 0)
+    return driver
+
+
+def copied_tensors(
+    tensors: Mapping[str, cuda_ipc.RemoteTensor], bases: Mapping[int, int], driver: cuda_ipc.Memory, device: Any
+) -> Iterator[tuple[str, Any]]:
+    """The tensors of another process as torch's own, one after the other."""
+    import torch
+
+    for name, tensor in tensors.items():
+        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+        if device.type == "cuda":  # the memory may have been another tensor's, whose work is still queued
+            torch.cuda.synchronize(device)
+        cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+        yield name, whole
 
 
 def repack_tied_head(model: Any) -> None:
