@@ -50,7 +50,12 @@ def _stacked(axes: Any, layers: Mapping[str, Any]) -> None:
     values = [layers[name][side][layer] for layer in range(count) for name, side in rows]
     colours = ["tab:blue", "tab:red", "tab:green", "tab:purple"] * count
     axes.barh(range(len(values)), values, color=colours, height=0.9)
-    axes.set(yticks=[4 * layer + 1.5 for layer in range(count)], yticklabels=range(count), xlabel="entropy (nats)", ylabel="layer (from 0)")
+    axes.set(
+        yticks=[4 * layer + 1.5 for layer in range(count)],
+        yticklabels=range(count),
+        xlabel="entropy (nats)",
+        ylabel="layer (from 0)",
+    )
     for (name, side), colour in zip(rows, colours, strict=False):
         axes.barh(0, 0, color=colour, label=f"{TITLES[name]} {side}")
     axes.legend(fontsize="small")

@@ -31,7 +31,11 @@ from jaxrl_llm.protocols import SamplerFactory, Source
 from jaxrl_llm.rollouts import Asking, seed_of, stopping
 
 RESULT = "entropy_flow.json"
-MODULES = {"attn": ("attn_in_normed", "attn_out"), "ffn": ("mlp_in_normed", "mlp_out"), "layer": ("layer_in", "layer_out")}
+MODULES = {
+    "attn": ("attn_in_normed", "attn_out"),
+    "ffn": ("mlp_in_normed", "mlp_out"),
+    "layer": ("layer_in", "layer_out"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,10 +123,18 @@ class EntropyFlow:
             i, t = tokens[n]
             token = int(rollouts[i].tokens[t])
             text = model.tokenizer.decode([token])
-            return {"prompt": rollouts[i].prompt.id, "position": t, "token": token, "text": text, "entropy": float(entropy[n])}
+            return {
+                "prompt": rollouts[i].prompt.id,
+                "position": t,
+                "token": token,
+                "text": text,
+                "entropy": float(entropy[n]),
+            }
 
         sites = measured["sites"]
-        flow = {name: {"in": sites[a], "out": sites[b], "change": sites[b] - sites[a]} for name, (a, b) in MODULES.items()}
+        flow = {
+            name: {"in": sites[a], "out": sites[b], "change": sites[b] - sites[a]} for name, (a, b) in MODULES.items()
+        }
         return {
             "model": model.name,
             "proposed_layer": proposed(flow["ffn"]["change"], self.tolerance),
