@@ -63,7 +63,8 @@ class Rearranged:
       similar_share: share of the pairs that are of one class.
       size: pairs.
       split: "train" or "heldout"; they share no string.
-      cls, sep: as of SimilarPairs.
+      cls: as of SimilarPairs.
+      sep: as of SimilarPairs.
       seed: names the pairs.
     """
 
