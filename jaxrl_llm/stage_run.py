@@ -92,12 +92,9 @@ class StageRun:
         )  # fmt: skip
         rows = config.data.rows()
         asking = Asking(
-            sampler=training.sampler,
-            tokenizer=training.tokenizer,
-            environment=config.environment,
-            marker=config.marker,
+            sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, marker=config.marker,
             max_turns=config.max_turns,
-        )
+        )  # fmt: skip
         seed = training.config.seed
         feed = _feed(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
         _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
