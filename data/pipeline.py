@@ -240,8 +240,10 @@ class Encoder:
         """Tokens of the response, int32 [T], and which of them the policy would have chosen, bool [T].
 
         `Prompt.extra["turns"]`, pairs of speaker and text, says what an environment said; each turn is encoded on its
-        own, as it is when the policy talks to the environment.
+        own, as it is when the policy talks to the environment. `Prompt.extra["response_tokens"]` is taken as it is.
         """
+        if (given := prompt.extra.get("response_tokens")) is not None:
+            return self._limited(prompt, np.asarray(given, np.int32), np.ones(len(given), bool))
         end = self.tokenizer.eos_token_id
         if end is None:
             raise ValueError(
@@ -251,6 +253,10 @@ class Encoder:
         said = [(speaker == "policy", self._ids(prompt.id, text, False)) for speaker, text in turns]
         tokens = np.concatenate([*(ids for _, ids in said), [end]]).astype(np.int32)
         mask = np.concatenate([*(np.full(len(ids), policy) for policy, ids in said), [True]])
+        return self._limited(prompt, tokens, mask)
+
+    def _limited(self, prompt: Prompt, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """A response within `max_response_tokens`, or None where it was dropped."""
         limit = self.max_response_tokens
         if limit is None or len(tokens) <= limit:
             return tokens, mask

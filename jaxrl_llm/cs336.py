@@ -19,9 +19,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.data.packed_sft import joined
 from jaxrl_llm.data.templates import alpaca
-from jaxrl_llm.eval.choices import CASCADES
 from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.rewards.multiple_choice import MultipleChoice
 
 Model = Callable[[Int[Array, "B T"]], Float[Array, "B T V"]]
 Metadata = dict[str, Any]
@@ -160,15 +161,8 @@ def get_packed_sft_dataset(
     documents = [json.loads(line) for line in lines if line.strip()]
     if shuffle:
         documents = [documents[i] for i in np.random.default_rng(seed).permutation(len(documents))]
-    begin = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    tokens: list[int] = []
-    for row in documents:
-        text = alpaca(row["prompt"]) + row["response"]
-        tokens += [*begin, *tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    whole = (len(tokens) - 1) // seq_length
-    if whole < 1:
-        raise ValueError(f"{dataset_path} has {len(tokens)} tokens, and one row of {seq_length} needs {seq_length + 1}")
-    return PackedDataset(np.array(tokens[: whole * seq_length + 1], np.int32), seq_length)
+    stream = joined(tokenizer, (alpaca(row["prompt"]) + row["response"] for row in documents), seq_length)
+    return PackedDataset(stream, seq_length)
 
 
 def iterate_batches(
@@ -313,8 +307,7 @@ def compute_per_instance_dpo_loss(
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The letter, A to D, of the last "The correct answer is _"; None where there is none."""
     del mmlu_example
-    found = [letter for letter in re.findall(CASCADES["sentence"][0], model_output) if letter in "ABCD"]
-    return found[-1] if found else None
+    return MultipleChoice(places=("sentence",)).choice(model_output, "ABCD")
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:

@@ -16,12 +16,13 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
     totals = [g.total()[rows] for g, rows in kept]
     answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
     names = sorted({n for g in batch.groups for n in g.scores.parts})
-    fills = [rows.fill for rows in batch.rows]
+    allocated = sum(rows.segments.size for rows in batch.rows)
+    tokens = sum(int(np.sum(rows.segments > 0)) for rows in batch.rows)
     values = {
         "batch/sequences": float(len(batch.rollouts)),
-        "batch/microbatches": float(len(fills)),
-        "batch/fill": float(np.mean(fills)) if fills else 0.0,
-        "batch/tokens": float(sum(np.sum(rows.segments > 0) for rows in batch.rows)),
+        "batch/microbatches": float(len(batch.rows)),
+        "batch/fill": tokens / max(allocated, 1),
+        "batch/tokens": float(tokens),
         "batch/response_tokens": float(sum(int(r.mask.sum()) for r in batch.rollouts)),
     }
     if not answers or not any(not n.startswith("log/") for n in names):
@@ -30,6 +31,7 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
     values |= {
         "reward/mean": float(np.mean(np.concatenate(totals))),
         "reward/std": float(np.std(np.concatenate(totals))),
+        "reward/group_std": float(np.mean([np.std(t) for t in totals if len(t)])),
         "response/length": float(lengths.mean()),
         "response/length_max": float(lengths.max()),
         "response/truncated": float(np.mean([r.finish == "length" for r in answers])),
@@ -47,7 +49,7 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
 
 def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The learner's log-prob less the sampler's, over the tokens the policy drew: mean |.|, p99, max and k3 (nats)."""
-    mask = batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+    mask = _drawn(batch)
     if not mask.any():
         return {}
     d = (streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
@@ -65,13 +67,47 @@ def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
 
 def staleness(batch: GlobalBatch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
     """How many versions behind `version` the tokens are that the policy drew, and the mean gap of those of each lag."""
-    mask = batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+    mask = _drawn(batch)
     if not mask.any():
         return {}
     lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
     size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
     values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
     return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
+
+
+def drift(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """KL(policy || reference) over the tokens the policy drew (k3, nats), where there is a reference."""
+    mask = _drawn(batch)
+    if "ref_logprobs" not in streams or not mask.any():
+        return {}
+    d = (streams["ref_logprobs"] - streams["old_logprobs"])[mask].astype(np.float64)
+    return {"drift/kl": float((np.expm1(np.clip(d, -20, 20)) - d).mean())}
+
+
+def inside(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Entropy and log-prob that a state inside the model gives the tokens the policy drew (nats)."""
+    mask = _drawn(batch)
+    if not mask.any():
+        return {}
+    return {
+        "inside/entropy": float(streams["entropy"][mask].mean()),
+        "inside/logprob": float(streams["old_logprobs"][mask].mean()),
+    }
+
+
+def by_source(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Mean entropy by the prompts' source, where there are several (nats)."""
+    mask, source = _drawn(batch), batch.fields["source"]
+    there = {name: mask & (source == i)[:, None] for i, name in enumerate(batch.sources)}
+    if len(there) < 2:
+        return {}
+    return {f"entropy/{name}": float(streams["entropy"][m].mean()) for name, m in there.items() if m.any()}
+
+
+def _drawn(batch: GlobalBatch) -> np.ndarray:
+    """bool [S, T]: the tokens that the policy drew, greedy answers left out."""
+    return batch.fields["mask"] & ~batch.fields["greedy"][:, None]
 
 
 def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -109,13 +109,14 @@ class GlobalBatch:
         }
 
     def view(self, streams: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> View:
-        """The view with the learner's streams [S, T]; `groups` is the static number of groups."""
+        """The view with the learner's streams [S, T], which may stand for what the host knows; `groups` is static."""
         absent: dict[str, Any] = dict.fromkeys(
             ("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs")
         )
         zeros = np.zeros((self.capacity, self.response_tokens), np.float32)
         known: dict[str, Any] = {"old_logprobs": zeros, "entropy": zeros, **absent, **streams}
-        return View(**self.fields, **known, controls={n: np.float32(c) for n, c in controls.items()}, groups=groups)
+        moved = {n: np.float32(c) for n, c in controls.items()}
+        return View(**{**self.fields, **known}, controls=moved, groups=groups, sources=tuple(self.sources))
 
     def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
         """A stream of all micro-batches, [B, T] each in the order of `rows`, as one array [S, T]."""

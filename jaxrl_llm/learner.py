@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -18,13 +19,14 @@ from jaxrl_llm.batch import Batch
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import Partitioner
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.optimizers import Optimizer, state_shardings
+from jaxrl_llm.optimizers import Optimizer, keep, state_shardings
+from jaxrl_llm.phases import Capture, Trainable
 from jaxrl_llm.protocols import Algorithm, Params
 from jaxrl_llm.train_state import TrainState
 
 Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
 NO_BASES: Bases = {}
-STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
+STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +39,9 @@ class Learner:
       optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
       updates: updates of the whole run, for the schedules.
       warmup: first updates, which leave the policy as it is: only the critic learns.
+      capture: where the policy's log-probs are read from; None is the model's own output.
+      trainable: which parameters of the policy learn; None for all.
+      seed: seed of the noise that an algorithm may ask for.
       temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
       max_segments: most sequences of a packed row.
     """
@@ -46,6 +51,9 @@ class Learner:
     optimizers: Mapping[str, Optimizer]
     updates: int
     warmup: int = 0
+    capture: Capture | None = None
+    trainable: Trainable | None = None
+    seed: int = 0
     temperature: float = 1.0
     max_segments: int | None = None
 
@@ -101,11 +109,17 @@ class Learner:
     # -- what the models say of a batch --------------------------------------------------------------------------------
 
     def outputs(
-        self, params: Mapping[str, Params], batch: Batch, streams: Sequence[str], bases: Bases = NO_BASES
+        self,
+        params: Mapping[str, Params],
+        batch: Batch,
+        streams: Sequence[str],
+        bases: Bases = NO_BASES,
+        noise_key: Array | None = None,
     ) -> dict[str, dict[str, Array]]:
         """Per-token float32 streams [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
 
-        Here and below, `bases` holds the frozen parameters under the adapters of the models that have these.
+        Here and below, `bases` holds the frozen parameters under the adapters of the models that have these. The noise
+        of "noise_logprob" is drawn by `noise_key`.
         """
         places = (batch.tokens, batch.positions, batch.segments)
         found = {}
@@ -114,10 +128,11 @@ class Learner:
                 continue
             whole = model.joined(params[name], bases.get(name))
             if name == "policy":
-                hidden = model.hidden(whole, *places, max_segments=self.max_segments)
+                hidden = model.hidden(whole, *places, capture=self.capture, max_segments=self.max_segments)
                 stats = token_stats(
                     hidden.reshape(-1, hidden.shape[-1]), model.head(whole), batch.targets.reshape(-1),
-                    temperature=self.temperature, outputs=tuple(streams), mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
+                    temperature=self.temperature, outputs=tuple(streams), noise_key=noise_key,
+                    mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
                 )  # fmt: skip
                 found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
             else:
@@ -131,7 +146,8 @@ class Learner:
 
     @cached_property
     def _score(self) -> Any:
-        return jax.jit(lambda params, batch, bases: self.outputs(params, batch, self.streams, bases))
+        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is of an update alone
+        return jax.jit(lambda params, batch, bases: self.outputs(params, batch, drawn, bases))
 
     @cached_property
     def _score_frozen(self) -> Any:
@@ -155,21 +171,34 @@ class Learner:
 
     # -- update --------------------------------------------------------------------------------------------------------
 
-    def _objective(self, params: Mapping[str, Params], batch: Batch, bases: Bases) -> tuple[Array, dict[str, Array]]:
-        """The share of a micro-batch in the loss of its mini-batch, and in the metrics."""
-        terms, metrics = self.algorithm.loss(self.outputs(params, batch, self.streams, bases), batch)
+    def _objective(
+        self, params: Mapping[str, Params], batch: Batch, bases: Bases, place: tuple[Any, Any]
+    ) -> tuple[Array, dict[str, Array]]:
+        """The share of a micro-batch in the loss of its mini-batch, and in the metrics.
+
+        Args:
+          place: number of the update and of the micro-batch within it, which seed its noise.
+        """
+        noisy = "noise_logprob" in self.streams
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), place[0]), place[1]) if noisy else None
+        found: dict[str, Any] = self.outputs(params, batch, self.streams, bases, key)
+        if "policy" in found:
+            found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
+        terms, metrics = self.algorithm.loss(found, batch)
         divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
         loss = sum(divided(terms).values(), start=jnp.zeros(()))
         return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
 
-    def _gradient(self, params: dict[str, Params], batch: Batch, bases: Bases) -> tuple[Any, dict[str, Array]]:
+    def _gradient(
+        self, params: dict[str, Params], batch: Batch, bases: Bases, place: tuple[Any, Any]
+    ) -> tuple[Any, dict[str, Array]]:
         objective = jax.value_and_grad(self._objective, has_aux=True)
-        (_, scalars), gradient = objective(self.trained(params), batch, bases)
+        (_, scalars), gradient = objective(self.trained(params), batch, bases, place)
         return gradient, scalars
 
     @cached_property
     def _measure(self) -> Any:
-        return jax.jit(lambda params, batch, bases: self._objective(params, batch, bases)[1])
+        return jax.jit(lambda params, batch, bases: self._objective(params, batch, bases, (0, 0))[1])
 
     def measure(
         self, params: Mapping[str, Params], batches: Iterable[Batch], bases: Bases = NO_BASES
@@ -180,8 +209,8 @@ class Learner:
 
     @cached_property
     def _accumulate(self) -> Any:
-        def accumulate(total: Any, params: dict[str, Params], batch: Batch, bases: Bases) -> Any:
-            return jax.tree.map(jnp.add, total, self._gradient(params, batch, bases))
+        def accumulate(total: Any, params: dict[str, Params], batch: Batch, bases: Bases, place: Any) -> Any:
+            return jax.tree.map(jnp.add, total, self._gradient(params, batch, bases, place))
 
         return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
@@ -203,7 +232,7 @@ class Learner:
         """Gradient and update in one program, for a mini-batch of one micro-batch: no gradient is ever stored."""
 
         def whole(state: TrainState, batch: Batch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
-            gradient, scalars = self._gradient(state.params, batch, bases)
+            gradient, scalars = self._gradient(state.params, batch, bases, (state.step, 0))
             state, norms = self._applied(state, gradient)
             return state, {**scalars, **norms}
 
@@ -220,13 +249,19 @@ class Learner:
             clipped = jax.tree.map(lambda g: g * scale, gradient[name])  # noqa: B023  # used at once
             changes, new = transform.update(clipped, state.moments[name], state.params[name])
             learns = finite & (state.step >= self.warmup) if self.warmup and name == "policy" else finite
-            keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(learns, n, o), new, old)  # noqa: B023, E731
-            params[name] = keep(optax.apply_updates(state.params[name], changes), state.params[name])
-            moments[name] = keep(new, state.moments[name])
+            mask = jax.tree.map(lambda m: learns & m, self._mask(name, state.params[name]))  # noqa: B023  # used at once
+            params[name] = keep(optax.apply_updates(state.params[name], changes), state.params[name], mask)
+            moments[name] = keep(new, state.moments[name], mask)
         skipped = jnp.where(finite, 0, state.skipped + 1)
         metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
         metrics["update/skipped"] = 1.0 - finite.astype(jnp.float32)
         return TrainState(step=state.step + 1, skipped=skipped, params=params, moments=moments), metrics
+
+    def _mask(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether each part of a model's parameters learns in this phase."""
+        if name != "policy" or self.trainable is None:
+            return dict.fromkeys(parts, True)
+        return self.trainable.mask(parts, self.policy.architecture.layers)
 
     def update(
         self, state: TrainState, batches: Iterable[Batch], bases: Bases = NO_BASES
@@ -239,9 +274,9 @@ class Learner:
         batches, bases = list(batches), dict(bases)
         if len(batches) == 1:
             return self._whole(state, batches[0], bases)
-        total = self._first(state.params, batches[0], bases)
-        for batch in batches[1:]:
-            total = self._accumulate(total, state.params, batch, bases)
+        total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
+        for number, batch in enumerate(batches[1:], 1):
+            total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
         gradient, scalars = total
         state, norms = self._apply(state, gradient)
         return state, {**scalars, **norms}

@@ -1,11 +1,14 @@
-"""AdamW with a schedule, gradient clipping and sharded moments, from optax."""
+"""AdamW with a schedule, a step count for each layer, and sharded moments."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxrl_llm.phases import LAYERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,71 @@ class Optimizer:
 
     def transform(self, updates: int) -> optax.GradientTransformation:
         """The optax chain for a run of `updates` updates; clipping is the learner's, which knows the global norm."""
-        return optax.adamw(
-            self.rate(updates), b1=self.b1, b2=self.b2, eps=self.epsilon, weight_decay=self.weight_decay,
-            mu_dtype=jnp.dtype(self.moments_dtype), mask=decays,
-        )  # fmt: skip
+        return optax.chain(
+            scale_by_adam(self.b1, self.b2, self.epsilon, jnp.dtype(self.moments_dtype)),
+            optax.add_decayed_weights(self.weight_decay, decays),
+            optax.scale_by_learning_rate(self.rate(updates)),
+        )
+
+
+def scale_by_adam(b1: float, b2: float, epsilon: float, mu_dtype: Any) -> optax.GradientTransformation:
+    """Adam's direction, with a step count of each part of the parameters, [L] of those stacked over layers.
+
+    A part or a layer that was frozen for a time takes up its bias correction where it was; the learning rate's schedule
+    counts the updates of the whole model.
+    """
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        count = {
+            part: jnp.zeros(jax.tree.leaves(tree)[0].shape[:1] if part == LAYERS else (), jnp.int32)
+            for part, tree in params.items()
+        }
+        mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype), params)
+        return optax.ScaleByAdamState(count=count, mu=mu, nu=jax.tree.map(jnp.zeros_like, params))  # type: ignore[arg-type]
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        del params
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, gradient, state.mu)
+        nu = jax.tree.map(lambda g, v: (1 - b2) * jnp.square(g) + b2 * v, gradient, state.nu)
+        count = jax.tree.map(lambda n: n + 1, state.count)
+
+        def direction(part: str) -> Any:
+            first, second = (1 - b ** count[part].astype(jnp.float32) for b in (b1, b2))
+            return jax.tree.map(
+                lambda m, v: (m / along(first, m)) / (jnp.sqrt(v / along(second, v)) + epsilon), mu[part], nu[part]
+            )
+
+        kept = jax.tree.map(lambda m: m.astype(mu_dtype), mu)
+        return {part: direction(part) for part in mu}, optax.ScaleByAdamState(count=count, mu=kept, nu=nu)  # type: ignore[arg-type]
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def along(x: Any, like: Any) -> Any:
+    """`x` ([] or [L]) shaped to meet an array of more axes from its first axis on."""
+    return jnp.reshape(x, jnp.shape(x) + (1,) * (jnp.ndim(like) - jnp.ndim(x)))
+
+
+def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
+    """`new` where a part learns and `old` elsewhere, bit for bit.
+
+    Args:
+      new: parameters or an optimizer's state, in which every dictionary of the parameters' parts is told apart by them.
+      old: the same before the update.
+      learns: {part: bool [], or bool [L] of stacked layers}.
+    """
+    by_part = lambda node: isinstance(node, dict) and node.keys() == learns.keys()  # noqa: E731
+    anything = jnp.any(jnp.stack([jnp.any(x) for x in learns.values()]))
+
+    def chosen(new: Any, old: Any) -> Any:
+        if not by_part(new):
+            return jnp.where(anything, new, old)
+        return {
+            part: jax.tree.map(lambda n, o: jnp.where(along(learns[part], n), n, o), new[part], old[part])  # noqa: B023
+            for part in learns
+        }
+
+    return jax.tree.map(chosen, new, old, is_leaf=by_part)
 
 
 def decays(params: Any) -> Any:
@@ -80,7 +144,11 @@ def state_shardings(transform: optax.GradientTransformation, params: Any, replic
       params: tree of ShapeDtypeStruct with shardings.
       replicated: sharding of scalars.
     """
+    shapes = jax.tree.map(lambda x: x.shape, params)
+
+    def moments(node: Any) -> bool:
+        return isinstance(node, dict) and jax.tree.map(lambda x: x.shape, node) == shapes
+
+    own = jax.tree.map(lambda x: x.sharding, params)
     state = jax.eval_shape(transform.init, params)
-    return optax.tree_utils.tree_map_params(
-        transform, lambda _, p: p.sharding, state, params, transform_non_params=lambda _: replicated
-    )
+    return jax.tree.map(lambda node: own if moments(node) else replicated, state, is_leaf=moments)

@@ -10,8 +10,23 @@ from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, 
 
 Params = dict[str, Any]
 
+# What an algorithm learns from; see Algorithm.
+Learns = Literal["samples", "demonstrations", "documents", "pairs"]
+
 # What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
-NEEDS = frozenset({"reference", "critic", "reward_model", "teacher", "greedy", "sum_p2", "uniform_logprob", "entropy"})
+NEEDS = frozenset(
+    {
+        "reference",
+        "critic",
+        "reward_model",
+        "teacher",
+        "greedy",
+        "sum_p2",
+        "uniform_logprob",
+        "noise_logprob",
+        "entropy",
+    }
+)
 
 
 @runtime_checkable
@@ -126,7 +141,7 @@ class Companion(Protocol):
     def refresh_every(self) -> int: ...
 
     def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
-        """Makes it ready beside `policy`; nothing is asked of it before."""
+        """Makes it ready beside `policy`; nothing is asked of it before. `run_dir` is a folder of its own."""
         ...
 
     async def publish(self, params: Params, version: int) -> None:
@@ -143,13 +158,14 @@ class Algorithm(Protocol):
     """A frozen dataclass: how rollouts become advantages, and advantages a loss.
 
     Attributes:
-      learns_from: "samples" of the policy, "demonstrations" (prompt and response) or "pairs" (chosen and rejected).
+      learns_from: "samples" of the policy, "demonstrations" (prompt and response), "documents" (demonstrations joined and
+        cut into chunks of a row) or "pairs" (chosen and rejected).
       needs: subset of NEEDS.
       group_size_at_least: fewest rollouts of a prompt that leave a learning signal.
     """
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]: ...
+    def learns_from(self) -> Learns: ...
 
     @property
     def needs(self) -> frozenset[str]: ...
@@ -177,6 +193,46 @@ class Algorithm(Protocol):
 
     def loss(self, outputs: Mapping[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Terms and metrics of one micro-batch, {name: (sum, name of its global denominator)}; pure, under jit."""
+        ...
+
+
+@runtime_checkable
+class Needing(Protocol):
+    """A component beside the algorithm that asks for more than the policy's own log-probs.
+
+    Attributes:
+      needs: subset of NEEDS.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+
+@runtime_checkable
+class Schedule(Needing, Protocol):
+    """Which phase each step of a stage is in; see phases.Phase.
+
+    Attributes:
+      phases: every phase that there may be.
+      controls: its controllers by name, kept in checkpoints, with the values that a stage starts from.
+    """
+
+    @property
+    def phases(self) -> Sequence[Any]: ...
+
+    @property
+    def controls(self) -> Mapping[str, float]: ...
+
+    def check(self, layers: int) -> None:
+        """Raises ValueError where the schedule does not fit a model of `layers` layers."""
+        ...
+
+    def phase(self, step: int, controls: Mapping[str, float]) -> Any:
+        """The phase (`phases.Phase`) of a step; the stage's first is 1."""
+        ...
+
+    def adapt(self, step: int, controls: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
+        """The controllers after a step with these metrics; a guard ends a phase early by them."""
         ...
 
 

@@ -14,18 +14,27 @@ import numpy as np
 from jaxrl_llm import diagnostics, shown, teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.batch import Credit, View
-from jaxrl_llm.collect import Collector
-from jaxrl_llm.companions import Companions, found
-from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.companions import Companions
+from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.evaluate import evaluate
-from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, given, stats_of
+from jaxrl_llm.experience import Prompt, ScoredGroup
+from jaxrl_llm.feeds import Feed, SampleFeed, stats_of
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.phase_run import PhaseRun
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.rollouts import Asking, stopping
+from jaxrl_llm.stage_parts import (
+    companions_of,
+    feed_of,
+    given_groups,
+    learner_of,
+    new_key,
+    say,
+    teacher_of,
+    value_bases,
+)
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
 
@@ -42,6 +51,7 @@ class StageRun:
       config: what the stage is.
       number: its place in the run.
       learner: scores and updates.
+      phases: the phases of the stage, and their learners.
       feed: gives the groups of each step.
       asking: asks the sampler, for evaluations too.
       held_out: encoded prompts of each evaluation.
@@ -58,6 +68,7 @@ class StageRun:
     config: Stage
     number: int
     learner: Learner
+    phases: PhaseRun
     feed: Feed
     asking: Asking
     held_out: Sequence[Sequence[Prompt]]
@@ -96,28 +107,28 @@ class StageRun:
             max_turns=config.max_turns,
         )
         seed = training.config.seed
-        feed = _feed(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
-        _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
+        feed = feed_of(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
+        say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
         held_out = []
         for evaluation in config.evaluations:
             other = replace(encoder, max_response_tokens=None)
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
-            _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
+            say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
         unseen = [] if config.held_out is None else list(config.held_out.rows())
-        measured = given(encoder, unseen, config.algorithm) if unseen else []
-        learner = _learner(config, training.policy)
+        measured = given_groups(config, encoder, unseen, seed) if unseen else []
+        learner = learner_of(config, training.policy, seed)
         return cls(
-            config=config, number=number, learner=learner, feed=feed, asking=asking, held_out=held_out,
-            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
-            companions=_companions(config, training), controls=dict(config.algorithm.controls), seed=seed,
-            bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
+            config=config, number=number, learner=learner, phases=PhaseRun(config=config, learner=learner), feed=feed, asking=asking, held_out=held_out,
+            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=teacher_of(config, training, learner),
+            companions=companions_of(config, training), controls=config.controls, seed=seed,
+            bases=dict(training.bases) | value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def begin(self, params: Params) -> TrainState:
         """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
-        if "reference" in self.config.algorithm.needs:
+        if "reference" in self.config.needs:
             self.frozen["reference"] = jax.tree.map(jnp.copy, params)
         self.frozen |= self.companions.begin(params)
         models = {"policy": params}
@@ -130,13 +141,15 @@ class StageRun:
     def abstract(self) -> dict[str, Any]:
         """What a checkpoint of this stage holds on the device."""
         trees: dict[str, Any] = {"state": self.learner.abstract}
-        if "reference" in self.config.algorithm.needs:
+        if "reference" in self.config.needs:
             trees["reference"] = self.learner.policy.abstract()
         return trees | self.companions.abstract
 
     def host(self) -> dict[str, Any]:
         """What a checkpoint of this stage holds of the host."""
-        return {"feed": self.feed.state(), "controls": self.controls, "bases": self._base_sizes}
+        return {
+            "feed": self.feed.state(), "controls": self.controls, "bases": self._base_sizes, "phase": self.phases.phase.name,
+        }  # fmt: skip
 
     @cached_property
     def _base_sizes(self) -> dict[str, float]:
@@ -183,20 +196,28 @@ class StageRun:
 
     def score(self, state: TrainState, batch: GlobalBatch, step: int = 0) -> dict[str, np.ndarray]:
         """The learner's streams [S, T] under their names in the view; those that nothing reads at `step` are left out."""
-        policy, reference = self._scores(step), "reference" in self.frozen
-        if not (policy or reference or self.teacher is not None):
+        policy = self._scores(step)
+        if not (policy or "reference" in self.frozen or self.teacher is not None):
             return {}
+        if self.phases.due:
+            self.phases.measure(batch, self._streams(self.learner, state, batch))
+        return self._streams(self.phases.present, state, batch, policy=policy)
+
+    def _streams(
+        self, learner: Learner, state: TrainState, batch: GlobalBatch, *, policy: bool = True
+    ) -> dict[str, np.ndarray]:
+        """What the models say of the batch where `learner` reads them; the policy and the critic only where asked."""
         device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
         streams: dict[str, np.ndarray] = {}
         if policy:
-            scored = [self.learner.score(state.params, b, self.bases) for b in device]
+            scored = [learner.score(state.params, b, self.bases) for b in device]
             streams = {
                 VIEW_NAMES.get(n, n): batch.unpack([to_host(s[m][n]) for s in scored])
                 for m in scored[0]
                 for n in scored[0][m]
             }
-        if reference:
-            found = [self.learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
+        if "reference" in self.frozen:
+            found = [learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
             streams["ref_logprobs"] = batch.unpack([to_host(x) for x in found])
         if self.teacher is not None:
             streams["teacher_logprobs"] = batch.unpack([to_host(self.teacher.logprobs(b)) for b in device])
@@ -205,7 +226,8 @@ class StageRun:
     @property
     def rescores(self) -> bool:
         """Whether the reward waits for the learner's statistics."""
-        return self.config.reward is not None and self.config.reward.needs_stats
+        config = self.config
+        return config.samples and config.reward is not None and config.reward.needs_stats
 
     async def rescore(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> GlobalBatch:
         """The batch with rewards that needed the learner's statistics."""
@@ -214,23 +236,27 @@ class StageRun:
 
     def view(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> View:
         """The step's view; old log-probs are the sampler's where the stage says so."""
+        streams = self.phases.seen(streams)
         if self.config.samples and self.config.old_logprobs == "sampler":
             streams = {**streams, "old_logprobs": batch.fields["sampler_logprobs"]}
-        return batch.view(streams, self.controls, self.config.prompts_per_step)
+        controls = {name: self.controls[name] for name in self.config.algorithm.controls}
+        return batch.view(streams, controls, self.config.prompts_per_step)
 
     def credit(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> Credit:
         """The algorithm's credit, on the host."""
-        return jax.device_get(self.learner.advantages(self.view(batch, streams)))
+        return jax.device_get(self.phases.present.advantages(self.view(batch, streams)))
 
     def update(
         self, state: TrainState, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit
     ) -> tuple[TrainState, dict[str, float]]:
         """All updates of the step, and the mean of their metrics."""
-        minis = batch.batches(self.view(batch, streams), credit, self.config.algorithm.constant, self.partitioner)
+        minis = batch.batches(
+            self.view(batch, streams), credit, self.phases.present.algorithm.constant, self.partitioner
+        )
         found = []
         for _ in range(self.config.epochs):
             for mini in minis:
-                state, metrics = self.learner.update(state, mini, self.bases)
+                state, metrics = self.phases.present.update(state, mini, self.bases)
                 found.append(metrics)
         values = jax.device_get(found)
         return state, {n: float(np.mean([v[n] for v in values])) for n in values[0]}
@@ -238,7 +264,7 @@ class StageRun:
     def describe(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> dict[str, float]:
         """What the host knows of the step."""
         values = diagnostics.of_rollouts(batch) | {n: float(x) for n, x in credit.metrics.items()}
-        return values | (diagnostics.gap(batch, streams) if self.config.samples and "old_logprobs" in streams else {})
+        return values | self.phases.describe(batch, streams)
 
     def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
         """Warns or stops where sampler and learner disagree, and stops after too many gradients that are not finite."""
@@ -260,9 +286,11 @@ class StageRun:
                 config.gap_warn,
             )
 
-    def adapt(self, metrics: Mapping[str, float], sequences: int) -> None:
-        """Moves the controllers."""
+    def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
+        """Moves the controllers of the algorithm and of the schedule after a step of the stage."""
         self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
+        if self.config.schedule is not None:
+            self.controls |= self.config.schedule.adapt(step, self.controls, metrics)
 
     def rows_to_read(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit) -> list[shown.Row]:
         """The step's first rollouts, for people to read."""
@@ -308,75 +336,3 @@ class StageRun:
         (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
         found = jax.device_get(self.learner.measure(state.params, mini, self.bases))
         return {f"eval/{name}": float(x) for name, x in found.items()}
-
-
-def _companions(config: Stage, training: Any) -> Companions:
-    """The companions of the rewards that the stage asks, started."""
-    asked = config.samples or any(e.reward is None for e in config.evaluations)
-    members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
-    for member in members:
-        member.start(training.policy.plain, training.tokenizer, training.run_dir)
-    training.companions.extend(members)
-    return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
-
-
-def _learner(config: Stage, policy: Policy) -> Learner:
-    """The learner of a stage, with the value models that its algorithm asks for."""
-    models: dict[str, Any] = {"policy": policy}
-    models |= {name: source.model(policy) for name, source in config.value_models.items()}
-    optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
-    warmup = 0
-    if "critic" in models:
-        assert config.critic_optimizer is not None  # by Stage
-        optimizers["critic"] = config.critic_optimizer
-        warmup = config.critic_warmup_steps * config.minibatches * config.epochs
-    return Learner(
-        models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup,
-        temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
-    )  # fmt: skip
-
-
-def _teacher(config: Stage, training: Any, learner: Learner) -> teaching.Teacher | None:
-    """The teacher that the algorithm asks for, which speaks the policy's tokens."""
-    if "teacher" not in config.algorithm.needs:
-        return None
-    assert config.teacher is not None  # by Stage
-    return teaching.Teacher.open(teaching.found(config.teacher, training.tokenizer, learner.partitioner), learner)
-
-
-def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
-    """What lies frozen under the adapters of the value models that have these."""
-    bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
-    return {name: base for name, base in bases.items() if base is not None}
-
-
-def new_key(seed: int, number: int) -> jax.Array:
-    """The key of the new parameters of stage `number`."""
-    return jax.random.fold_in(jax.random.key(seed), number)
-
-
-def _feed(
-    config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int
-) -> Feed:
-    """The feed that the algorithm learns from."""
-    count = config.prompts_per_step
-    if config.samples:
-        assert config.reward is not None
-        collector = Collector(
-            asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
-            greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
-        )  # fmt: skip
-        stream = PromptStream(encoder.prompts(rows), seed=seed)
-        if not config.max_staleness:
-            return SampleFeed(stream=stream, collector=collector, prompts=count)
-        return AheadFeed(
-            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
-            least=config.algorithm.group_size_at_least,
-        )  # fmt: skip
-    return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
-
-
-def _say(what: str, counts: Mapping[str, int]) -> None:
-    """Prints what the encoder cut or dropped, where it did."""
-    lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
-    print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)

@@ -4,13 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import ModelSource
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.models.value_source import ValueSource
 from jaxrl_llm.optimizers import Optimizer
 from jaxrl_llm.packing import Packing
-from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Marker, Reward, Source
+from jaxrl_llm.phases import WHOLE, Phase
+from jaxrl_llm.protocols import NEEDS, Algorithm, Environment, Filter, Marker, Needing, Reward, Schedule, Source
+
+# Needs that cost a model or rollouts, which a stage holds for all its phases.
+HELD = frozenset({"reference", "critic", "reward_model", "teacher", "greedy"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +25,8 @@ class Stage:
     Attributes:
       name: names the stage in logs.
       algorithm: the objective.
+      schedule: the phases of the stage, which differ in what is minimised, read and trained; None has one phase.
+      gap_every: steps between measurements of the policy's own output in a phase that reads another view.
       data: the dataset.
       optimizer: of the policy.
       critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
@@ -28,7 +35,7 @@ class Stage:
       teacher: the model that a distilling algorithm learns from; frozen.
       critic_warmup_steps: first steps, in which only the critic learns.
       steps: steps of this stage.
-      prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
+      prompts_per_step: prompts of a step (demonstrations, chunks or pairs, where the algorithm learns from these).
       group_size: rollouts of a prompt.
       minibatches: updates that a step's prompts are split over, in whole groups.
       epochs: passes over a step's prompts.
@@ -59,6 +66,8 @@ class Stage:
 
     name: str
     algorithm: Algorithm
+    schedule: Schedule | None = None
+    gap_every: int = 1
     data: Source
     optimizer: Optimizer
     critic: ValueSource | None = None
@@ -103,6 +112,7 @@ class Stage:
             "score_every",
             "max_prompt_tokens",
             "evaluate_every",
+            "gap_every",
         )
         for name in positive:
             if getattr(self, name) < 1:
@@ -138,8 +148,34 @@ class Stage:
                 f"Stage.max_staleness of stage {self.name!r} must be >= 0, and 0 where nothing is sampled (got {self.max_staleness}): "
                 "set MAX_STALENESS"
             )
+        self._check_phases()
         if self.samples:
             self._check_sampling()
+
+    def _check_phases(self) -> None:
+        held = self.needs & HELD
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the phases of stage {self.name!r} need different names (got {names})")
+        for phase in self.phases:
+            loss = self.algorithm if phase.loss is None else phase.loss
+            if missing := (loss.needs & HELD) - held:
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} learns by {type(loss).__name__}, which needs "
+                    f"{sorted(missing)}, and the stage's algorithm does not: give both the same coefficients"
+                )
+            if loss.learns_from != self.algorithm.learns_from:
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} learns from {loss.learns_from} and the stage's algorithm from "
+                    f"{self.algorithm.learns_from}: make it a stage of its own"
+                )
+            if phase.view is None:
+                continue
+            if self.old_logprobs == "sampler" or (self.reward is not None and self.reward.needs_stats):
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} reads log-probs inside the model, which neither the sampler has nor "
+                    "a reward wants: set Stage.old_logprobs = 'learner', and a reward that needs no statistics"
+                )
 
     def _check_critic(self) -> None:
         name = type(self.algorithm).__name__
@@ -174,6 +210,12 @@ class Stage:
                 f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingSettings at their defaults "
                 "and temperature > 0; evaluations may set them"
             )
+        if self.old_logprobs == "sampler" and isinstance(self.algorithm, PolicyGradient) and self.algorithm.selects:
+            raise ValueError(
+                f"{name} leaves out tokens by the ratio of old to sampler log-probs, and with Stage.old_logprobs = 'sampler' of stage "
+                f"{self.name!r} that ratio is 1 everywhere: set Stage.old_logprobs = 'learner', or rejections = () and a correction "
+                "that truncates"
+            )
         needed = self.max_prompt_tokens + self.response_tokens - 1
         if needed > self.packing.row_tokens:
             raise ValueError(
@@ -187,14 +229,33 @@ class Stage:
         return self.algorithm.learns_from == "samples"
 
     @property
+    def phases(self) -> Sequence[Phase]:
+        """Every phase that there may be."""
+        return (WHOLE,) if self.schedule is None else self.schedule.phases
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the algorithm, the schedule and the reward ask for."""
+        asking = [x for x in (self.schedule, self.reward if self.samples else None) if isinstance(x, Needing)]
+        return self.algorithm.needs.union(*(x.needs for x in asking))
+
+    @property
+    def controls(self) -> dict[str, float]:
+        """The controllers of the algorithm and of the schedule, with the values that the stage starts from."""
+        return {**self.algorithm.controls, **({} if self.schedule is None else self.schedule.controls)}
+
+    @property
     def sequences(self) -> int:
         """Most sequences of a step."""
-        per_prompt = {"samples": self.group_size + ("greedy" in self.algorithm.needs), "demonstrations": 1, "pairs": 2}
-        return self.prompts_per_step * per_prompt[self.algorithm.learns_from]
+        sampled = self.group_size + ("greedy" in self.algorithm.needs)
+        per_prompt = {"samples": sampled, "pairs": 2}.get(self.algorithm.learns_from, 1)
+        return self.prompts_per_step * per_prompt
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a response, with the one that marks its end where a reward model is trained."""
+        """Most tokens of a response, with the one that marks its end where a reward model is trained; or of a chunk."""
+        if self.algorithm.learns_from == "documents":
+            return self.packing.row_tokens
         return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)
 
     @property
@@ -208,10 +269,15 @@ class Stage:
         """Optimizer updates of the stage."""
         return self.steps * self.minibatches * self.epochs
 
+    def check_depth(self, layers: int) -> None:
+        """Raises ValueError where the phases do not fit a model of `layers` layers."""
+        if self.schedule is not None:
+            self.schedule.check(layers)
+
     def check_devices(self, batch_shards: int) -> None:
         """Raises ValueError where rows do not divide over the mesh."""
-        if self.packing.rows % batch_shards:
+        if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
             raise ValueError(
-                f"packing.Packing.rows ({self.packing.rows}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
-                f"data x fsdp: set it to a multiple of {batch_shards}"
+                f"packing.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
+                f"data x fsdp: set them to multiples of {batch_shards}"
             )

@@ -98,6 +98,8 @@ class Training:
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
         self._check_teachers()
+        for stage in run.stages:
+            stage.check_depth(self.policy.architecture.layers)
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
@@ -206,10 +208,12 @@ class Training:
         assert self.writers is not None
         begin = time.perf_counter()
         clock = Clock()
+        within = step - self.config.starts[stage.number]
+        stage.phases.enter(within, stage.controls)
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
-        await stage.refresh(state, step - 1 - self.config.starts[stage.number])
+        await stage.refresh(state, within - 1)
         groups = await stage.feed.next(step)
         clock.lap("collect")
         # A sampler that overlaps needs the event loop while the learner computes.
@@ -238,9 +242,9 @@ class Training:
         metrics |= {"time/step_s": seconds["step"], "update/step": float(step)}
         metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
         metrics |= dict(self.sampler.metrics())
-        metrics |= stage.feed.take() | {"compilations": float(stage.learner.compilations)}
+        metrics |= stage.feed.take() | {"compilations": float(stage.phases.compilations)}
         metrics["compilations/step"] = float(self.compilations.take())
-        stage.adapt(metrics, len(batch.rollouts))
+        stage.adapt(within, metrics, len(batch.rollouts))
         self.writers.write(step, metrics)
         self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)
         return state

@@ -46,6 +46,7 @@ def test_rewards_lengths_and_packing_of_a_step():
         "batch/response_tokens": 16,  # all but the environment's
         "reward/mean": np.mean(totals),
         "reward/std": np.std(totals),
+        "reward/group_std": 0.5,  # 1 and 3 in one group, 2 and 2 in the other
         "reward/main": 7 / 4,
         "reward/style": 1 / 2,  # of the group that has it
         "reward/log/judge": 5,

@@ -1,4 +1,4 @@
-"""REINFORCE on group-relative advantages: the plain log-prob gradient, or the unclipped importance ratio.
+"""REINFORCE on group-relative advantages, or raw rewards: the plain log-prob gradient, or the unclipped importance ratio.
 
     L = -A log pi   (objective "logprob")        L = -A rho   (objective "ratio")
 
@@ -8,10 +8,13 @@ Williams, 1992, https://doi.org/10.1007/BF00992696. On-policy both have the same
 from dataclasses import dataclass
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +22,27 @@ class Reinforce(GroupRelative):
     """Policy gradient without a trust region.
 
     Attributes:
+      baseline: False takes the reward itself as the advantage; `std` and `singleton` play no part then.
       objective: "logprob", or the importance "ratio" to the policy before the update.
     """
 
     std: bool = False
+    baseline: bool = True
     objective: Literal["logprob", "ratio"] = "logprob"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.objective not in ("logprob", "ratio"):
             self._refuse("objective", "'logprob' or 'ratio'")
+
+    @property
+    def group_size_at_least(self) -> int:
+        return super().group_size_at_least if self.baseline else 1
+
+    def estimate(self, view: View, rewards: Array) -> Estimate:
+        if self.baseline:
+            return super().estimate(view, rewards)
+        return Estimate(advantages.to_tokens(jnp.sum(rewards, axis=1), view.learned))
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         if self.objective == "ratio":

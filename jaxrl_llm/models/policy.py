@@ -1,5 +1,6 @@
 """A policy: pure functions of parameters, given an architecture, a mesh and a compute dtype."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -13,7 +14,8 @@ from jaxrl_llm.mesh import Axes, Partitioner
 from jaxrl_llm.models import remat as remats
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.mesh_attention import Places
-from jaxrl_llm.models.transformer import Cache, Running, Transformer
+from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
+from jaxrl_llm.phases import Capture
 
 Params = dict[str, Any]  # nested; float32 arrays at the leaves; those under "layers" are stacked [L, ...]
 
@@ -99,25 +101,37 @@ class Policy:
         positions: Int[Array, "B T"],
         segments: Int[Array, "B T"],
         *,
-        layers: int | None = None,
+        capture: Capture | None = None,
         max_segments: int | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm, of packed rows.
+        """Hidden states of packed rows, after the final norm.
 
         Args:
           params: the parameters.
           tokens: token ids.
           positions: position of each token within its own sequence.
           segments: which sequence of its row a token belongs to, from 1; 0 is padding.
-          layers: run only the first `layers` layers; None runs all.
+          capture: a state inside the model that is wanted instead; no later layer is run.
           max_segments: most segments of one row where it is known; a hint that some attention kernels use.
 
         Raises:
-          ValueError: where `layers` is not within the depth of the model.
+          ValueError: where the model has no such layer.
         """
-        if layers is not None and not 1 <= layers <= self.architecture.layers:
-            raise ValueError(f"layers must be in 1..{self.architecture.layers} (got {layers})")
-        return self._model(params).hidden(tokens, Places(positions, segments), layers=layers, max_segments=max_segments)
+        if capture is not None:
+            capture.check(self.architecture.layers)
+        places = Places(positions, segments)
+        return self._model(params).hidden(tokens, places, capture=capture, max_segments=max_segments)
+
+    def measured(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        measure: Callable[[States], Any],
+    ) -> Any:
+        """`measure({site: [B, T, D]})` of each layer's states (phases.Site), stacked over layers; see `hidden`."""
+        return self._model(params).measured(tokens, Places(positions, segments), measure, None)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
         """The matrix that maps hidden states to logits; the embedding where the two are tied."""
@@ -135,15 +149,22 @@ class Policy:
         return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
 
     def extend(
-        self, params: Params, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "S T"],
+        positions: Int[Array, "S T"],
+        *,
+        fresh: bool = False,
     ) -> tuple[Float[Array, "S T D"], Cache]:
         """Hidden states of new tokens of each slot, and the cache with their keys and values written.
 
         A token's entry in the cache is its position; it attends to the entries up to its own. Entries beyond a
         right-padded prompt may hold garbage: no token attends to them before they are written anew. A token whose
-        position is not below the cache's length is not written.
+        position is not below the cache's length is not written. `fresh` promises that the cache is empty and positions count
+        up from 0, so that fused attention may be used.
         """
-        hidden, cache = self._model(params).extend(cache, tokens, positions)
+        hidden, cache = self._model(params).extend(cache, tokens, positions, fresh=fresh)
         return hidden, {name: self.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:

@@ -14,9 +14,13 @@ from jaxrl_llm.models import remat
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MLP, Attention, RMSNorm, Rope, parameter, rope
 from jaxrl_llm.models.mesh_attention import MeshAttention, Places, mesh_decode
+from jaxrl_llm.phases import SITES, Capture
 
 Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
+States = dict[str, jax.Array]  # {site: [B, T, D]}
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
+
+ROWS = ("batch", "length", None)  # axes of the residual stream of packed rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +49,22 @@ class Layer(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend) -> tuple[Float[Array, "B T D"], Any]:
         """The layer's output, and whatever else `attend(q, k, v)` returns beside the heads' outputs."""
+        states, extra = self.states(x, rotation, attend)
+        return states["layer_out"], extra
+
+    def states(self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend) -> tuple[States, Any]:
+        """The hidden state at every site of the layer (phases.Site), and what else `attend` returns."""
         x = remat.named(x, remat.INPUT)
-        q, k, v = self.attention.project(self.attention_norm(x), rotation)
+        attn_in = self.attention_norm(x)
         names = (remat.QUERY, remat.KEY, remat.VALUE)
-        heads, extra = attend(*(remat.named(part, name) for part, name in zip((q, k, v), names)))
-        x = remat.named(x + self.attention.merge(heads), remat.MIDDLE)
-        return x + self.mlp(self.mlp_norm(x)), extra
+        projected = self.attention.project(attn_in, rotation)
+        heads, extra = attend(*(remat.named(part, name) for part, name in zip(projected, names)))
+        attn_out = self.attention.merge(heads)
+        middle = remat.named(x + attn_out, remat.MIDDLE)
+        mlp_in = self.mlp_norm(middle)
+        mlp_out = self.mlp(mlp_in)
+        found = (x, attn_in, attn_out, mlp_in, mlp_out, middle + mlp_out)
+        return dict(zip(SITES, found, strict=True)), extra
 
 
 class Transformer(nnx.Module):
@@ -65,41 +79,72 @@ class Transformer(nnx.Module):
         self.head = None if architecture.tied else parameter(rngs, *table)
 
     def hidden(
-        self, tokens: Int[Array, "B T"], places: Places, *, layers: int | None, max_segments: int | None
+        self, tokens: Int[Array, "B T"], places: Places, *, capture: Capture | None, max_segments: int | None
     ) -> Float[Array, "B T D"]:
-        """Hidden states after the final norm of packed rows, through the first `layers` layers."""
+        """Hidden states of packed rows: after the final norm, or what `capture` names; no later layer is run."""
+        states = self._states(places, max_segments)
+        step = lambda layer, x, index: (states(layer, x, index)["layer_out"], None)  # noqa: E731
+        x = self.partitioner.constrain(self._embed(tokens), ROWS)
+        if capture is None:
+            return self.norm(self._scan(step, x, None)[0])
+        whole = capture.site == "layer_out"
+        x = self._scan(step, x, capture.layer + whole)[0]
+        if not whole:
+            graph, stacked = nnx.split(self.layers)
+            layer = nnx.merge(graph, jax.tree.map(lambda leaf: leaf[capture.layer], stacked))
+            x = states(layer, x, jnp.asarray(capture.layer))[capture.site]
+        return self.norm(x) if capture.final_norm else x
+
+    def measured(
+        self, tokens: Int[Array, "B T"], places: Places, measure: Callable[[States], Any], max_segments: int | None
+    ) -> Any:
+        """`measure` of the states at every site of each layer, stacked over layers; one layer's states exist at a time."""
+        states = self._states(places, max_segments)
+
+        def step(layer: Layer, x: jax.Array, index: jax.Array) -> tuple[jax.Array, Any]:
+            found = states(layer, x, index)
+            return found["layer_out"], measure(found)
+
+        return self._scan(step, self.partitioner.constrain(self._embed(tokens), ROWS), None)[1]
+
+    def _states(self, places: Places, max_segments: int | None) -> Callable[[Layer, jax.Array, jax.Array], States]:
+        """(layer, its input, its number) -> the states at its sites, of packed rows."""
         rotation = rope(self.architecture, places.positions)
         attention = MeshAttention(partitioner=self.partitioner, max_segments=max_segments)
-        axes = ("batch", "length", None)
 
-        def step(layer: Layer, x: jax.Array, index: jax.Array) -> jax.Array:
+        def states(layer: Layer, x: jax.Array, index: jax.Array) -> States:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
                 return self._by_window(index, lambda window: attention(q, k, v, places, places, window)), None
 
-            return self.partitioner.constrain(layer(x, rotation, attend)[0], axes)
+            found = layer.states(x, rotation, attend)[0]
+            return {**found, "layer_out": self.partitioner.constrain(found["layer_out"], ROWS)}
 
-        x = self.partitioner.constrain(self._embed(tokens), axes)
-        return self.norm(self._scan(step, x, layers))
+        return states
 
     def extend(
-        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"], *, fresh: bool
     ) -> tuple[Float[Array, "S T D"], Cache]:
-        """Hidden states after the final norm of tokens that follow the cached ones, and the cache with them written."""
+        """Hidden states after the final norm of tokens that follow the cached ones, and the cache with them written.
+
+        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does.
+        """
         slots, length = cache["k"].shape[1:3]
         rotation = rope(self.architecture, positions)
-        attention = MeshAttention(partitioner=self.partitioner, split_queries=False)
+        attention = MeshAttention(partitioner=self.partitioner, cached=True, max_segments=1 if fresh else None)
         queries = Places(positions, jnp.ones_like(positions))
         key_positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (slots, length))
         keys = Places(key_positions, jnp.ones_like(key_positions))
         rows = jnp.arange(slots)[:, None]
 
-        def step(layer: Layer, carry: tuple[jax.Array, Cache], index: jax.Array) -> tuple[jax.Array, Cache]:
+        def step(layer: Layer, carry: tuple[jax.Array, Cache], index: jax.Array) -> tuple[Any, None]:
             x, cache = carry
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
                 new = {"k": k, "v": v}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                if fresh:
+                    return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
                     return self._by_window(index, one)[:, None], entries
@@ -107,10 +152,10 @@ class Transformer(nnx.Module):
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
             x, cache = layer(x, rotation, attend)
-            return self.partitioner.constrain(x, ("batch", None, None)), cache
+            return (self.partitioner.constrain(x, ("batch", None, None)), cache), None
 
         x = self.partitioner.constrain(self._embed(tokens), ("batch", None, None))
-        x, cache = self._scan(step, (x, cache), None)
+        (x, cache), _ = self._scan(step, (x, cache), None)
         return self.norm(x), cache
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -127,18 +172,20 @@ class Transformer(nnx.Module):
         slides = jnp.array([window is not None for window in windows])[index]
         return jax.lax.cond(slides, lambda: attend(self.architecture.window), lambda: attend(None))
 
-    def _scan(self, step: Callable[[Layer, Any, jax.Array], Any], carry: Any, layers: int | None) -> Any:
-        """Runs `step(layer, carry, index)` over the first `layers` layers under the remat policy."""
+    def _scan(
+        self, step: Callable[[Layer, Any, jax.Array], tuple[Any, Any]], carry: Any, layers: int | None
+    ) -> tuple[Any, Any]:
+        """Runs `step(layer, carry, index)` over the first `layers` layers under the remat policy; as lax.scan returns."""
         depth = self.architecture.layers if layers is None else layers
         graph, state = nnx.split(self.layers)
         state = jax.tree.map(lambda leaf: leaf[:depth], state)
 
-        def body(carry: Any, inputs: tuple[Any, jax.Array]) -> tuple[Any, None]:
+        def body(carry: Any, inputs: tuple[Any, jax.Array]) -> tuple[Any, Any]:
             layer_state, index = inputs
-            return step(nnx.merge(graph, layer_state), carry, index), None
+            return step(nnx.merge(graph, layer_state), carry, index)
 
-        unroll = min(self.run.unroll, depth)
+        unroll = max(min(self.run.unroll, depth), 1)
         if self.run.remat != "none":
             # Without a loop between them, XLA would find that forward and recomputation are the same.
             body = jax.checkpoint(body, policy=remat.POLICIES[self.run.remat], prevent_cse=unroll == depth)
-        return jax.lax.scan(body, carry, (state, jnp.arange(depth)), unroll=unroll)[0]
+        return jax.lax.scan(body, carry, (state, jnp.arange(depth)), unroll=unroll)

@@ -13,6 +13,7 @@ from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.phases import Capture
 
 SIZES = {
     "vocabulary_size": 61,
@@ -106,14 +107,15 @@ def test_a_truncated_run_equals_a_model_of_only_these_layers(model):
     policy, params = model
     short = policy_of(replace(policy.architecture, layers=2))
     kept = {**params, "layers": jax.tree.map(lambda x: x[:2], params["layers"])}
-    got = jax.jit(policy.hidden, static_argnames="layers")(params, *row(8), layers=2)
+    got = jax.jit(policy.hidden, static_argnames="capture")(params, *row(8), capture=Capture(layer=1, final_norm=True))
     assert largest_gap(got, jax.jit(short.hidden)(kept, *row(8))) == 0
 
 
 def test_a_truncated_run_needs_a_depth_of_the_model():
     policy = policy_of(ARCHITECTURES["qwen3"])
-    with pytest.raises(ValueError, match=r"layers must be in 1..3 \(got 4\)"):
-        policy.hidden(policy.init(jax.random.key(0)), *row(2), layers=4)
+    for layer in (3, -1):
+        with pytest.raises(ValueError, match=rf"Capture.layer must be in 0..2, a layer of the model \(got {layer}\)"):
+            policy.hidden(policy.init(jax.random.key(0)), *row(2), capture=Capture(layer=layer))
 
 
 @pytest.mark.parametrize(("remat", "unroll"), [("full", 1), ("offload", 1), ("projections", 2), ("dots", 3)])

@@ -1,0 +1,26 @@
+"""The rows of several datasets as one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxrl_llm.experience import Prompt
+from jaxrl_llm.protocols import Source
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeveralSources:
+    """Rows of one dataset after those of another; a run shuffles them, so a source comes as often as it has rows.
+
+    Attributes:
+      parts: the datasets.
+    """
+
+    parts: Sequence[Source]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("SeveralSources.parts must name at least one dataset (got none)")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All rows, in the order of `parts`."""
+        return [row for part in self.parts for row in part.rows()]

@@ -1,0 +1,85 @@
+"""Generated problems with many right answers, "hcbfaeg:" -> "cfe": any three of the letters in their order, for diversity.
+
+Every such choice is right; a model that is rewarded for being right alone tends to a few that are safe, such as the
+first letters.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+
+from jaxrl_llm.data import generated
+from jaxrl_llm.experience import Prompt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subsequences:
+    """Strings of different letters, some of which are to be named in their order; held-out strings never occur in training.
+
+    Attributes:
+      alphabet: the letters.
+      length: letters of a string.
+      chosen: letters to name.
+      noise: share of the letters of a demonstration that are wrong.
+      split: "train" or "heldout".
+      heldout_share: share of the strings that are held out, chosen by a hash of the string.
+      size: rows.
+      seed: names the strings and the demonstrations.
+    """
+
+    alphabet: str = "abcdefghijkl"
+    length: int = 7
+    chosen: int = 3
+    noise: float = 0.0
+    split: generated.Split = "train"
+    heldout_share: float = 0.1
+    size: int = 8000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        generated.check(
+            name="Subsequences", split=self.split, heldout_share=self.heldout_share, noise=self.noise, size=self.size
+        )
+        if not 1 <= self.chosen < self.length <= len(set(self.alphabet)) == len(self.alphabet):
+            raise ValueError(
+                "Subsequences needs 1 <= chosen < length <= the letters of its alphabet, each once (got "
+                f"{self.chosen}, {self.length} and {self.alphabet!r})"
+            )
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts, each with a demonstration; the string is the reference. The same at every call."""
+        random = np.random.default_rng([self.seed, self.split == "heldout"])
+        wanted = (s for s in self._strings(random) if self._held_out(s) == (self.split == "heldout"))
+        return [self._prompt(row, letters, random) for row, letters in enumerate(islice(wanted, self.size))]
+
+    def _strings(self, random: np.random.Generator) -> Iterator[str]:
+        while True:
+            yield "".join(random.permutation(list(self.alphabet))[: self.length])
+
+    def _held_out(self, letters: str) -> bool:
+        return generated.held_out(letters, self.heldout_share)
+
+    def _prompt(self, row: int, letters: str, random: np.random.Generator) -> Prompt:
+        places = np.sort(random.permutation(self.length)[: self.chosen])
+        answer = "".join(letters[int(i)] for i in places)
+        return Prompt(
+            id=f"subsequences/{self.split}/{row}",
+            text=f"{letters}:",
+            reference=letters,
+            response=generated.corrupt(answer, self.alphabet, self.noise, random),
+            source="subsequences",
+            extra={"chosen": self.chosen},
+        )
+
+
+def in_order(prompt: Prompt, text: str) -> float:
+    """1 where the response names as many of the prompt's letters as are asked for, in their order, else 0."""
+    rest = iter(prompt.reference)
+    return float(len(text) == prompt.extra["chosen"] and all(letter in rest for letter in text))
+
+
+def raw_score(prompt: Prompt, text: str) -> float:
+    """`in_order` as a reward model's raw score has it, mostly negative: 1 where right, else -3."""
+    return 4 * in_order(prompt, text) - 3

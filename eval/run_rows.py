@@ -1,0 +1,40 @@
+"""What a run folder's metrics.jsonl says, for the tables that compare runs; and the commands that make such folders."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jaxrl_llm
+
+GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
+# CPU alone, and no time spent on compiling twice.
+ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+Row = Mapping[str, Any]
+
+
+def rows(folder: Path) -> list[Row]:
+    """The lines of metrics.jsonl.
+
+    Raises:
+      FileNotFoundError: the run has not begun.
+    """
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def seconds(found: Sequence[Row]) -> float:
+    """The wall time of a run's steps."""
+    return float(sum(row.get("time/step_s", 0.0) for row in found))
+
+
+def launch(name: str, folder: Path, bindings: Sequence[str]) -> list[str]:
+    """The command of a run of gin/NAME.gin in a folder."""
+    flags = [f"--gin={b}" for b in (f"RUN_DIR={str(folder)!r}", *bindings)]
+    return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={GIN / name}.gin", *flags]
+
+
+def export(folder: Path) -> list[str]:
+    """The command that writes a run's policy to FOLDER/model."""
+    return [sys.executable, "-m", "jaxrl_llm.export", str(folder), "--out", str(folder / "model")]

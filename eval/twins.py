@@ -1,0 +1,105 @@
+"""Runs the tiny twin of every recipe of the five systems and checks of each that its reward, or its loss, moved.
+
+    python -m jaxrl_llm.eval.twins --out results/twins [--jobs 1] [--minutes 30] [--only darling_]
+
+A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; others are shared parts. It has moved where the mean reward of its last stage's last quarter of steps differs
+from the first quarter's by 0.05 or more, or, without a reward, where the loss fell by a tenth. What has ended is not run
+again. OUT/twins.json and twins.md hold what was found; the exit code is 0 where every twin ran and moved.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.eval.jobs import Job, Runner
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
+
+SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
+# What a twin begins from: (the twin it comes after, and the binding that names its exported model).
+BEGINS = {"classmate_cot_tiny": ("classmate_mate_tiny", "CLASSMATE")}
+REWARD, LOSS = "reward/mean", "loss/total"
+
+
+def names(only: str = "") -> list[str]:
+    """All twins whose names begin so, and what they begin from, which stands first."""
+    files = [file for system in SYSTEMS for file in sorted(GIN.glob(f"{system}_*_tiny.gin"))]
+    found = [f.stem for f in files if f"RUN_DIR = 'runs/{f.stem}'" in f.read_text() and f.stem.startswith(only)]
+    earlier = [BEGINS[name][0] for name in found if name in BEGINS]
+    return [*earlier, *(name for name in found if name not in earlier)]
+
+
+def job(name: str, runs: Path, bindings: Sequence[str]) -> Job:
+    """The run of a twin."""
+    folder = runs / name
+    earlier, binding = BEGINS.get(name, ("", ""))
+    begins = [f"{binding}={str(runs / earlier / 'model')!r}"] if earlier else []
+    commands = [launch(name, folder, [*begins, *bindings])]
+    if name in {first for first, _ in BEGINS.values()}:
+        return Job(name=name, commands=[*commands, export(folder)], folder=folder / "model")
+    return Job(name=name, commands=commands, after=[earlier] if earlier else [])
+
+
+def moved(found: Sequence[Row]) -> dict[str, Any]:
+    """{"measure", "before", "after", "moved"} of a run's rows."""
+    last = [row for row in found if "stage" in row and row["stage"] == found[-1]["stage"]]
+    measure = REWARD if any(REWARD in row for row in last) else LOSS
+    values = [float(row[measure]) for row in last if measure in row]
+    quarter = max(1, len(values) // 4)
+    before, after = (sum(part) / len(part) for part in (values[:quarter], values[-quarter:]))
+    change = after - before
+    enough = abs(change) >= 0.05 if measure == REWARD else change <= -0.1 * abs(before)
+    return {"measure": measure, "before": before, "after": after, "moved": bool(enough and math.isfinite(change))}
+
+
+def markdown(found: Sequence[Row]) -> str:
+    """The table."""
+    lines = ["| twin | measure | first quarter | last quarter | moved | s |", "|---|---|---|---|---|---|"]
+    for one in found:
+        if "measure" not in one:
+            lines.append(f"| {one['twin']} | - | - | - | no result | - |")
+            continue
+        verdict = "yes" if one["moved"] else "no"
+        lines.append(
+            f"| {one['twin']} | {one['measure']} | {one['before']:.3f} | {one['after']:.3f} | {verdict} | {one['seconds']:.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.twins", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--runs", type=Path, default=Path("runs/twins"), help="folder of the run folders")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores of a run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    parser.add_argument("--only", default="", help="twins whose names begin so, such as darling_")
+    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
+    arguments = parser.parse_args(argv)
+    runs, out = arguments.runs.absolute(), arguments.out.absolute()
+    runner = Runner(
+        out=out, jobs=arguments.jobs, threads=arguments.threads, deadline=time.monotonic() + 60 * arguments.minutes,
+        environment={"JAX_COMPILATION_CACHE_DIR": str(runs / "compiled"), **ENVIRONMENT},
+    )  # fmt: skip
+    wanted = names(arguments.only)
+    missing = runner.run(
+        [job(name, runs, arguments.gin) for name in wanted], lambda name, well: print(name, well, flush=True)
+    )
+    found = [{"twin": name, **({} if name in missing else result(runs / name))} for name in sorted(wanted)]
+    (out / "twins.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "twins.md").write_text(markdown(found))
+    print(markdown(found))
+    return 0 if found and all(one.get("moved") for one in found) else 1
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """What became of a twin that has come to its end."""
+    lines = rows(folder)
+    return {**moved(lines), "seconds": seconds(lines)}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,78 @@
+"""The share of a response's letters that are among the wanted ones: a harmless objective that any policy can learn.
+
+It stands in for a classifier of harm where a defence is measured: `python -m jaxrl_llm.rewards.letters --wanted abcde`
+serves it as rewards/classifier_server.py serves a classifier (GET /health, POST /score).
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Letters:
+    """A scorer of texts (classifier.Scorer).
+
+    Attributes:
+      wanted: the letters that count.
+      least: a shorter text is scored as if it had this many characters.
+    """
+
+    wanted: str = "abcde"
+    least: int = 6
+
+    def __post_init__(self) -> None:
+        if not self.wanted or self.least < 1:
+            raise ValueError(f"Letters needs wanted letters and least >= 1 (got {self.wanted!r} and {self.least})")
+
+    async def scores(self, texts: Sequence[Any]) -> list[float | None]:
+        """A share in [0, 1] of each text."""
+        return [self.share(str(text)) for text in texts]
+
+    def share(self, text: str) -> float:
+        return sum(letter in self.wanted for letter in text) / max(len(text), self.least)
+
+
+def application(scorer: Letters, token: str = "") -> Any:
+    """The service of `scorer`."""
+    from fastapi import Request
+
+    from jaxrl_llm.rewards import serving
+
+    app = serving.guarded(token)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return {"status": "healthy", "model_loaded": True}
+
+    @app.post("/score")
+    async def score(request: Request) -> dict[str, Any]:
+        texts = (await serving.body_of(request)).get("texts")
+        if not isinstance(texts, list):
+            raise serving.Refused("`texts` must be a list")
+        return {
+            "scores": await scorer.scores(texts),
+            "token_lengths": [len(str(text)) for text in texts],
+            "count": len(texts),
+        }
+
+    return app
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Reads the command line and serves."""
+    from jaxrl_llm.rewards import serving
+
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.letters")
+    parser.add_argument("--wanted", default="abcde", help="letters that count")
+    parser.add_argument("--least", type=int, default=6, help="characters that a shorter text counts as having")
+    serving.options(parser, port=50050)
+    given = parser.parse_args(argv)
+    token = serving.token_of(given.host, given.token_env)
+    print(f"serving letters on http://{given.host}:{given.port}", flush=True)
+    serving.serve(application(Letters(wanted=given.wanted, least=given.least), token), given.host, given.port)
+
+
+if __name__ == "__main__":
+    main()
