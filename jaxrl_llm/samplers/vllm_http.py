@@ -279,6 +279,10 @@ class VllmHttp:
         """Loads the staged version on every rank; the server is paused. Each rank says the version it holds."""
         return await self._step("commit", "/commit", version=version)
 
+    async def commit_memory(self, version: int, memory: str) -> list[dict[str, Any]]:
+        """As `commit`, of weights that nothing staged: they lie in GPU memory of a process on the server's host."""
+        return await self._step("commit_ipc", "/commit_ipc", version=version, memory=memory)
+
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
         """Stops generation: "keep" freezes what is in flight, "wait" finishes it, "abort" ends it."""
         query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
