@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-READY_S = 240.0
+READY_S = 300.0
 STEP_S = 120.0
 
 
