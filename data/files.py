@@ -1,5 +1,6 @@
-"""Rows of JSON-lines and Parquet files, or of a Hugging Face dataset, with errors that name the file and the row."""
+"""Rows of JSON-lines, CSV and Parquet files, or of a Hugging Face dataset, with errors that name the file and the row."""
 
+import csv
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 # (where the row is, its columns)
 Located = tuple[str, Mapping[str, Any]]
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 
 
 def read(
@@ -89,6 +90,8 @@ def _of_file(file: Path) -> Iterator[Located]:
         yield from _of_parquet(file)
     elif file.suffix == ".json":
         yield from _of_json(file)
+    elif file.suffix == ".csv":
+        yield from _of_sheet(file)
     elif file.name.endswith((".jsonl", ".jsonl.gz")):
         yield from _of_lines(file)
     else:
@@ -116,6 +119,15 @@ def _of_json(file: Path) -> Iterator[Located]:
         if not isinstance(row, dict):
             raise ValueError(f"{file}, row {number}: expected an object with columns (got {type(row).__name__})")
         yield f"{file}, row {number}", row
+
+
+def _of_sheet(file: Path) -> Iterator[Located]:
+    """Rows of a CSV file whose first line names the columns; a cell may hold line breaks."""
+    with file.open(newline="", encoding="utf-8-sig") as lines:
+        for number, row in enumerate(csv.DictReader(lines, restkey="")):
+            if "" in row or None in row.values():
+                raise ValueError(f"{file}, row {number}: another number of cells than the first line has columns")
+            yield f"{file}, row {number}", row
 
 
 def _mapping(where: str, line: str) -> Mapping[str, Any]:

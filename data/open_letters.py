@@ -25,7 +25,8 @@ class OpenLetters:
       answer_length: letters of a demonstration.
       stays: probability that a letter is followed by itself, for the alphabet's first letter and its last; those between
         lie on a line.
-      first_share, last_share: the prompts whose hash lies between these shares of all, in [0, 1].
+      first_share: where the prompts' hashes begin, as a share of all, in [0, 1].
+      last_share: where they end.
       size: rows.
       seed: names the prompts that are drawn, their order and the demonstrations.
     """

@@ -28,6 +28,7 @@ from jaxrl_llm.experience import Prompt, Rollout
 from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.protocols import Closing, Params, SamplerFactory
 from jaxrl_llm.rollouts import Asking, seed_of, stopping
+from jaxrl_llm.shown import token_streams
 
 SCHEMA = 1
 SUMMARY = "summary.json"
@@ -81,6 +82,7 @@ class Harness:
       truncation: "drop" (counted in the summary), "left" (loses its beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       progress_s: seconds between progress lines.
+      show_tokens: tokens a response whose text and log-prob are kept, for the viewer; 0 keeps none.
     """
 
     out_dir: str
@@ -93,6 +95,7 @@ class Harness:
     truncation: Literal["drop", "left", "error"] = "drop"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     progress_s: float = 10.0
+    show_tokens: int = 512
 
     @property
     def max_length(self) -> int:
@@ -195,7 +198,12 @@ class Evaluating:
             raise group.exceptions[0] from None
 
     async def _record(self, rollouts: Sequence[Rollout], kind: str) -> None:
-        group = await self._graded(rollouts, kind)
+        try:
+            group = await self._graded(rollouts, kind)
+        except (Exception, asyncio.CancelledError):  # as with a judge that is down: the responses are kept
+            self.results.add(self._with_tokens(records(rollouts, None, kind, self.evaluation.answer), rollouts))
+            raise
+        group = self._with_tokens(group, rollouts)
         self.results.add(group)
         self.progress.add(group)
 
@@ -204,13 +212,21 @@ class Evaluating:
         scores = await reward.score(rollouts) if reward is not None else None
         return records(rollouts, scores, kind, self.evaluation.answer)
 
+    def _with_tokens(self, group: Sequence[Record], rollouts: Sequence[Rollout]) -> list[Record]:
+        """The records with the streams of their tokens, which come last in a line."""
+        most, tokenizer = self.harness.show_tokens, self.model.tokenizer
+        streams = [token_streams(r, {"sampler_logprob": r.sampler_logprobs}, tokenizer, most) for r in rollouts]
+        return [{**record, **found} for record, found in zip(group, streams, strict=True)]
+
     async def _grade_again(self) -> None:
-        """Grades groups with an invalid score from their texts."""
-        again = [key for key, group in self.results.groups.items() if any(_invalid(record) for record in group)]
+        """Grades groups with an invalid score, or none, from their texts."""
+        graded = self.evaluation.reward is not None
+        again = [key for key, group in self.results.groups.items() if graded and any(map(_invalid, group))]
         for name, kind in again:
             old = self.results.groups[name, kind]
-            graded = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
-            self.results.groups[name, kind] = [r | {"tokens": o["tokens"]} for r, o in zip(graded, old, strict=True)]
+            new = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
+            kept = [{n: o[n] for n in ("tokens", "streams") if n in o} for o in old]
+            self.results.groups[name, kind] = [r | o for r, o in zip(new, kept, strict=True)]
         if again:
             self.results.rewrite()
             print(f"graded {len(again)} groups again that had invalid scores", flush=True)
@@ -309,7 +325,7 @@ def _stable(component: Any) -> str:
 
 
 def _invalid(record: Record) -> bool:
-    return bool(record["scores"]) and (record["score"] is None or None in record["scores"].values())
+    return record["score"] is None or None in record["scores"].values()
 
 
 def _as_rollout(record: Record, prompt: Prompt) -> Rollout:

@@ -25,6 +25,9 @@ class Instructions:
       split: which part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
       column: columns that may hold the instruction; the first that a row has counts.
+      id: columns that may hold the prompt's id.
+      category: columns that may hold the category, which metrics can be split by.
+      context: column of a text that goes before the instruction, where the row has one; empty for none.
       template: name of a prompt template (data/templates.py), or a function instruction -> text or messages.
       limit: most rows; None for all.
     """
@@ -34,6 +37,9 @@ class Instructions:
     split: str = "test"
     subset: str | None = None
     column: Sequence[str] = ("instruction", "prompt", "question", "turns")
+    id: Sequence[str] = ("id", "question_id")
+    category: Sequence[str] = ("category",)
+    context: str = ""
     template: str | templates.Template = "chat"
     limit: int | None = None
 
@@ -56,10 +62,12 @@ class Instructions:
         asked = str(asked[0] if isinstance(asked, list) else asked)
         if extra_input := _input(row):
             asked = f"{asked}\n\n{extra_input}"
-        name = next((str(row[c]) for c in ("id", "question_id") if row.get(c) is not None), f"{self.name}/{number}")
+        if self.context and str(row.get(self.context) or "").strip():
+            asked = f"{row[self.context]}\n\n---\n\n{asked}"
+        name = next((str(row[c]) for c in self.id if row.get(c) is not None), f"{self.name}/{number}")
         extra = {
             "instruction": asked,
-            "category": str(row.get("category") or ""),
+            "category": next((str(row[c]) for c in self.category if row.get(c)), ""),
             "dataset": row.get("dataset") or self.name,
         }
         return Prompt(id=name, source=self.name, extra=extra, **templates.fields(template, asked))

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl_llm.data import files, templates
+from jaxrl_llm.eval.choice_questions import Item, as_prompt, lettered, read
 from jaxrl_llm.eval.choices import LETTERS
-from jaxrl_llm.eval.multiple_choice import Item, as_prompt, lettered, read
 from jaxrl_llm.experience import Prompt
 
 INSTRUCTION = (

@@ -37,9 +37,10 @@ def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
     Raises:
       ValueError: the folder holds results of another configuration; nothing is changed.
     """
-    file = folder / IDENTITY
-    if not file.exists():
-        if (folder / SAMPLES).exists():
+    file, samples = folder / IDENTITY, folder / SAMPLES
+    empty = not samples.exists() or not samples.stat().st_size
+    if empty or not file.exists():
+        if not empty:
             raise ValueError(f"{folder} holds {SAMPLES} without {IDENTITY}, from another version: set OUT_DIR")
         write_whole(file, json.dumps(identity, indent=2) + "\n")
         return

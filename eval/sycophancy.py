@@ -11,8 +11,8 @@ import numpy as np
 
 from jaxrl_llm.data import templates
 from jaxrl_llm.eval.answered import Answered, mean, value
+from jaxrl_llm.eval.choice_questions import as_prompt, lettered, read
 from jaxrl_llm.eval.choices import CHOICE, LETTERS
-from jaxrl_llm.eval.multiple_choice import as_prompt, lettered, read
 from jaxrl_llm.experience import Prompt
 
 ENDING = 'End with "Therefore, the answer is (X)", where X is the letter of your choice.'
@@ -23,7 +23,7 @@ class HintedChoice:
     """Multiple choice questions with a hint at a wrong option.
 
     Attributes:
-      path: as of MultipleChoice.
+      path: as of ChoiceQuestions.
       name: names the source and the prompts, "name/row".
       split: which part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.

@@ -174,10 +174,10 @@ def _seen(task: asyncio.Future[list[ScoredGroup]]) -> None:
 
 def _part(group: ScoredGroup, rows: Sequence[int]) -> ScoredGroup:
     """Some rollouts of a group, with their scores."""
-    chosen: dict[str, Any] = {
-        n: {k: np.asarray(x)[list(rows)] for k, x in getattr(group.scores, n).items()} for n in ("parts", "valid")
-    }
-    return ScoredGroup(rollouts=[group.rollouts[i] for i in rows], scores=replace(group.scores, **chosen))
+    index, scores = list(rows), group.scores
+    parts = {name: np.asarray(x)[index] for name, x in scores.parts.items()}
+    valid = {name: np.asarray(x)[index] for name, x in scores.valid.items()}
+    return ScoredGroup(rollouts=[group.rollouts[i] for i in rows], scores=replace(scores, parts=parts, valid=valid))
 
 
 def stored(group: ScoredGroup) -> dict[str, Any]:

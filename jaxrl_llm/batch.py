@@ -22,7 +22,7 @@ Term = tuple[jax.Array, str]
         "reward", "parts", "valid", "greedy", "group", "source", "side", "mask", "spans", "sampler_logprobs",
         "old_logprobs", "entropy", "ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs", "controls",
     ],
-    meta_fields=["groups"],
+    meta_fields=["groups", "sources"],
 )  # fmt: skip
 @dataclass(frozen=True, kw_only=True)
 class View:
@@ -44,6 +44,7 @@ class View:
       ref_logprobs, sum_p2, uniform_logprob, values, teacher_logprobs: float32 [S, T], or None where not asked for.
       controls: {name: float32 []} values of the controllers, such as an adaptive KL coefficient.
       groups: number of groups, static.
+      sources: names of the data sources by number, static.
     """
 
     reward: Array
@@ -65,6 +66,7 @@ class View:
     teacher_logprobs: Array | None
     controls: dict[str, Array]
     groups: int
+    sources: tuple[str, ...] = ()
 
     @property
     def counted(self) -> Array:

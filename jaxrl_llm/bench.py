@@ -24,7 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import flops, profiling, run_folder, xla_flags
+from jaxrl_llm import flops, memory, profiling, run_folder, xla_flags
+from jaxrl_llm.batch import Batch
 from jaxrl_llm.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
 from jaxrl_llm.global_batch import bare, to_device
@@ -35,9 +36,6 @@ from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.samplers.engine import Engine
-
-GIB = 2**30
-
 
 # -- the works ---------------------------------------------------------------------------------------------------------
 
@@ -73,7 +71,7 @@ def update(case: Case) -> dict[str, Any]:
     """One update: forward, backward and AdamW over all micro-batches, the state donated."""
     learner, batch = case.learner, full_rows(case)
     batches = micro_batches(case, batch, {})
-    compiled = programs(learner.lowered(batches[0], len(batches)))
+    account = compiled(case, batches[0], len(batches))
     state = learner.init({"policy": case.policy.init(jax.random.key(0))})
 
     def call() -> Any:
@@ -85,7 +83,7 @@ def update(case: Case) -> dict[str, Any]:
     if int(to_host(state.skipped)):
         raise FloatingPointError("the updates had gradients that are not finite")
     found = {"micro_batches": len(batches), "compilations": learner.compilations}
-    return times | rates(case, lengths_of(batch), times["s"], flops.update) | found | compiled
+    return times | rates(case, lengths_of(batch), times["s"], flops.update) | found | account
 
 
 def score(case: Case) -> dict[str, Any]:
@@ -93,9 +91,9 @@ def score(case: Case) -> dict[str, Any]:
     learner, batch = case.learner, full_rows(case)
     params = {"policy": case.policy.init(jax.random.key(0))}
     device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
-    compiled = programs(learner.lowered(device[0], 0))
+    account = compiled(case, device[0], 0)
     times = timed(case, lambda: [learner.score(params, rows) for rows in device])
-    return times | rates(case, lengths_of(batch), times["s"], flops.forward) | compiled
+    return times | rates(case, lengths_of(batch), times["s"], flops.forward) | account
 
 
 async def drawn(case: Case, engine: Engine, params: Params, version: int) -> list[ScoredGroup]:
@@ -165,7 +163,7 @@ def step(case: Case) -> dict[str, Any]:
         model_flops = flops.update(case.policy.architecture, lengths) / seconds[2] / 1e12
         return dict(zip(("sample_s", "score_s", "update_s"), seconds.tolist())) | {
             "s": marks[-1] - marks[0], "tokens_per_s": sum(lengths) / (marks[-1] - marks[0]), "micro_batches": len(mini),
-            "fill": float(np.mean([rows.fill for rows in batch.rows])), "update_tflops": model_flops,
+            "fill": sum(lengths) / sum(rows.tokens.size for rows in batch.rows), "update_tflops": model_flops,
             "gap": float(np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[batch.fields["mask"]].mean()),
         }  # fmt: skip
 
@@ -175,22 +173,15 @@ def step(case: Case) -> dict[str, Any]:
 WORKS: dict[str, Callable[[Case], dict[str, Any]]] = {"update": update, "score": score, "sample": sample, "step": step}
 
 
-def programs(lowered: dict[str, Any]) -> dict[str, Any]:
-    """Seconds to compile the programs, and the most memory that one needs, by XLA's own account."""
-    most: dict[str, float] = {}
+def compiled(case: Case, batch: Batch, microbatches: int) -> dict[str, float]:
+    """Seconds to compile an update's programs (with 0 micro-batches scoring's), and the account of the one that needs most."""
     start = time.perf_counter()
-    for program in lowered.values():
-        memory = program.compile().memory_analysis()
-        if memory is None:
-            continue
-        parts = {
-            "arguments_gib": memory.argument_size_in_bytes / GIB,
-            "outputs_gib": (memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB,
-            "temporary_gib": memory.temp_size_in_bytes / GIB,
-        }
-        if sum(parts.values()) > sum(most.values()):
-            most = parts
-    return {"compile_s": time.perf_counter() - start, **most}
+    accounts = memory.of_learner(case.learner, batch, microbatches).values()
+    most = max(accounts, key=lambda account: account.peak)
+    return {
+        "compile_s": time.perf_counter() - start, "predicted_gib": most.peak / memory.GIB,
+        "arguments_gib": most.arguments / memory.GIB, "temporary_gib": most.temporary / memory.GIB,
+    }  # fmt: skip
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -207,7 +198,7 @@ def measure(case: Case) -> dict[str, Any]:
     found = WORKS[case.work](case)
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
-        found["peak_gib"] = stats["peak_bytes_in_use"] / GIB
+        found["peak_gib"] = stats["peak_bytes_in_use"] / memory.GIB
     return {n: float(f"{x:.5g}") if isinstance(x, float) else x for n, x in found.items()}
 
 

@@ -22,6 +22,7 @@ INTERNAL = (
     "data.prepare",
     "models.hf_names",
     "models.mesh_attention",
+    "samplers.cuda_ipc",
     "samplers.fleet",
     "samplers.manifest",
     "samplers.orbax_reader",
@@ -29,6 +30,7 @@ INTERNAL = (
     "samplers.server_update",
     "samplers.slot_batch",
     "samplers.vllm_http",
+    "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
     "eval.learning_runs",

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.data.packed_sft import joined
 from jaxrl_llm.data.templates import alpaca
-from jaxrl_llm.eval.choices import CASCADES
 from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.rewards.multiple_choice import MultipleChoice
 
 Model = Callable[[Int[Array, "B T"]], Float[Array, "B T V"]]
 Metadata = dict[str, Any]
@@ -307,8 +307,7 @@ def compute_per_instance_dpo_loss(
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
     """The letter, A to D, of the last "The correct answer is _"; None where there is none."""
     del mmlu_example
-    found = [letter for letter in re.findall(CASCADES["sentence"][0], model_output) if letter in "ABCD"]
-    return found[-1] if found else None
+    return MultipleChoice(places=("sentence",)).choice(model_output, "ABCD")
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:

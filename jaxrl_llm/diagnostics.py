@@ -16,12 +16,13 @@ def of_rollouts(batch: GlobalBatch) -> dict[str, float]:
     totals = [g.total()[rows] for g, rows in kept]
     answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
     names = sorted({n for g in batch.groups for n in g.scores.parts})
-    fills = [rows.fill for rows in batch.rows]
+    allocated = sum(rows.segments.size for rows in batch.rows)
+    tokens = sum(int(np.sum(rows.segments > 0)) for rows in batch.rows)
     values = {
         "batch/sequences": float(len(batch.rollouts)),
-        "batch/microbatches": float(len(fills)),
-        "batch/fill": float(np.mean(fills)) if fills else 0.0,
-        "batch/tokens": float(sum(np.sum(rows.segments > 0) for rows in batch.rows)),
+        "batch/microbatches": float(len(batch.rows)),
+        "batch/fill": tokens / max(allocated, 1),
+        "batch/tokens": float(tokens),
         "batch/response_tokens": float(sum(int(r.mask.sum()) for r in batch.rollouts)),
     }
     if not answers or not any(not n.startswith("log/") for n in names):

@@ -15,7 +15,7 @@ from jaxrl_llm.checkpoint import read_host, read_model
 from jaxrl_llm.hf_weights import save, save_adapters
 from jaxrl_llm.loading import Saved, saved
 from jaxrl_llm.models.lora import AdaptedPolicy
-from jaxrl_llm.stage_run import new_key
+from jaxrl_llm.stage_parts import new_key
 
 
 def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Any, Any, Any]:

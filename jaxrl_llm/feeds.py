@@ -81,12 +81,20 @@ class GivenFeed:
         return {"data/epoch": self.stream.epoch}
 
 
-def given(encoder: Encoder, rows: Sequence[Prompt], algorithm: Algorithm) -> list[ScoredGroup]:
-    """The rows as groups of what the algorithm learns from: demonstrations, or pairs and labelled responses.
+def given(
+    encoder: Encoder, rows: Sequence[Prompt], algorithm: Algorithm, *, row_tokens: int = 0, seed: int = 0
+) -> list[ScoredGroup]:
+    """The rows as groups of what the algorithm learns from: demonstrations, chunks of documents, pairs and labelled responses.
+
+    Args:
+      row_tokens: length of a chunk of documents.
+      seed: order of the documents.
 
     Raises:
       ValueError: a row that is none of these, or no row left.
     """
+    if algorithm.learns_from == "documents":
+        return documents(encoder, rows, row_tokens, seed)
     if algorithm.learns_from == "demonstrations":
         return demonstrations(encoder, rows)
     alone = algorithm.group_size_at_least == 1
@@ -96,6 +104,39 @@ def given(encoder: Encoder, rows: Sequence[Prompt], algorithm: Algorithm) -> lis
 def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[ScoredGroup]:
     """Each row's response as the only rollout of its group."""
     return [unscored((rollout,)) for rollout in encoder.demonstrations(rows)]
+
+
+def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int) -> list[ScoredGroup]:
+    """Chunks of `length` predictions of all rows, prompt and response with its end, joined in an order that `seed` names.
+
+    A chunk begins with a token that is predicted by none in it, and ends with the first token of the next chunk.
+
+    Raises:
+      ValueError: fewer tokens than fill a chunk.
+    """
+    whole = replace(encoder, max_prompt_tokens=np.iinfo(np.int32).max, max_response_tokens=None)
+    found = whole.demonstrations(rows)
+    order = np.random.default_rng(seed).permutation(len(found))
+    texts = [np.concatenate([found[i].prompt.prefix, found[i].tokens]) for i in order]
+    tokens = np.concatenate(texts).astype(np.int32)
+    sources = np.repeat(order, [len(t) for t in texts])
+    starts = range(0, len(tokens) - length, length)
+    if not starts:
+        raise ValueError(
+            f"the {len(found)} documents have {len(tokens)} tokens and a chunk needs {length + 1}: lower packing.Packing.row_tokens, "
+            "or give more documents"
+        )
+    return [
+        unscored((_chunk(tokens[i : i + length + 1], f"chunk/{i}", found[sources[i]].prompt.source),)) for i in starts
+    ]
+
+
+def _chunk(tokens: np.ndarray, name: str, source: str) -> Rollout:
+    said = tokens[1:]
+    return Rollout(
+        prompt=Prompt(id=name, tokens=tokens[:1], source=source), tokens=said, sampler_logprobs=np.zeros(len(said), np.float32),
+        mask=np.ones(len(said), bool), versions=np.full(len(said), -1, np.int32), finish="length",
+    )  # fmt: skip
 
 
 def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone: bool = False) -> list[ScoredGroup]:

@@ -115,7 +115,8 @@ class GlobalBatch:
         )
         zeros = np.zeros((self.capacity, self.response_tokens), np.float32)
         known: dict[str, Any] = {"old_logprobs": zeros, "entropy": zeros, **absent, **streams}
-        return View(**{**self.fields, **known}, controls={n: np.float32(c) for n, c in controls.items()}, groups=groups)
+        moved = {n: np.float32(c) for n, c in controls.items()}
+        return View(**{**self.fields, **known}, controls=moved, groups=groups, sources=tuple(self.sources))
 
     def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
         """A stream of all micro-batches, [B, T] each in the order of `rows`, as one array [S, T]."""

@@ -5,7 +5,7 @@ token, as in transformers' LlamaForSequenceClassification and its kin.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -72,15 +72,7 @@ class HFRewardModel:
                 f"token {largest} is not in the vocabulary of {limit} tokens of the reward model {self.folder}: it must have "
                 "been made with the policy's tokenizer; set hf_reward_model.HFRewardModel.folder"
             )
-        length = max(SHORTEST, 1 << (max(len(s) for s in sequences) - 1).bit_length())
-        found = []
-        for start in range(0, len(sequences), self.rows):
-            tokens, segments = (np.zeros((self.rows, length), np.int32) for _ in range(2))
-            last = np.zeros(self.rows, np.int32)
-            for i, sequence in enumerate(sequences[start : start + self.rows]):
-                tokens[i, : len(sequence)], segments[i, : len(sequence)], last[i] = sequence, 1, len(sequence) - 1
-            found.append(self._forward(params, tokens, segments, last))
-        return found
+        return [self._forward(params, *batch) for batch in padded(sequences, self.rows)]
 
     @cached_property
     def _forward(self) -> Any:
@@ -104,3 +96,19 @@ class HFRewardModel:
         source = ValueSource(backbone=backbone)
         model = source.on(Partitioner.create(self.mesh))
         return model, source.params(model, {}, jax.random.key(0))
+
+
+def padded(sequences: Sequence[np.ndarray], rows: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Batches of `rows` sequences in a common length that is a power of two, so that few programs are compiled.
+
+    Yields:
+      tokens int32 [rows, T], segments int32 [rows, T] (1 within the sequence), last int32 [rows], the place of the last token;
+      rows beyond the last sequence are empty.
+    """
+    length = max(SHORTEST, 1 << (max(len(s) for s in sequences) - 1).bit_length())
+    for start in range(0, len(sequences), rows):
+        tokens, segments = (np.zeros((rows, length), np.int32) for _ in range(2))
+        last = np.zeros(rows, np.int32)
+        for i, sequence in enumerate(sequences[start : start + rows]):
+            tokens[i, : len(sequence)], segments[i, : len(sequence)], last[i] = sequence, 1, len(sequence) - 1
+        yield tokens, segments, last

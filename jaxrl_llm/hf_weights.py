@@ -30,6 +30,7 @@ READABLE = ("F32", "BF16", "F16")
 WRITABLE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 INDEX = "model.safetensors.index.json"
+PEFT_PREFIX = "base_model.model."
 
 
 def locate(pretrained: str) -> Path:
@@ -59,15 +60,16 @@ def architecture(folder: Path, *, value: bool = False) -> Architecture:
       FileNotFoundError: no config.json in the folder.
       ValueError: no JSON, or an unsupported architecture.
     """
-    return hf_config.read(_config_of(folder), str(folder / "config.json"), value=value)
+    return hf_config.read(config_of(folder), str(folder / "config.json"), value=value)
 
 
 def is_classifier(folder: Path) -> bool:
     """Whether the folder holds a sequence classifier; raises as `architecture` does."""
-    return hf_config.is_classifier(_config_of(folder))
+    return hf_config.is_classifier(config_of(folder))
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; raises FileNotFoundError without one, ValueError where it is no JSON."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")
@@ -90,16 +92,40 @@ def load(policy: Policy, folder: Path) -> Params:
     )
 
 
-def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None) -> Params:
+def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
+    """The adapters of a folder in PEFT's format, float32 on the policy's mesh.
+
+    Raises:
+      FileNotFoundError: no adapter_config.json or no safetensors weights.
+      ValueError: adapters of another rank, weight or targets than the policy's, or of a kind other than plain LoRA.
+    """
+    file, lora = folder / "adapter_config.json", policy.lora
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no adapter_config.json: set lora.LoRA.pretrained to a folder in PEFT's format"
+        )
+    config = json.loads(file.read_text())
+    kinds = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+    if other := {name: config[name] for name, plain in kinds.items() if config.get(name, plain) != plain}:
+        raise ValueError(f"{file} describes {other}; adapters are plain LoRA, without biases")
+    theirs = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": sorted(config["target_modules"])}
+    ours = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    if changed := [f"lora.LoRA.{name} = {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
+        raise ValueError(f"{file} is of other adapters than the run trains ({ours}): set {', '.join(changed)}")
+    return read(policy.abstract(), folder, unread=set(), prefix=PEFT_PREFIX)
+
+
+def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "") -> Params:
     """The leaves of `abstract`, shapes with shardings by the names of Params; see `load`.
 
     Args:
       unread: what else the folder may hold; None allows anything.
+      prefix: what the names of all tensors begin with there.
     """
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in hf_names.tensors(abstract):
         by_leaf.setdefault(tensor.path, []).append(tensor)
-    checkpoint = _Checkpoint(folder)
+    checkpoint = _Checkpoint(folder, prefix)
     checkpoint.check([t for group in by_leaf.values() for t in group], unread)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -172,7 +198,7 @@ def save_adapters(
         tensors = hf_names.tensors(adapters)
         found = {t.name: _gathered(policy, hf_names.leaf_of(adapters, t.path), t, dtype) for t in tensors}
         if partial_folder is not None:
-            named = {f"base_model.model.{name}": x for name, x in found.items()}
+            named = {f"{PEFT_PREFIX}{name}": x for name, x in found.items()}
             save_file(named, partial_folder / "adapter_model.safetensors", metadata={"format": "pt"})
             _write_json(partial_folder / "adapter_config.json", config)
 
@@ -206,16 +232,16 @@ def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
 
 
 class _Checkpoint:
-    """The safetensors of a folder, opened lazily."""
+    """The safetensors of a folder, opened lazily; `prefix` is left out of the names."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, prefix: str = ""):
+        self.folder, self._prefix = folder, prefix
         index = folder / INDEX
         if index.is_file():
             self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
         else:
             files = sorted(folder.glob("*.safetensors"))
-            self._file_of = {name: file for file in files for name in _open(file).keys()}  # noqa: SIM118
+            self._file_of = {name.removeprefix(prefix): file for file in files for name in _open(file).keys()}  # noqa: SIM118
         for file in sorted(set(self._file_of.values())):
             if not file.is_file():
                 raise FileNotFoundError(f"{index} names {file.name}, which is not in the folder: download it")
@@ -227,7 +253,7 @@ class _Checkpoint:
 
     def slices(self, name: str) -> Any:
         """The tensor as a lazily read slice."""
-        return self._handles[self._file_of[name]].get_slice(name)
+        return self._handles[self._file_of[name]].get_slice(self._prefix + name)
 
     def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
         """Raises ValueError where names, shapes or dtypes are not the expected ones, or a name is in neither set."""

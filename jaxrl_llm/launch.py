@@ -32,7 +32,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files, such as SEED=1"
     )
-    parser.add_argument("--dry_run", action="store_true", help="print the resolved plan and leave")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print the resolved plan and the memory that it takes, and leave"
+    )
     parser.add_argument("--debug", action="store_true", help="show the stack of every error")
     return parser.parse_args(argv)
 
@@ -82,9 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run, config = build(arguments.gin_file, arguments.gin)
         if arguments.dry_run:
-            from jaxrl_llm.plan import plan
+            from jaxrl_llm.plan import peaks, plan
 
-            print(plan(run))
+            print(plan(run), flush=True)
+            for line in peaks(run):
+                print(line, flush=True)
         else:
             run.run(config)
     except EXPECTED as error:

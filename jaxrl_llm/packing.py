@@ -3,33 +3,52 @@
 A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
 longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
 no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
+
+With a tail, rows are filled first (best fit, longest first), and what the last micro-batches lack is left out of them: they
+have halved numbers of rows, each a shape of its own to compile. Rows of like cost then share a micro-batch, and lie in it
+so that the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention grows with
+its length.
 """
 
+import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+# Tokens at which a causal sequence's attention costs as much as its products: weights / (layers x heads x head width), which
+# is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
+ATTENTION = 32768
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """The one shape of a micro-batch.
+    """The shape of a micro-batch.
 
     Attributes:
       row_tokens: positions of a row; a sequence (prompt and response, less one) must fit.
       rows: rows of a micro-batch over all devices; a multiple of data x fsdp.
       sequences_per_row: most sequences of one row.
+      tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp. 0
+        gives every micro-batch the same shape.
     """
 
     row_tokens: int = 1024
     rows: int = 8
     sequences_per_row: int = 16
+    tail: int = 0
 
     def __post_init__(self) -> None:
         for name in ("row_tokens", "rows", "sequences_per_row"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Packing.{name} must be >= 1 (got {getattr(self, name)})")
+        if self.tail and self.tail not in (
+            self.rows >> k for k in range(self.rows.bit_length()) if self.rows % 2**k == 0
+        ):
+            raise ValueError(
+                f"packing.Packing.tail must be 0, or rows ({self.rows}) halved some times (got {self.tail})"
+            )
 
     @property
     def sequences(self) -> int:
@@ -61,12 +80,29 @@ class Packing:
                     f"{self.rows} rows of {self.row_tokens} positions and {self.sequences_per_row} sequences: set packing.Packing.rows, "
                     "row_tokens or sequences_per_row higher"
                 )
+        if self.tail and atoms is None:
+            return self._with_tail(lengths)
         tokens = -(-sum(lengths) // (self.rows * self.row_tokens))
         alone = sum(2 * n > self.row_tokens for n in lengths)  # no two of these share a row
         count = max(tokens, -(-len(lengths) // self.sequences), -(-alone // self.rows), 1)
         while (placed := self._try(lengths, units, count)) is None:
             count += 1
         return placed
+
+    def _with_tail(self, lengths: Sequence[int]) -> list["Placement"]:
+        """Full rows, the costly ones first, in micro-batches of `rows` rows and then of halved numbers of rows."""
+        rows = _fill(lengths, self.row_tokens, self.sequences_per_row)
+        cost = lambda row: sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row)  # noqa: E731
+        rows.sort(key=lambda row: (-cost(row), row))
+        sizes = [self.rows >> k for k in range(self.rows.bit_length()) if self.rows >> k >= self.tail]
+        placements = []
+        while rows:
+            needed = -(-len(rows) // self.tail) * self.tail
+            size = next(size for size in sizes if size <= needed)
+            members, rows = rows[:size], rows[size:]
+            members += [[] for _ in range(size - len(members))]
+            placements.append(Placement([members[i] for i in _spread_order(size)]))
+        return placements
 
     def _try(self, lengths: Sequence[int], atoms: list[list[int]], count: int) -> list["Placement"] | None:
         """Atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
@@ -106,6 +142,32 @@ class Placement:
     def members(self) -> list[int]:
         """The micro-batch's sequences in the order of their local numbers."""
         return [i for row in self.rows for i in row]
+
+
+def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
+    """Rows of at most `most` sequences, by best fit, longest first: as many as it takes."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, row) of the rows that take another sequence, in order
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect.bisect_left(free, (lengths[i], -1))
+        if place == len(free):
+            room, row = capacity, len(rows)
+            rows.append([])
+        else:
+            room, row = free.pop(place)
+        rows[row].append(i)
+        if len(rows[row]) < most:
+            bisect.insort(free, (room - lengths[i], row))
+    return rows
+
+
+def _spread_order(size: int) -> list[int]:
+    """Places of `size` rows, given from the costliest on: each half, quarter, ... gets every second, fourth, ... of them."""
+    if size % 2:
+        return list(range(size))
+    half = _spread_order(size // 2)
+    # Of each two neighbours in cost, the halves get the costlier in turn.
+    return [2 * i + i % 2 for i in half] + [2 * i + 1 - i % 2 for i in half]
 
 
 def _spread(
@@ -176,10 +238,10 @@ class PackedRows:
         cls, packing: Packing, placement: Placement, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
     ) -> "PackedRows":
         """Fills the arrays; `placement` numbers `prompts` and `responses`, int32 token ids."""
-        shape = (packing.rows, packing.row_tokens)
+        shape = (len(placement.rows), packing.row_tokens)
         tokens, positions, segments, sequence = (np.zeros(shape, np.int32) for _ in range(4))
         targets, row_of, index_of = (np.full(shape, -1, np.int32) for _ in range(3))
-        members = np.full(packing.sequences, -1, np.int32)
+        members = np.full(len(placement.rows) * packing.sequences_per_row, -1, np.int32)
         local = 0
         for r, row in enumerate(placement.rows):
             start = 0

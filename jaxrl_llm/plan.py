@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm import memory
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.samplers.embedded import EmbeddedSampler
+from jaxrl_llm.stage_parts import learner_of
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train import Run
 
@@ -122,3 +125,40 @@ def _memory(stage: Stage, policy: Any, shards: int) -> Iterable[str]:
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
     yield f"  memory       {sum(state.values()) / GIB:.3f} GiB of state ({', '.join(f'{n} {b / GIB:.3f}' for n, b in state.items())}) + about {activations / GIB:.3f} GiB of activations a device"
+
+
+def peaks(run: Run | Harness) -> Iterable[str]:
+    """The most memory on a device in each phase of each stage, by XLA's account of its programs, which takes their compilation.
+
+    Raises:
+      RuntimeError: the backend keeps no account.
+    """
+    if isinstance(run, Run):
+        policy = run.policy.policy(Partitioner.create(run.mesh))
+        for stage in run.stages:
+            yield f"peak of {stage.name:<5}" + _peak(run, stage, policy)
+
+
+def _peak(run: Run, stage: Stage, policy: Any) -> str:
+    learner = learner_of(stage, policy, 0)
+    batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
+    longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
+    tokens = stage.sequences // stage.minibatches * longest
+    several = tokens > stage.packing.rows * stage.packing.row_tokens
+
+    def most(microbatches: int) -> int:
+        return max(account.peak for account in memory.of_learner(learner, batch, microbatches, bases).values())
+
+    phases = {"update": most(2 if several else 1)}
+    if stage.samples:
+        phases["score"] = most(0)
+    weights = 0
+    if stage.samples and isinstance(run.sampler, EmbeddedSampler):
+        weights, decoding = memory.of_sampling(policy.plain, run.sampler, stage, run.max_length)
+        state = memory.size(learner.abstract) + memory.size(bases)
+        own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # they are among the program's arguments
+        phases["sample"] = state + decoding.peak - own
+    also = weights + (memory.size(policy.abstract()) if "reference" in stage.algorithm.needs else 0)
+    found = {name: (peak + also) / GIB for name, peak in phases.items()}
+    parts = ", ".join(f"{name} {peak:.3f}" for name, peak in found.items())
+    return f"{max(found.values()):.3f} GiB a device by the account of the compiled programs ({parts})"

@@ -10,6 +10,9 @@ from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, 
 
 Params = dict[str, Any]
 
+# What an algorithm learns from; see Algorithm.
+Learns = Literal["samples", "demonstrations", "documents", "pairs"]
+
 # What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
 NEEDS = frozenset(
     {
@@ -155,13 +158,14 @@ class Algorithm(Protocol):
     """A frozen dataclass: how rollouts become advantages, and advantages a loss.
 
     Attributes:
-      learns_from: "samples" of the policy, "demonstrations" (prompt and response) or "pairs" (chosen and rejected).
+      learns_from: "samples" of the policy, "demonstrations" (prompt and response), "documents" (demonstrations joined and
+        cut into chunks of a row) or "pairs" (chosen and rejected).
       needs: subset of NEEDS.
       group_size_at_least: fewest rollouts of a prompt that leave a learning signal.
     """
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]: ...
+    def learns_from(self) -> Learns: ...
 
     @property
     def needs(self) -> frozenset[str]: ...

@@ -36,7 +36,7 @@ def of_step(
     values = {name: x for name, x in known.items() if x is not None} if streams else {}
     rows = _rows(batch.groups, rollouts)
     for i, (row, rollout) in enumerate(zip(rows, batch.rollouts, strict=False)):
-        row |= _streams(rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens)
+        row |= token_streams(rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens)
     return rows
 
 
@@ -53,7 +53,7 @@ def held_out(
         alike = groups[place * prompts : (place + 1) * prompts]
         answers = [r for g in alike for r in g.rollouts]
         for row, rollout in zip(_rows(alike, rollouts), answers, strict=False):
-            streams = _streams(rollout, {"sampler_logprob": rollout.sampler_logprobs}, tokenizer, tokens)
+            streams = token_streams(rollout, {"sampler_logprob": rollout.sampler_logprobs}, tokenizer, tokens)
             chosen.append({"kind": f"eval/{name}", **row, "role": kind, **streams})
     return chosen
 
@@ -92,8 +92,8 @@ def _rows(groups: Sequence[ScoredGroup], count: int) -> list[Row]:
     return rows
 
 
-def _streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer: Any, most: int) -> dict[str, Row]:
-    """{"streams": of one rollout}; nothing where none are wanted."""
+def token_streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer: Any, most: int) -> dict[str, Row]:
+    """{"streams": the pieces of text and the values of the first `most` tokens, and the rest's text}; {} for 0."""
     if most < 1:
         return {}
     n = min(len(rollout.tokens), most)

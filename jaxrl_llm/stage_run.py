@@ -14,19 +14,27 @@ import numpy as np
 from jaxrl_llm import diagnostics, shown, teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.batch import Credit, View
-from jaxrl_llm.collect import Collector
-from jaxrl_llm.companions import Companions, found
-from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.companions import Companions
+from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.evaluate import evaluate
-from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, given, stats_of
+from jaxrl_llm.experience import Prompt, ScoredGroup
+from jaxrl_llm.feeds import Feed, SampleFeed, stats_of
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
-from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.phase_run import PhaseRun
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.rollouts import Asking, stopping
+from jaxrl_llm.stage_parts import (
+    companions_of,
+    feed_of,
+    given_groups,
+    learner_of,
+    new_key,
+    say,
+    teacher_of,
+    value_bases,
+)
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
 
@@ -96,21 +104,21 @@ class StageRun:
             max_turns=config.max_turns,
         )  # fmt: skip
         seed = training.config.seed
-        feed = _feed(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
-        _say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
+        feed = feed_of(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
+        say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
         held_out = []
         for evaluation in config.evaluations:
             other = replace(encoder, max_response_tokens=None)
             held_out.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
-            _say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
+            say(f"evaluation {evaluation.name}: {len(held_out[-1])} prompts", other.counts())
         unseen = [] if config.held_out is None else list(config.held_out.rows())
-        measured = given(encoder, unseen, config.algorithm) if unseen else []
-        learner = _learner(config, training.policy, seed)
+        measured = given_groups(config, encoder, unseen, seed) if unseen else []
+        learner = learner_of(config, training.policy, seed)
         return cls(
             config=config, number=number, learner=learner, phases=PhaseRun(config=config, learner=learner), feed=feed, asking=asking, held_out=held_out,
-            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=_teacher(config, training, learner),
-            companions=_companions(config, training), controls=config.controls, seed=seed,
-            bases=dict(training.bases) | _value_bases(config, learner, new_key(seed, number)),
+            sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=teacher_of(config, training, learner),
+            companions=companions_of(config, training), controls=config.controls, seed=seed,
+            bases=dict(training.bases) | value_bases(config, learner, new_key(seed, number)),
         )  # fmt: skip
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -325,75 +333,3 @@ class StageRun:
         (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
         found = jax.device_get(self.learner.measure(state.params, mini, self.bases))
         return {f"eval/{name}": float(x) for name, x in found.items()}
-
-
-def _companions(config: Stage, training: Any) -> Companions:
-    """The companions of the rewards that the stage asks, started."""
-    asked = config.samples or any(e.reward is None for e in config.evaluations)
-    members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
-    for i, member in enumerate(members):
-        member.start(training.policy.plain, training.tokenizer, training.run_dir / f"{config.name}_companion_{i}")
-    training.companions.extend(members)
-    return Companions(members=members, policy=training.policy, base=training.bases.get("policy"))
-
-
-def _learner(config: Stage, policy: Policy, seed: int) -> Learner:
-    """The learner of a stage, with the value models that its algorithm asks for."""
-    models: dict[str, Any] = {"policy": policy}
-    models |= {name: source.model(policy) for name, source in config.value_models.items()}
-    optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
-    warmup = 0
-    if "critic" in models:
-        assert config.critic_optimizer is not None  # by Stage
-        optimizers["critic"] = config.critic_optimizer
-        warmup = config.critic_warmup_steps * config.minibatches * config.epochs
-    return Learner(
-        models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
-        temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
-    )  # fmt: skip
-
-
-def _teacher(config: Stage, training: Any, learner: Learner) -> teaching.Teacher | None:
-    """The teacher that the algorithm asks for, which speaks the policy's tokens."""
-    if "teacher" not in config.algorithm.needs:
-        return None
-    assert config.teacher is not None  # by Stage
-    return teaching.Teacher.open(teaching.found(config.teacher, training.tokenizer, learner.partitioner), learner)
-
-
-def _value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
-    """What lies frozen under the adapters of the value models that have these."""
-    bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
-    return {name: base for name, base in bases.items() if base is not None}
-
-
-def new_key(seed: int, number: int) -> jax.Array:
-    """The key of the new parameters of stage `number`."""
-    return jax.random.fold_in(jax.random.key(seed), number)
-
-
-def _feed(
-    config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int
-) -> Feed:
-    """The feed that the algorithm learns from."""
-    count = config.prompts_per_step
-    if config.samples:
-        assert config.reward is not None
-        collector = Collector(
-            asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
-            greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
-        )  # fmt: skip
-        stream = PromptStream(encoder.prompts(rows), seed=seed)
-        if not config.max_staleness:
-            return SampleFeed(stream=stream, collector=collector, prompts=count)
-        return AheadFeed(
-            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
-            least=config.algorithm.group_size_at_least,
-        )  # fmt: skip
-    return GivenFeed(stream=PromptStream(given(encoder, rows, config.algorithm), seed=seed), rows=count)
-
-
-def _say(what: str, counts: Mapping[str, int]) -> None:
-    """Prints what the encoder cut or dropped, where it did."""
-    lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
-    print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import ModelSource
 from jaxrl_llm.experience import SamplingSettings
@@ -34,7 +35,7 @@ class Stage:
       teacher: the model that a distilling algorithm learns from; frozen.
       critic_warmup_steps: first steps, in which only the critic learns.
       steps: steps of this stage.
-      prompts_per_step: prompts of a step (demonstrations or pairs, where the algorithm learns from these).
+      prompts_per_step: prompts of a step (demonstrations, chunks or pairs, where the algorithm learns from these).
       group_size: rollouts of a prompt.
       minibatches: updates that a step's prompts are split over, in whole groups.
       epochs: passes over a step's prompts.
@@ -209,6 +210,12 @@ class Stage:
                 f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingSettings at their defaults "
                 "and temperature > 0; evaluations may set them"
             )
+        if self.old_logprobs == "sampler" and isinstance(self.algorithm, PolicyGradient) and self.algorithm.selects:
+            raise ValueError(
+                f"{name} leaves out tokens by the ratio of old to sampler log-probs, and with Stage.old_logprobs = 'sampler' of stage "
+                f"{self.name!r} that ratio is 1 everywhere: set Stage.old_logprobs = 'learner', or rejections = () and a correction "
+                "that truncates"
+            )
         needed = self.max_prompt_tokens + self.response_tokens - 1
         if needed > self.packing.row_tokens:
             raise ValueError(
@@ -240,12 +247,15 @@ class Stage:
     @property
     def sequences(self) -> int:
         """Most sequences of a step."""
-        per_prompt = {"samples": self.group_size + ("greedy" in self.algorithm.needs), "demonstrations": 1, "pairs": 2}
-        return self.prompts_per_step * per_prompt[self.algorithm.learns_from]
+        sampled = self.group_size + ("greedy" in self.algorithm.needs)
+        per_prompt = {"samples": sampled, "pairs": 2}.get(self.algorithm.learns_from, 1)
+        return self.prompts_per_step * per_prompt
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a response, with the one that marks its end where a reward model is trained."""
+        """Most tokens of a response, with the one that marks its end where a reward model is trained; or of a chunk."""
+        if self.algorithm.learns_from == "documents":
+            return self.packing.row_tokens
         return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)
 
     @property
@@ -266,8 +276,8 @@ class Stage:
 
     def check_devices(self, batch_shards: int) -> None:
         """Raises ValueError where rows do not divide over the mesh."""
-        if self.packing.rows % batch_shards:
+        if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
             raise ValueError(
-                f"packing.Packing.rows ({self.packing.rows}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
-                f"data x fsdp: set it to a multiple of {batch_shards}"
+                f"packing.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
+                f"data x fsdp: set them to multiples of {batch_shards}"
             )

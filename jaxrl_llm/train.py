@@ -217,7 +217,7 @@ class Training:
         groups = await stage.feed.next(step)
         clock.lap("collect")
         # A sampler that overlaps needs the event loop while the learner computes.
-        aside = asyncio.to_thread if stage.config.max_staleness else _at_once
+        aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
         batch = await aside(stage.pack, groups)
         streams = await aside(stage.score, state, batch, step)
         if stage.rescores:

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from jaxrl_llm.algorithms.kto import KTO
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
 from jaxrl_llm.experience import Prompt, SamplingSettings
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, given, pairs, stats_of
+from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, demonstrations, documents, given, pairs, stats_of
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.rollouts import Asking
 
@@ -103,6 +104,22 @@ def test_responses_with_a_label_stand_alone_beside_pairs_where_the_algorithm_tak
         given(encoder(), rows, DPO())
     with pytest.raises(ValueError, match=r"or a label True or False in Prompt.extra"):
         given(encoder(), [row("a", "b", desirable="yes")], KTO())
+
+
+def test_documents_are_joined_and_cut_into_chunks_that_predict_across_borders():
+    rows = [row("ab", "c"), row("d", "ef"), row("gh", "i")]
+    found = documents(encoder(), rows, length=4, seed=0)
+    texts = {"ab": [1, 2, 3, 0], "d": [4, 5, 6, 0], "gh": [7, 8, 9, 0]}
+    orders = [[x for name in names for x in texts[name]] for names in permutations(texts)]
+    chunks = [[*g.rollouts[0].prompt.tokens, *g.rollouts[0].tokens] for g in found]
+    assert len(chunks) == (12 - 1) // 4  # as CS336 counts them: the last token begins no chunk
+    (stream,) = [o for o in orders if o[:5] == chunks[0]]
+    assert chunks == [stream[0:5], stream[4:9]]  # the token at a border is predicted once and begins the next chunk
+    assert all(g.rollouts[0].mask.all() and len(g.rollouts[0].tokens) == 4 for g in found)
+    firsts = {str(documents(encoder(), rows, 4, seed)[0].rollouts[0].tokens) for seed in range(8)}
+    assert len(firsts) > 1
+    with pytest.raises(ValueError, match=r"have 12 tokens and a chunk needs 13: lower packing.Packing.row_tokens"):
+        documents(encoder(), rows, 12, 0)
 
 
 def test_statistics_of_a_rollout_are_means_over_the_tokens_the_policy_chose():

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parent.parent
 
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("launch", "plan", "doctor", "bench", "bench_case", "export", "chat", "loading", "bindings_page"),
-    ("train", "stage_run", "phase_run", "stages", "teaching", "feeds", "ahead", "cs336"),
+    ("launch", "plan", "doctor", "bench", "bench_case", "memory", "export", "chat", "loading", "bindings_page"),
+    ("train", "stage_run", "stage_parts", "phase_run", "stages", "teaching", "feeds", "ahead", "cs336"),
     ("eval.",),
     (
         "diagnostics",
@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "learner",
         "train_state",
         "hf_reward_model",
+        "hf_moderation",
         "global_batch",
         "samplers.",
         "checkpoint",
@@ -51,7 +52,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "algorithms.": ("flax", "transformers"),
     **{
         f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
-        for module in ("manifest", "orbax_reader", "vllm_targets", "vllm_plugin", "vllm_engine")
+        for module in ("manifest", "cuda_ipc", "orbax_reader", "vllm_targets", "vllm_plugin", "vllm_engine")
     },
 }
 MAY_IMPORT_GIN = ("launch",)
@@ -163,7 +164,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_every_imported_distribution_is_declared():
-    known = declared("serve", "wandb", "datasets", "figures")
+    known = declared("serve", "wandb", "datasets", "plot")
     for module, file in sorted(MODULES.items()):
         for line, name in imports(file, module):
             head = name.partition(".")[0]

@@ -19,7 +19,7 @@ from learner_cases import (
     make_batch,
     make_learner,
 )
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm import export, hf_weights
 from jaxrl_llm.global_batch import bare, to_device
@@ -182,6 +182,66 @@ def test_exported_adapters_add_up_to_the_merged_folder_in_numpy(tmp_path: Path) 
             used |= {f"{stem}.lora_A.weight", f"{stem}.lora_B.weight"}
         np.testing.assert_allclose(merged[name], want, rtol=1e-6, atol=1e-6, err_msg=name)
     assert used == set(low) and len(low) == 2 * 3 * MODEL.layers
+
+
+def write_peft_folder(folder: Path) -> dict[str, np.ndarray]:
+    """A folder as PEFT writes it for LORA on MODEL: lora_A [r, in] and lora_B [out, r] of each adapted module."""
+    width, heads = MODEL.width, MODEL.heads * MODEL.head_width
+    sizes = {
+        "self_attn.q_proj": (width, heads),
+        "self_attn.o_proj": (heads, width),
+        "mlp.down_proj": (MODEL.mlp_width, width),
+    }
+    random, tensors = np.random.default_rng(5), {}
+    for layer in range(MODEL.layers):
+        for module, (inputs, outputs) in sizes.items():
+            stem = f"base_model.model.model.layers.{layer}.{module}"
+            for name, shape in (("lora_A", (3, inputs)), ("lora_B", (outputs, 3))):
+                tensors[f"{stem}.{name}.weight"] = random.normal(0, 0.3, shape).astype(np.float32)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {
+        "peft_type": "LORA",
+        "r": 3,
+        "lora_alpha": 6,
+        "target_modules": ["down_proj", "q_proj", "o_proj"],
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return tensors
+
+
+def test_adapters_of_a_peft_folder_add_their_product_to_the_weights(tmp_path: Path) -> None:
+    learner, base = make()
+    policy, low = learner.policy, write_peft_folder(tmp_path / "peft")
+    source = PolicySource(architecture=MODEL, lora=replace(LORA, pretrained=str(tmp_path / "peft")))
+    adapters = source.params(source.policy(policy.partitioner), jax.random.key(0))
+    hf_weights.save(policy.plain, base, tmp_path / "base")
+    hf_weights.save(policy.plain, policy.merged(adapters, base), tmp_path / "merged")
+    start, merged = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "merged"))
+    changed = 0
+    for name, x in start.items():
+        stem = f"base_model.model.{name.removesuffix('.weight')}"
+        want = x.astype(np.float64)
+        if f"{stem}.lora_A.weight" in low:
+            want = want + 2.0 * (low[f"{stem}.lora_B.weight"].astype(np.float64) @ low[f"{stem}.lora_A.weight"])
+            changed += 1
+        np.testing.assert_allclose(merged[name], want, rtol=1e-5, atol=1e-5, err_msg=name)
+    assert changed == 3 * MODEL.layers
+
+
+def test_adapters_of_another_kind_are_refused(tmp_path: Path) -> None:
+    policy = make()[0].policy
+    write_peft_folder(tmp_path / "peft")
+    config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    changes = {"r": r"set lora.LoRA.rank = 5", "lora_alpha": r"set lora.LoRA.alpha = 5", "use_dora": "plain LoRA"}
+    for name, message in changes.items():
+        changed = config | {name: 5 if name != "use_dora" else True}
+        (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            hf_weights.load_adapters(policy, tmp_path / "peft")
+    with pytest.raises(FileNotFoundError, match=r"set lora.LoRA.pretrained"):
+        hf_weights.load_adapters(policy, tmp_path / "none")
 
 
 @pytest.mark.parametrize(

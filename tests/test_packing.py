@@ -1,13 +1,16 @@
 """Packed rows hold every sequence once, within their limits, evenly and nearly full; streams find their places."""
 
+import gzip
+import json
 import re
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrl_llm.packing import PackedRows, Packing, Placement
+from jaxrl_llm.packing import ATTENTION, PackedRows, Packing, Placement
 
 
 def loads(placement: Placement, lengths: Sequence[int]) -> list[int]:
@@ -162,3 +165,64 @@ def test_gathering_undoes_scattering() -> None:
         )
     assert places == there.sum()
     np.testing.assert_array_equal(found, stream)
+
+
+def costs(placement: Placement, lengths: Sequence[int]) -> list[float]:
+    """Of each row, in the FLOPs of a token's products: the products of its tokens, and attention's pairs."""
+    return [sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row) for row in placement.rows]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tail_leaves_out_the_rows_that_nothing_fills(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tail = int(2 ** rng.integers(0, 4))
+    packing = Packing(row_tokens=64, rows=8, sequences_per_row=5, tail=tail)
+    lengths = rng.integers(1, 65, rng.integers(1, 90)).tolist()
+    placements = packing.place(lengths)
+    assert sorted(chain.from_iterable(p.members for p in placements)) == list(range(len(lengths)))
+    assert max(chain.from_iterable(loads(p, lengths) for p in placements)) <= 64
+    assert max(len(row) for p in placements for row in p.rows) <= 5
+    sizes = [len(p.rows) for p in placements]
+    assert sizes == sorted(sizes, reverse=True) and set(sizes) <= {8, 4, 2, 1} and min(sizes) >= tail
+    empty = sum(not row for p in placements for row in p.rows)
+    assert empty < tail
+
+
+def test_rows_of_a_tail_are_filled_by_best_fit_longest_first() -> None:
+    # 9: 5 + 4, 5 + 4, 3 + 3 + 3 by hand; best fit puts each 4 beside a 5.
+    (placement,) = Packing(row_tokens=9, rows=4, tail=1).place([3, 5, 4, 3, 5, 4, 3])[:1]
+    assert len(placement.rows) == 2
+    (whole,) = Packing(row_tokens=9, rows=4, tail=4).place([3, 5, 4, 3, 5, 4, 3])
+    assert sorted(loads(whole, [3, 5, 4, 3, 5, 4, 3])) == [0, 9, 9, 9]
+
+
+def test_a_tail_is_a_halving_of_the_rows() -> None:
+    with pytest.raises(ValueError, match=r"tail must be 0, or rows \(8\) halved some times \(got 3\)"):
+        Packing(rows=8, tail=3)
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "math"])
+def test_real_lengths_fill_their_rows_and_load_four_devices_evenly(name: str, real_data: Path) -> None:
+    """1024 problems with their solutions as responses: a step of 128 prompts and 8 rollouts, in tokens of Qwen3."""
+    lengths = real_lengths(name, real_data)[:1024]
+    placements = Packing(row_tokens=4096, rows=8, sequences_per_row=64, tail=1).place(lengths)
+    fill = sum(lengths) / sum(4096 * len(p.rows) for p in placements)
+    assert fill > 0.97
+    for placement in placements[: -(8).bit_length()]:  # the full micro-batches
+        device = np.array(costs(placement, lengths)).reshape(4, 2).sum(axis=1)
+        assert device.max() / device.mean() < 1.01
+
+
+def real_lengths(name: str, folder: Path) -> list[int]:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_str(
+        gzip.decompress((folder / "tokenizers/qwen3/tokenizer.json.gz").read_bytes()).decode()
+    )
+    if name == "gsm8k":
+        rows = [json.loads(line) for line in (folder / "gsm8k/test.jsonl").read_text().splitlines()]
+        texts = [row["question"] + "\n" + row["answer"] for row in rows]
+    else:
+        rows = [json.loads(line) for line in (folder / "math/math500.jsonl").read_text().splitlines()]
+        texts = [row["problem"] + "\n" + row["solution"] for row in rows] * 3
+    return [len(found.ids) - 1 for found in tokenizer.encode_batch(texts[:1024])]

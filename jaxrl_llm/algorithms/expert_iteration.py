@@ -7,13 +7,13 @@ leave the loss.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.sft import SFT
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.masked import masked_mean
+from jaxrl_llm.protocols import Learns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class ExpertIteration(SFT):
     threshold: float = 1.0
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "samples"
 
     def advantages(self, view: View) -> Credit:

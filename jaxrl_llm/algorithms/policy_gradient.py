@@ -10,7 +10,7 @@ one token's own sequence (group statistics, whitening, selections of tokens) is 
 splitting a batch changes nothing.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -21,12 +21,12 @@ from jax import Array
 from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
+from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.penalties import Overlong, high_entropy
 from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
 from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import Aggregation, aggregate, masked_mean, masked_sum
-
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "constant")
+from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
+from jaxrl_llm.protocols import Learns
 
 
 class Estimate(NamedTuple):
@@ -44,7 +44,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(ABC):
+class PolicyGradient(Objective):
     """The shared part of a policy-gradient algorithm.
 
     Attributes:
@@ -56,6 +56,7 @@ class PolicyGradient(ABC):
       kl_coef: weight of the divergence from the reference policy; 0 needs no reference.
       kl_estimator: "k1", "abs", "k2", "k3", or "k1+", "abs+", "k3+" with k2's gradient.
       kl_in: "loss", or "reward" of each token, where the policy before the update is measured.
+      kl_by_source: pairs of a data source's name and the factor of kl_coef there; other sources have 1.
       kl_controller: moves kl_coef towards a target divergence; None keeps it.
       entropy_coef: weight of the entropy bonus.
       entropy_share: share of the tokens with the highest entropy that get an advantage; 1 for all.
@@ -69,12 +70,14 @@ class PolicyGradient(ABC):
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
     kl_in: Literal["loss", "reward"] = "loss"
+    kl_by_source: tuple[tuple[str, float], ...] = ()
     kl_controller: AdaptiveKL | None = None
     entropy_coef: float = 0.0
     entropy_share: float = 1.0
     overlong: Overlong | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kl_by_source", tuple((str(n), float(f)) for n, f in self.kl_by_source))  # hashable
         choices = {
             "aggregation": AGGREGATIONS,
             "kl_estimator": ESTIMATORS,
@@ -89,16 +92,16 @@ class PolicyGradient(ABC):
             self._refuse("kl_coef", ">= 0")
         if self.kl_controller is not None and self.kl_coef == 0:
             self._refuse("kl_coef", "> 0 where kl_controller multiplies it")
+        names = [name for name, _ in self.kl_by_source]
+        if len(set(names)) < len(names) or any(factor < 0 for _, factor in self.kl_by_source):
+            self._refuse("kl_by_source", "pairs of a source, each once, and a factor >= 0")
+        if self.kl_by_source and self.kl_coef == 0:
+            self._refuse("kl_coef", "> 0 where kl_by_source multiplies it")
         if not 0 < self.entropy_share <= 1:
             self._refuse("entropy_share", "in (0, 1]")
 
-    def _refuse(self, name: str, allowed: str) -> None:
-        kind = type(self)
-        binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{name}"
-        raise ValueError(f"{binding} must be {allowed} (got {getattr(self, name)!r})")
-
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "samples"
 
     @property
@@ -107,8 +110,9 @@ class PolicyGradient(ABC):
         return frozenset(reference | ({"entropy"} if self.entropy_coef or self.entropy_share < 1 else set()))
 
     @property
-    def group_size_at_least(self) -> int:
-        return 1
+    def selects(self) -> bool:
+        """True where tokens leave the loss by the ratio of old to sampler log-probs."""
+        return bool(self.rejections) or (self.correction is not None and self.correction.mode == "mask")
 
     @property
     def constant(self) -> float:
@@ -149,6 +153,7 @@ class PolicyGradient(ABC):
         coef = view.controls.get("kl_coef", jnp.asarray(self.kl_coef, jnp.float32))
         if self.kl_coef > 0:
             metrics["kl/coef"] = coef
+            coef = coef * self._by_source(view)
             kl = divergence(
                 _clean(view.old_logprobs, mask), _clean(given(view.ref_logprobs, "reference"), mask), self.kl_estimator
             )
@@ -171,6 +176,15 @@ class PolicyGradient(ABC):
         return Credit(
             advantages=advantages, loss_mask=loss_mask, returns=returns, weights=weights, aux=aux, metrics=metrics
         )
+
+    def _by_source(self, view: View) -> Array:
+        """float32 [S, 1]: the factor of kl_coef at each sequence; raises ValueError for a source that the data lacks."""
+        factors = dict(self.kl_by_source)
+        if unknown := sorted(set(factors) - set(view.sources)):
+            self._refuse("kl_by_source", f"of sources that the data has, {list(view.sources)} and not {unknown}")
+        return jnp.asarray([factors.get(name, 1.0) for name in view.sources or ("",)], jnp.float32)[view.source][
+            :, None
+        ]
 
     def _correct(self, view: View, metrics: dict[str, Array]) -> tuple[Array, Array | None]:
         """The tokens that are learned from, and their weights."""

@@ -6,18 +6,20 @@ pairs; both answers of a pair are in one micro-batch. Each group holds one pair;
 invalid is left out whole.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import sequence_sum
+from jaxrl_llm.protocols import Learns
 
 
 class Answers(NamedTuple):
@@ -62,7 +64,7 @@ def complete_pairs(view: View) -> tuple[Bool[Array, "S T"], Float[Array, ""]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(ABC):
+class Preference(Objective):
     """What all preference losses share.
 
     Attributes:
@@ -75,13 +77,8 @@ class Preference(ABC):
         if not self.beta > 0:
             self._refuse("beta", "> 0")
 
-    def _refuse(self, name: str, allowed: str) -> None:
-        kind = type(self)
-        binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{name}"
-        raise ValueError(f"{binding} must be {allowed} (got {getattr(self, name)!r})")
-
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "pairs"
 
     @property
@@ -91,26 +88,6 @@ class Preference(ABC):
     @property
     def group_size_at_least(self) -> int:
         return 2
-
-    @property
-    def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
-        return 1.0
-
-    @property
-    def controls(self) -> Mapping[str, float]:
-        """None."""
-        return {}
-
-    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """Nothing moves."""
-        return controls
-
-    @abstractmethod
-    def advantages(self, view: View) -> Credit: ...
-
-    @abstractmethod
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]: ...
 
     def answers(self, outputs: Mapping[str, Any], batch: Batch) -> Answers:
         """Both sides of a micro-batch, [S] each."""

@@ -9,19 +9,21 @@ counts.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.preference import complete_pairs, rejected_of
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import sequence_sum
+from jaxrl_llm.protocols import Learns
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardModel:
+class RewardModel(Objective):
     """Bradley-Terry training of a reward model; the policy stays as it is.
 
     Attributes:
@@ -32,10 +34,10 @@ class RewardModel:
 
     def __post_init__(self) -> None:
         if self.center_coef < 0:
-            raise ValueError(f"reward_model.RewardModel.center_coef must be >= 0 (got {self.center_coef})")
+            self._refuse("center_coef", ">= 0")
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "pairs"
 
     @property
@@ -45,21 +47,6 @@ class RewardModel:
     @property
     def group_size_at_least(self) -> int:
         return 2
-
-    @property
-    def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
-        return 1.0
-
-    @property
-    def controls(self) -> Mapping[str, float]:
-        """None."""
-        return {}
-
-    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """Nothing moves."""
-        del metrics, sequences
-        return controls
 
     def advantages(self, view: View) -> Credit:
         """The last token of each answer of complete pairs."""

@@ -3,16 +3,18 @@ mask."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import Aggregation, aggregate, masked_sum
+from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_sum
+from jaxrl_llm.protocols import Learns
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFT:
+class SFT(Objective):
     """Imitation of demonstrations.
 
     Attributes:
@@ -24,30 +26,20 @@ class SFT:
     aggregation: Aggregation = "token-mean"
     constant_length: int = 1024
 
+    def __post_init__(self) -> None:
+        if self.aggregation not in AGGREGATIONS:
+            self._refuse("aggregation", f"one of {AGGREGATIONS}")
+        if self.constant_length < 1:
+            self._refuse("constant_length", ">= 1")
+
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "demonstrations"
-
-    @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def group_size_at_least(self) -> int:
-        return 1
 
     @property
     def constant(self) -> float:
         """What a sequence adds to the count "constant"."""
         return float(self.constant_length)
-
-    @property
-    def controls(self) -> Mapping[str, float]:
-        return {}
-
-    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        del metrics, sequences
-        return controls
 
     def advantages(self, view: View) -> Credit:
         """All tokens weigh the same."""

@@ -48,7 +48,7 @@ class TokenNoiser:
                 )
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Literal["samples", "demonstrations", "documents", "pairs"]:
         return self.base.learns_from
 
     @property

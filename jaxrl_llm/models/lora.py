@@ -39,12 +39,14 @@ class LoRA:
       alpha: weight of the adapters, over rank.
       targets: the linear maps that get an adapter: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
       base_dtype: dtype that the frozen weights are kept in, "float32" or "bfloat16".
+      pretrained: a folder of adapters in PEFT's format to start from; None starts from adapters that change nothing.
     """
 
     rank: int = 16
     alpha: float = 32.0
     targets: tuple[str, ...] = tuple(LINEAR)
     base_dtype: str = "float32"
+    pretrained: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list in a gin file; hashable here

@@ -1,4 +1,4 @@
-"""Attention on a mesh: each device attends with its own rows, query tokens and heads, under shard_map."""
+"""Attention on a mesh: each device attends with its own rows and heads, under shard_map."""
 
 import math
 from collections.abc import Mapping
@@ -25,20 +25,22 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshAttention:
-    """Attention whose rows are split over the batch axes, query tokens over `context` and heads over `tensor`.
+    """Attention whose rows are split over the batch axes and whose heads over `tensor` and `context`; tokens are whole.
 
-    Keys and values are whole along the tokens. Where `tensor` does not divide the key/value heads, they are repeated
-    until it does; where that is impossible, every device holds all heads.
+    Between layers tokens lie split over `context`; around attention they are exchanged for heads, all to all (Ulysses,
+    https://arxiv.org/abs/2309.14509), so that every backend sees whole packed rows and every device has the same work, which
+    a causal mask over split queries would not give. Key/value heads that are fewer than the devices are repeated; heads that
+    the devices do not divide are filled up with heads of zeros, which are dropped from the output.
 
     Attributes:
       partitioner: the mesh and its axis table.
       max_segments: most segments of one row, or None where unknown; a hint for the backends.
-      split_queries: whether query tokens are split over the `length` axes.
+      cached: the keys are a cache's: heads are split over `tensor` alone, and not at all where it does not divide them.
     """
 
     partitioner: Partitioner
     max_segments: int | None = None
-    split_queries: bool = True
+    cached: bool = False
 
     def __call__(
         self,
@@ -66,26 +68,43 @@ class MeshAttention:
 
         if self.partitioner.mesh.size == 1:
             return local(q, k, v, queries, keys)
-        k, v = self._repeated(k, v, q.shape[2])
-        length = "length" if self.split_queries else None
-        q_spec = self.partitioner.spec(("batch", length, "heads", "head_width"), q.shape)
-        k_spec = self.partitioner.spec(("batch", None, "kv_heads", "head_width"), k.shape)
-        if q_spec[2] != k_spec[2]:
-            q_spec, k_spec = PartitionSpec(*q_spec[:2], None, None), PartitionSpec(*k_spec[:2], None, None)
-        return jax.shard_map(
+        heads, axes = q.shape[2], self._head_axes(q.shape[2])
+        ways = math.prod(self.partitioner.axis_sizes[axis] for axis in axes)
+        q, k, v = divisible(q, k, v, ways)
+        rows = self.partitioner.spec(("batch",), q.shape[:1])[0]
+        spec, place = PartitionSpec(rows, None, axes or None, None), PartitionSpec(rows, None)
+        out = jax.shard_map(
             local,
             mesh=self.partitioner.mesh,
-            in_specs=(q_spec, k_spec, k_spec, PartitionSpec(*q_spec[:2]), PartitionSpec(*k_spec[:2])),
-            out_specs=q_spec,
+            in_specs=(spec, spec, spec, place, place),
+            out_specs=spec,
             check_vma=False,  # backends call kernels whose outputs carry no varying-axes types
         )(q, k, v, queries, keys)
+        tokens = None if self.cached else "length"
+        return self.partitioner.constrain(out[:, :, :heads], ("batch", tokens, "heads", "head_width"))
 
-    def _repeated(self, k: jax.Array, v: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:
-        ways = math.prod(self.partitioner.axis_sizes[axis] for axis in self.partitioner.rules["heads"])
-        repeats = ways // math.gcd(k.shape[2], ways)
-        if repeats == 1 or heads % (k.shape[2] * repeats):
-            return k, v
-        return jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2)
+    def _head_axes(self, heads: int) -> tuple[str, ...]:
+        """The mesh axes that heads are split over."""
+        rules, sizes = self.partitioner.rules, self.partitioner.axis_sizes
+        names = rules["heads"] if self.cached else (*rules["heads"], *rules["length"])
+        axes = tuple(axis for axis in names if sizes[axis] > 1)
+        divided = heads % math.prod(sizes[axis] for axis in axes) == 0
+        return axes if divided or not self.cached else ()
+
+
+def divisible(
+    q: Float[Array, "B T H C"], k: Float[Array, "B S K C"], v: Float[Array, "B S K C"], ways: int
+) -> tuple[Float[Array, "B T heads C"], Float[Array, "B S kv_heads C"], Float[Array, "B S kv_heads C"]]:
+    """The same attention with heads and key/value heads that `ways` divides: repeated, and filled up with heads of zeros."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % ways == 0:
+        repeats = ways // math.gcd(kv_heads, ways)
+        # Where repeats do not share the query heads evenly, each query head gets a key head of its own.
+        repeats = repeats if heads % (kv_heads * repeats) == 0 else heads // kv_heads
+        return (q, k, v) if repeats == 1 else (q, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
+    k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    more = ((0, 0), (0, 0), (0, -heads % ways), (0, 0))
+    return jnp.pad(q, more), jnp.pad(k, more), jnp.pad(v, more)
 
 
 def mesh_decode(

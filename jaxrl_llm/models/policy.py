@@ -149,15 +149,22 @@ class Policy:
         return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
 
     def extend(
-        self, params: Params, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "S T"],
+        positions: Int[Array, "S T"],
+        *,
+        fresh: bool = False,
     ) -> tuple[Float[Array, "S T D"], Cache]:
         """Hidden states of new tokens of each slot, and the cache with their keys and values written.
 
         A token's entry in the cache is its position; it attends to the entries up to its own. Entries beyond a
         right-padded prompt may hold garbage: no token attends to them before they are written anew. A token whose
-        position is not below the cache's length is not written.
+        position is not below the cache's length is not written. `fresh` promises that the cache is empty and positions count
+        up from 0, so that fused attention may be used.
         """
-        hidden, cache = self._model(params).extend(cache, tokens, positions)
+        hidden, cache = self._model(params).extend(cache, tokens, positions, fresh=fresh)
         return hidden, {name: self.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:

@@ -1,6 +1,7 @@
 """Where a policy comes from: a Hugging Face folder, or an architecture with random parameters."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 from jaxtyping import PRNGKeyArray
@@ -55,8 +56,15 @@ class PolicySource:
         return Policy(*fields, unroll=self.unroll)
 
     def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
-        """What training starts from: the pretrained parameters, random ones drawn with `key`, or adapters that change nothing."""
+        """What training starts from: the pretrained parameters or adapters, random ones drawn with `key`, or adapters that
+        change nothing.
+
+        Raises:
+          FileNotFoundError, ValueError: a folder is not there or does not hold what the policy has.
+        """
         if isinstance(policy, AdaptedPolicy):
+            if policy.lora.pretrained is not None:
+                return hf_weights.load_adapters(policy, Path(policy.lora.pretrained).expanduser())
             return policy.init(jax.random.fold_in(key, 1))
         return self._weights(policy, key)
 

@@ -122,12 +122,15 @@ class Transformer(nnx.Module):
         return states
 
     def extend(
-        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"]
+        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"], *, fresh: bool
     ) -> tuple[Float[Array, "S T D"], Cache]:
-        """Hidden states after the final norm of tokens that follow the cached ones, and the cache with them written."""
+        """Hidden states after the final norm of tokens that follow the cached ones, and the cache with them written.
+
+        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does.
+        """
         slots, length = cache["k"].shape[1:3]
         rotation = rope(self.architecture, positions)
-        attention = MeshAttention(partitioner=self.partitioner, split_queries=False)
+        attention = MeshAttention(partitioner=self.partitioner, cached=True, max_segments=1 if fresh else None)
         queries = Places(positions, jnp.ones_like(positions))
         key_positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (slots, length))
         keys = Places(key_positions, jnp.ones_like(key_positions))
@@ -140,6 +143,8 @@ class Transformer(nnx.Module):
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
                 new = {"k": k, "v": v}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                if fresh:
+                    return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
                     return self._by_window(index, one)[:, None], entries

@@ -3,14 +3,26 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.wrap import judge_each
 
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHOICE = "log/choice"
+
+# Where a choice can stand; each pattern has one group, the letter or what begins with it, and L is the choices' letters.
+PATTERNS: Mapping[str, str] = {
+    "boxed": r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
+    "sentence": r"[Cc]orrect answer is:?\s*\**\(?([L])\b",
+    "phrase": r"(?i:answer\s+is:?)\s*\**\(?([L])\b",
+    "mark": r"(?i:answer):\s*\**\(?([L])\b",
+    "tag": r"(?s:<answer>(.*?)</answer>)",
+    "bracketed": r"\(([L])\)",
+    "last_letter": r"(?<![\w'])([L])(?![\w'])",
+}
 PLACES = ("boxed", "phrase", "mark", "tag", "last_letter")
 
 
@@ -19,10 +31,12 @@ class MultipleChoice:
     """Compares letters; a response that chooses none scores 0.
 
     Attributes:
-      letters: the choices there are, in capitals.
-      places: where the choice is looked for, the first that has one counts: "boxed" (the last \\boxed{}), "phrase" (the
-        last "answer is (X)"), "mark" (the last "Answer: X"), "tag" (in <answer></answer>), "last_letter" (the last
-        capital that stands alone).
+      letters: the choices there are, in capitals; empty takes as many as the prompt has in extra["options"], else ABCD.
+      places: where the choice is looked for, the first that has one counts: "boxed" (\\boxed{}), "sentence" ("correct
+        answer is X"), "phrase" ("answer is (X)"), "mark" ("Answer: X"), "tag" (in <answer></answer>), "bracketed" ("(X)"),
+        "last_letter" (a capital that stands alone).
+      take: which of several choices in a place counts, "last" or "first".
+      after: only the text after the last such mark counts, where there is one; empty takes the whole response.
       wrong: score of a choice that is not the reference's; TokenBuncher's second objective gives it 0.1.
       reference: column of the prompt that holds the right letter; empty takes the prompt's reference. Classmate-CoT's
         hinted letter and the true one are told apart by it.
@@ -30,22 +44,36 @@ class MultipleChoice:
 
     needs_stats: ClassVar[bool] = False
 
-    letters: str = "ABCD"
+    letters: str = ""
     places: Sequence[str] = PLACES
+    take: Literal["last", "first"] = "last"
+    after: str = ""
     wrong: float = 0.0
     reference: str = ""
 
     def __post_init__(self) -> None:
-        unknown = [place for place in self.places if place not in PLACES]
+        unknown = [place for place in self.places if place not in PATTERNS]
         if unknown or not self.places:
-            raise ValueError(f"MultipleChoice.places must be one or more of {PLACES} (got {tuple(self.places)})")
-        if not re.fullmatch(r"[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters):
+            raise ValueError(
+                f"MultipleChoice.places must be one or more of {tuple(PATTERNS)} (got {tuple(self.places)})"
+            )
+        if self.letters and (
+            not re.fullmatch(r"[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters)
+        ):
             raise ValueError(f"MultipleChoice.letters must be two or more different capitals (got {self.letters!r})")
+        if self.take not in ("last", "first"):
+            raise ValueError(f"MultipleChoice.take must be 'last' or 'first' (got {self.take!r})")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "multiple_choice", 1, `wrong` or 0 [G]; invalid where the reference is no choice."""
+        """Part "multiple_choice", 1, `wrong` or 0 [G], invalid where the reference is no choice; "log/choice" [G], the
+        place of the chosen letter in the alphabet from 0, or -1 for none."""
         del stats
-        return judge_each("multiple_choice", self.judge, rollouts)
+        scores = judge_each("multiple_choice", self.judge, rollouts)
+        chosen = [self.choice(r.text, self._of(r.prompt)) for r in rollouts]
+        places = np.array([-1 if letter is None else LETTERS.index(letter) for letter in chosen], np.float64)
+        return Scores(
+            parts={**scores.parts, CHOICE: places}, valid={**scores.valid, CHOICE: np.ones(len(rollouts), bool)}
+        )
 
     def judge(self, prompt: Prompt, text: str) -> float:
         """1 for the right letter, `wrong` for another, 0 for none.
@@ -53,35 +81,29 @@ class MultipleChoice:
         Raises:
           ValueError: the reference is none of the letters.
         """
+        letters = self._of(prompt)
         stated = prompt.extra.get(self.reference) if self.reference else prompt.reference
-        right = self._letter(str(stated))
+        right = _letter(str(stated), letters)
         if right is None:
-            raise ValueError(f"the reference of {prompt.id!r} must be one of {self.letters} (got {stated!r})")
-        chosen = self.choice(text)
+            raise ValueError(f"the reference of {prompt.id!r} must be one of {letters} (got {stated!r})")
+        chosen = self.choice(text, letters)
         return 0.0 if chosen is None else 1.0 if chosen == right else self.wrong
 
-    def choice(self, text: str) -> str | None:
+    def choice(self, text: str, letters: str = "ABCD") -> str | None:
         """The letter that the response chooses, or None."""
+        if self.after:
+            text = text.rpartition(self.after)[2]
         for place in self.places:
-            letter = self._at(place, text)
-            if letter is not None:
+            found = re.findall(PATTERNS[place].replace("[L]", f"[{letters}]"), text)
+            if found and (letter := _letter(found[-1 if self.take == "last" else 0], letters)) is not None:
                 return letter
         return None
 
-    def _at(self, place: str, text: str) -> str | None:
-        if place == "boxed":
-            return self._letter(answers.boxed(text) or "")
-        if place == "tag":
-            return self._letter(answers.tagged(text) or "")
-        pattern = {
-            "phrase": rf"(?i:answer\s+is:?)\s*\**\(?([{self.letters}])\b",
-            "mark": rf"(?i:answer):\s*\**\(?([{self.letters}])\b",
-            "last_letter": rf"(?<![\w'])([{self.letters}])(?![\w'])",
-        }[place]
-        found = re.findall(pattern, text)
-        return found[-1] if found else None
+    def _of(self, prompt: Prompt) -> str:
+        return self.letters or LETTERS[: len(prompt.extra.get("options") or "ABCD")]
 
-    def _letter(self, span: str) -> str | None:
-        """The letter that a short text is, with or without brackets, \\text{} and what follows the letter."""
-        found = re.match(rf"(?:\\text\w*\{{)?\s*\(?([{self.letters}])(?![A-Za-z])", span.strip())
-        return found[1] if found else None
+
+def _letter(span: str, letters: str) -> str | None:
+    """The letter that a short text is, with or without brackets, \\text{} and what follows the letter."""
+    found = re.match(rf"(?:\\text\w*\{{)?\s*\(?([{letters}])(?![A-Za-z])", span.strip())
+    return found[1] if found else None

@@ -70,7 +70,7 @@ def empty(*, policy: Policy, slots: int, length: int, penalised: bool) -> tuple[
 def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy) -> Cache:
     """Keys and values of right-padded prompts."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions)[1]
+    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions, fresh=True)[1]
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
@@ -141,6 +141,16 @@ def decode(
     _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+def lowered(policy: Policy, params: Params, slots: int, length: int, steps: int) -> jax.stages.Lowered:
+    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+    partitioner, size = policy.partitioner, policy.architecture
+    shape = (size.layers, slots, length, size.kv_heads, size.head_width)
+    sharding = partitioner.sharding(CACHE_AXES, shape)
+    cache = {name: jax.ShapeDtypeStruct(shape, policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
+    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
+    return decode.lower(params, cache, seen, Slots.empty(slots, 4), policy=policy, steps=steps, cut=False)
 
 
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:

@@ -113,19 +113,25 @@ class OrbaxReader:
         opened = {name: self.open(name) for name in boxes}
         under_way: deque[tuple[str, int, Any]] = deque()
         free = self._window_bytes
-        for name, (box, out) in boxes.items():
-            while under_way and free < out.nbytes:
-                free += under_way[0][1]
-                yield self._complete(*under_way.popleft())
-            source = self._checked(name, opened.pop(name))
-            target = ts.array(out, copy=False, write=True, context=self._context)
-            copied = target.write(source[box][ts.d[:].translate_to[0]] if box else source)
-            under_way.append((name, out.nbytes, copied))
-            free -= out.nbytes
-        while under_way:
-            yield self._complete(*under_way.popleft())
+        try:
+            for name, (box, out) in boxes.items():
+                while under_way and free < out.nbytes:
+                    first, nbytes, copied = under_way.popleft()
+                    free += nbytes
+                    yield self._complete(first, copied)
+                source = self._checked(name, opened.pop(name))
+                target = ts.array(out, copy=False, write=True, context=self._context)
+                copied = target.write(source[box][ts.d[:].translate_to[0]] if box else source)
+                under_way.append((name, out.nbytes, copied))
+                free -= out.nbytes
+            while under_way:
+                first, _, copied = under_way.popleft()
+                yield self._complete(first, copied)
+        finally:  # whoever gives up may use the memory again
+            for _, _, copied in under_way:
+                copied.exception()
 
-    def _complete(self, name: str, nbytes: int, copied: Any) -> str:
+    def _complete(self, name: str, copied: Any) -> str:
         try:
             copied.result()
         except Exception as failure:
@@ -175,11 +181,17 @@ def _same_names(path: str, what: str, names: set[str], whose: str, others: set[s
         )
 
 
+def uninitialised(nbytes: int) -> np.ndarray:
+    """A block of memory; what is never written is never touched."""
+    return np.empty(nbytes, np.uint8)
+
+
 def read_version(
     path: str,
     version: int,
     targets: Mapping[str, Target],
     cancelled: Callable[[], bool] = lambda: False,
+    allocate: Callable[[int], np.ndarray] = uninitialised,
 ) -> StagedVersion:
     """Reads what one rank needs of a version into memory, in the order of `targets`, and checks it.
 
@@ -191,11 +203,12 @@ def read_version(
       version: the number it must have.
       targets: what the rank needs, by name.
       cancelled: asked after each tensor; reading ends with BadVersion where it says True.
+      allocate: gives a block of so many bytes, which then belongs to the tensors.
     """
     reader = OrbaxReader(path)
     check_names(reader, version, targets)
     entries = reader.manifest.tensors
-    tensors = _one_allocation({name: entries[name] for name in targets})
+    tensors = _in_one_block({name: entries[name] for name in targets}, allocate)
     boxes = {name: (target.box, tensors[name][target.box]) for name, target in targets.items()}
     sums: dict[str, int] = {}
     for name in reader.read_into(boxes):
@@ -223,13 +236,13 @@ def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None
         )
 
 
-def _one_allocation(entries: Mapping[str, TensorEntry]) -> dict[str, np.ndarray]:
+def _in_one_block(entries: Mapping[str, TensorEntry], allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
     """Uninitialised tensors in one block, which goes back to the system as a whole when they go."""
     offsets, size = {}, 0
     for name, entry in entries.items():
         offsets[name] = size
         size += math.ceil(entry.nbytes / _ALIGNMENT) * _ALIGNMENT
-    block = np.empty(size, np.uint8)
+    block = allocate(size)
     return {
         name: block[offsets[name] : offsets[name] + entry.nbytes].view(element_type(entry.dtype)).reshape(entry.shape)
         for name, entry in entries.items()

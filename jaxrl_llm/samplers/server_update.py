@@ -10,12 +10,12 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxrl_llm.samplers.manifest import Canary
-from jaxrl_llm.samplers.vllm_http import ServerFault, Unreached, VllmHttp
+from jaxrl_llm.samplers.vllm_http import ServerFault, VllmHttp
 
 Inflight = Literal["recompute", "stale_kv", "wait", "abort_resume"]
 # What becomes of requests in flight while weights change: vLLM's pause mode, and whether it forgets keys and values.
@@ -99,9 +99,7 @@ async def update_server(
     await _quiet(server, drained=mode != "keep", streams=streams)
     server.cause = "committing"
     paused = time.perf_counter()
-    held = await _commit(http, published.version)
-    if not held or any(int(rank.get("version", -1)) != published.version for rank in held):
-        raise ServerFault(f"{http.url} committed {held} and not version {published.version}: it stays paused")
+    await _commit(http, published.version)
     await http.label(published.version)
     http.version = published.version
     await http.resume()
@@ -111,15 +109,15 @@ async def update_server(
     return seconds | await _canary(server, published)
 
 
-async def _commit(http: VllmHttp, version: int) -> list[dict[str, Any]]:
-    """Commits; a failure says the reason that the ranks give, which the answer of a failed call may lack."""
-    try:
-        return await http.commit(version)
-    except Unreached:
-        raise
-    except ServerFault as fault:
-        reasons = {str(rank["error"]) for rank in await http.stage_status() if rank.get("error")}
-        raise ServerFault(f"{fault} {'; '.join(sorted(reasons))} (it stays paused)") from fault
+async def _commit(http: VllmHttp, version: int) -> None:
+    """Loads the staged version on every rank; raises ServerFault, with the ranks' reasons, where one holds another."""
+    held = await http.commit(version)
+    reasons = sorted({str(rank["error"]) for rank in held if rank.get("error")})
+    if not held or reasons or any(int(rank.get("version", -1)) != version for rank in held):
+        versions = [rank.get("version") for rank in held]
+        raise ServerFault(
+            f"{http.url} holds version {versions} after the commit of {version} ({'; '.join(reasons) or 'no reason given'}): it stays paused"
+        )
 
 
 async def _staged(http: VllmHttp, version: int) -> None:

@@ -299,7 +299,8 @@ class VllmHttp:
         if self.proxied:
             text = await self._call("POST", route, arguments, limit_s=self.control_s)
         else:
-            body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}, "timeout": self.control_s}
+            # Without vLLM's own "timeout": the ranks would read a late answer as that of the next call.
+            body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
             text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
         try:
             return [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]

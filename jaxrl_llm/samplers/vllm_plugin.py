@@ -9,26 +9,35 @@ weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tenso
 
 import contextlib
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version
+from jaxrl_llm.samplers import cuda_ipc
+from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version, uninitialised
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
+_LOG = logging.getLogger(__name__)
 UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
 ENGINE = "orbax"
+_VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
 
 
 class Stager:
     """Reads versions in the background and keeps the last one until it is committed or dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], np.ndarray] = uninitialised) -> None:
+        """`allocate` gives the block that a version is read into; it may give the same one again."""
+        self._allocate = allocate
         self._lock = threading.Lock()
+        self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
         self._job = 0
         self._began = 0.0
         self._path = ""
@@ -57,11 +66,12 @@ class Stager:
 
     def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
         staged, error, size = None, "", 0
-        try:
-            staged = read_version(path, version, targets, cancelled=lambda: self._job != job)
-            size = staged.nbytes
-        except Exception as failure:
-            error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
+        with self._reading:
+            try:
+                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate)
+                size = staged.nbytes
+            except Exception as failure:
+                error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
         with self._lock:
             if self._job == job:
                 self._staged = staged
@@ -98,75 +108,167 @@ class Stager:
 class OrbaxWorkerExtension:
     """Methods that vLLM mixes into its workers; each is called on every rank through POST /collective_rpc.
 
-    Arguments come as strings over HTTP.
+    Arguments come as strings over HTTP. What goes wrong is in the answer and never raised: where a call raises on several ranks,
+    vLLM reads the first rank's answer alone, and takes the others' for answers to the next call.
     """
 
     def stage(self, path: str, version: str | int) -> dict[str, Any]:
         """Begins to read a published version; returns at once. `stage_status` says how it went."""
-        self._orbax_one_replica()
-        state = self._orbax_state()
-        state.stager.stage(path, int(version), targets_of(self._orbax_model()))
-        return state.stager.status()
+        stager = self._orbax_stager
+        try:
+            _tensor_parallel_alone(self.vllm_config.parallel_config)  # type: ignore[attr-defined]
+            stager.stage(path, int(version), targets_of(self._orbax_model))
+        except Exception as failure:
+            stager.refuse(UNKNOWN, f"version {version} cannot be staged: {failure}")
+        return stager.status()
 
     def stage_status(self) -> dict[str, Any]:
         """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
-        return self._orbax_state().stager.status()
+        return self._orbax_stager.status()
 
     def commit(self, version: str | int) -> dict[str, Any]:
         """Loads the staged version into the model; every request must be paused.
 
-        Raises:
-          BadVersion: it is not staged on every rank, or the ranks' parts are not what was published; the model is unchanged.
-          RuntimeError: loading itself failed. The model is a mixture: commit again before the server resumes, or restart it.
+        Returns:
+          version: the one in the model now. -1 where loading itself failed: the model is a mixture, and the version still staged.
+            Commit again before the server resumes, or restart it.
+          error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
+            published, the model is as it was.
+          seconds: that it took.
         """
-        began, version = time.perf_counter(), int(version)
-        state = self._orbax_state()
-        staged = agreed(state.stager, version, targets_of(self._orbax_model()), state.published == version)
-        if staged is None:
-            return {"version": version, "seconds": 0.0}
-        state.published = UNKNOWN
+        return self._orbax_answer(lambda: self._orbax_commit(int(version)))
+
+    def commit_ipc(self, version: str | int, memory: str) -> dict[str, Any]:
+        """As `commit`, straight from the GPU memory of a learner on this host, which nothing was staged from.
+
+        Args:
+          version: its number.
+          memory: where it lies, as `cuda_ipc.describe` says it. The learner keeps it until this returns.
+        """
+        return self._orbax_answer(lambda: self._orbax_copy(int(version), memory))
+
+    def _orbax_answer(self, load: Callable[[], None]) -> dict[str, Any]:
+        began, error = time.perf_counter(), ""
         try:
-            self.reload_weights(weights_iterator=torch_tensors(staged.tensors))  # type: ignore[attr-defined]
-            repack_tied_head(self._orbax_model())
+            load()
+        except Exception as failure:
+            error = str(failure)
+        return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
+
+    def _orbax_commit(self, version: int) -> None:
+        stager, model = self._orbax_stager, self._orbax_model
+        staged = agreed(stager, version, targets_of(model), version_of(model) == version)
+        if staged is None:
+            return
+        self._orbax_load(version, lambda: torch_tensors(staged.tensors), "The version is still staged: commit again")
+        del staged
+        stager.drop()
+
+    def _orbax_copy(self, version: int, memory: str) -> None:
+        targets, driver = targets_of(self._orbax_model), gpu_memory(self.device)  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            reached, error = None, ""
+            try:
+                reached = cuda_ipc.parse(memory)
+                cuda_ipc.check(reached, targets)
+                bases = stack.enter_context(cuda_ipc.opened(reached, driver))
+            except (BadVersion, OSError) as unreached:
+                error = str(unreached)
+            divided = any(not target.whole for target in targets.values())
+            (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
+            if reached is None or without:
+                raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
+            tensors = {name: reached.tensors[name] for name in targets}
+            device = self.device  # type: ignore[attr-defined]
+            self._orbax_load(version, lambda: copied_tensors(tensors, bases, driver, device), "Commit again")
+        self._orbax_stager.drop()
+
+    def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
+        model = self._orbax_model
+        set_version(model, UNKNOWN)
+        try:
+            self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
+            repack_tied_head(model)
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
-                "The version is still staged: commit again, and do not resume the server before"
+                f"{cure}, and do not resume the server before"
             ) from failure
-        del staged
-        state.published = version
-        state.stager.drop()
-        return {"version": version, "seconds": time.perf_counter() - began}
+        set_version(model, version)
 
     def published_version(self) -> int:
         """The version in the model, -1 before the first commit and after one that failed midway."""
-        return self._orbax_state().published
+        return version_of(self._orbax_model)
 
     def drop_staged(self) -> None:
         """Forgets what is staged."""
-        self._orbax_state().stager.drop()
+        self._orbax_stager.drop()
 
-    def _orbax_state(self) -> "_State":
-        if "_orbax" not in self.__dict__:
-            self._orbax = _State()
-        return self._orbax
+    @cached_property
+    def _orbax_stager(self) -> Stager:
+        return stager_for(self.device, self.vllm_config.parallel_config.world_size)  # type: ignore[attr-defined]
 
+    @property
     def _orbax_model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
 
-    def _orbax_one_replica(self) -> None:
-        parallel = self.vllm_config.parallel_config  # type: ignore[attr-defined]
-        sizes = {n: getattr(parallel, n) for n in ("pipeline_parallel_size", "data_parallel_size")}
-        if any(size != 1 for size in sizes.values()):
-            raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+
+class PinnedBlock:
+    """Host memory that a GPU copies from by itself, several times as fast as from other memory.
+
+    It is kept from version to version, because to lock its pages takes as long as to fill them.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._block = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """The block; a new one where the size is another."""
+        import torch
+
+        if len(self._block) == nbytes:
+            return self._block
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            if len(self._block):
+                runtime.cudaHostUnregister(self._block.ctypes.data)
+            self._block = np.empty(0, np.uint8)
+            block = np.empty(nbytes, np.uint8)
+            failed = int(runtime.cudaHostRegister(block.ctypes.data, nbytes, 0))
+        if failed:
+            _LOG.warning(
+                "%d bytes of host memory cannot be locked (CUDA error %d): commits take longer", nbytes, failed
+            )
+        else:
+            self._block = block
+        return block
 
 
-class _State:
-    def __init__(self) -> None:
-        self.stager = Stager()
-        self.published = UNKNOWN
+def stager_for(device: Any, ranks: int) -> Stager:
+    """A stager whose memory suits the device.
+
+    On several ranks memory is not locked: a rank fills its part of a block as large as the whole model, and locking takes it all.
+    """
+    return Stager(PinnedBlock(device)) if device.type == "cuda" and ranks == 1 else Stager()
+
+
+def _tensor_parallel_alone(parallel: Any) -> None:
+    sizes = {name: getattr(parallel, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
+    if any(size != 1 for size in sizes.values()):
+        raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+
+
+def version_of(model: Any) -> int:
+    """The published version that a model holds, -1 for none."""
+    return getattr(model, _VERSION, UNKNOWN)
+
+
+def set_version(model: Any, version: int) -> None:
+    """Notes the published version that a model holds."""
+    setattr(model, _VERSION, version)
 
 
 def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
@@ -228,6 +330,29 @@ def torch_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Any]
             yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
         else:
             yield name, torch.from_numpy(array)
+
+
+def gpu_memory(device: Any) -> cuda_ipc.Memory:
+    """CUDA's driver, with this rank's GPU current; BadVersion where there is none."""
+    if device.type != "cuda":
+        raise BadVersion(f"the server runs on {device}: weights reach it through a checkpoint, not through GPU memory")
+    driver = cuda_ipc.Cuda()
+    driver.use(device.index or 0)
+    return driver
+
+
+def copied_tensors(
+    tensors: Mapping[str, cuda_ipc.RemoteTensor], bases: Mapping[int, int], driver: cuda_ipc.Memory, device: Any
+) -> Iterator[tuple[str, Any]]:
+    """The tensors of another process as torch's own, one after the other."""
+    import torch
+
+    for name, tensor in tensors.items():
+        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+        if device.type == "cuda":  # the memory may have been another tensor's, whose work is still queued
+            torch.cuda.synchronize(device)
+        cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+        yield name, whole
 
 
 def repack_tied_head(model: Any) -> None:

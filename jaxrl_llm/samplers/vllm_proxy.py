@@ -130,16 +130,16 @@ class Proxy:
     async def _resume(self, request: web.Request) -> web.StreamResponse:
         return await self._ask(request, "POST", "/resume")
 
-    def _method(self, name: str, *arguments: str) -> Handler:
+    def _method(self, name: str, *arguments: str) -> Callable[[web.Request], Awaitable[web.Response]]:
         """Calls a method of the plugin on every rank."""
 
-        async def handler(request: web.Request) -> web.StreamResponse:
+        async def handler(request: web.Request) -> web.Response:
             content = await _json(request) if arguments else {}
             missing = [argument for argument in arguments if argument not in content]
             if missing:
                 raise web.HTTPBadRequest(text=f"{request.path} needs {missing} in its JSON body")
             given = {argument: str(content[argument]) for argument in arguments}
-            body = {"method": name, "kwargs": given, "timeout": self.control_s}
+            body = {"method": name, "kwargs": given}
             answer = await self._ask(request, "POST", "/collective_rpc", json=body)
             if answer.status in (404, 405):
                 raise web.HTTPConflict(
@@ -153,7 +153,7 @@ class Proxy:
     async def _commit(self, request: web.Request) -> web.StreamResponse:
         """Commits and, where vLLM keeps a number of its weights (0.30 and newer), sets that too."""
         answer = await self._method("commit", "version")(request)
-        if answer.status == 200:
+        if answer.status == 200 and not any(rank["error"] for rank in json.loads(answer.text or "{}")["results"]):
             version = str((await _json(request))["version"])
             label = await self._ask(request, "POST", "/update_weight_version", json={"new_version": version})
             if label.status not in (200, 404, 405):

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 import gin
 import jax
@@ -12,7 +13,7 @@ import pytest
 from algorithm_cases import TOKENS, make_batch, make_outputs, make_view, total_loss, value_and_gradient
 
 import jaxrl_llm
-from jaxrl_llm.protocols import NEEDS
+from jaxrl_llm.protocols import NEEDS, Learns
 
 FOLDER = Path(jaxrl_llm.__file__).parent / "gin" / "algorithms"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.gin"))
@@ -70,7 +71,7 @@ def test_there_is_an_algorithm_to_test():
 @pytest.mark.parametrize("name", NAMES)
 def test_it_says_what_it_needs(name):
     algorithm = build(name)
-    assert algorithm.learns_from in ("samples", "demonstrations", "pairs")
+    assert algorithm.learns_from in get_args(Learns)
     assert algorithm.needs <= NEEDS
     assert algorithm.group_size_at_least >= 1
     assert algorithm.constant > 0

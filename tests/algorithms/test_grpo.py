@@ -86,6 +86,22 @@ def test_kl_in_the_reward_lowers_the_reward_of_the_sequence():
     np.testing.assert_allclose(credit.advantages, group_relative(lowered, std=False), rtol=1e-4, atol=1e-6)
 
 
+def test_a_source_has_its_own_share_of_the_kl():
+    sources = np.arange(len(make_view(2).group)) % 3
+    view = make_view(2, source=jnp.asarray(sources, jnp.int32), sources=("code", "maths", "web"))
+    settings = {"kl_coef": 0.5, "kl_by_source": (("web", 3.0), ("code", 0.0))}
+    credit = GRPO(**settings, kl_in="reward", kl_estimator="k1", std=False).advantages(view)
+    mask = np.asarray(view.mask)
+    coef = np.array([0.0, 0.5, 1.5])[sources]
+    k1 = np.where(mask, np.asarray(view.old_logprobs, np.float64) - np.asarray(view.ref_logprobs, np.float64), 0)
+    lowered = make_view(2, reward=jnp.asarray(np.asarray(view.reward) - coef * k1.sum(1), jnp.float32))
+    np.testing.assert_allclose(credit.advantages, group_relative(lowered, std=False), rtol=1e-4, atol=1e-6)
+    in_loss = np.asarray(GRPO(**settings).advantages(view).aux["kl_coef"])
+    np.testing.assert_allclose(in_loss, np.where(np.asarray(view.learned), coef[:, None], 0))
+    with pytest.raises(ValueError, match=r"grpo.GRPO.kl_by_source must be of sources that the data has.*\['chat'\]"):
+        GRPO(kl_coef=0.5, kl_by_source=(("chat", 1.0),)).advantages(view)
+
+
 def test_a_controlled_coefficient_replaces_the_first_one():
     view = make_view(2, controls={"kl_coef": jnp.asarray(0.25)})
     credit = GRPO(kl_coef=0.5).advantages(view)
@@ -99,6 +115,9 @@ def test_a_controlled_coefficient_replaces_the_first_one():
         ({"kl_coef": -1.0}, "grpo.GRPO.kl_coef"),
         ({"constant_length": 0}, "grpo.GRPO.constant_length"),
         ({"entropy_share": 0.0}, "grpo.GRPO.entropy_share"),
+        ({"kl_by_source": (("web", 2.0),)}, "grpo.GRPO.kl_coef"),
+        ({"kl_coef": 1.0, "kl_by_source": (("web", 2.0), ("web", 1.0))}, "grpo.GRPO.kl_by_source"),
+        ({"kl_coef": 1.0, "kl_by_source": (("web", -2.0),)}, "grpo.GRPO.kl_by_source"),
         ({"clip_low": 1.5}, "grpo.GRPO.clip_low"),
         ({"clip_high": 0.0}, "grpo.GRPO.clip_high"),
         ({"clip_dual": 1.0}, "grpo.GRPO.clip_dual"),

@@ -9,8 +9,7 @@ from algorithm_cases import make_batch, make_outputs, make_view, numeric_gradien
 
 from jaxrl_llm.algorithms.cispo import CISPO
 from jaxrl_llm.algorithms.clip_cov import ClipCov
-from jaxrl_llm.algorithms.dppo_kl import DPPOKL
-from jaxrl_llm.algorithms.dppo_tv import DPPOTV
+from jaxrl_llm.algorithms.dppo import DPPO
 from jaxrl_llm.algorithms.dro import DRO
 from jaxrl_llm.algorithms.gmpo import GMPO
 from jaxrl_llm.algorithms.gpg import GPG
@@ -90,8 +89,8 @@ CASES = {
     "cispo": (CISPO(clip_high=0.3), cispo),
     "cispo with both bounds": (CISPO(clip_low=0.1, clip_high=0.3), lambda s, new: cispo(s, new, 0.1)),
     "gmpo": (GMPO(clip_low=0.1, clip_high=0.1), gmpo),
-    "dppo_tv": (DPPOTV(low=0.02, high=0.02, ratio_max=1.2), dppo_tv),
-    "dppo_kl": (DPPOKL(low=0.005, high=0.005), dppo_kl),
+    "dppo_tv": (DPPO(low=0.02, high=0.02, ratio_max=1.2), dppo_tv),
+    "dppo_kl": (DPPO(divergence="kl", low=0.005, high=0.005), dppo_kl),
     "dro": (DRO(beta=0.5), dro),
     "ppo": (PPO(), clip),
     "gpg": (GPG(), lambda s, new: -s.a * new),
@@ -229,8 +228,9 @@ def test_the_draw_of_clip_cov_is_the_same_for_the_same_batch_and_another_for_ano
         (lambda: GMPO(clip_low=0.0), "gmpo.GMPO.clip_low"),
         (lambda: SAPO(tau_negative=0.0), "sapo.SAPO.tau_negative"),
         (lambda: CISPO(clip_high=0.0), "cispo.CISPO.clip_high"),
-        (lambda: DPPOTV(high=-0.1), "dppo_tv.DPPOTV.high"),
-        (lambda: DPPOKL(ratio_max=0.0), "dppo_kl.DPPOKL.ratio_max"),
+        (lambda: DPPO(high=-0.1), "dppo.DPPO.high"),
+        (lambda: DPPO(ratio_max=0.0), "dppo.DPPO.ratio_max"),
+        (lambda: DPPO(divergence="js"), "dppo.DPPO.divergence"),
         (lambda: DRO(beta=0.0), "dro.DRO.beta"),
         (lambda: KLCov(share=0.0), "kl_cov.KLCov.share"),
         (lambda: KLCov(coef=-1.0), "kl_cov.KLCov.coef"),

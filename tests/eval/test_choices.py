@@ -8,15 +8,26 @@ import pytest
 from records_of import answered
 
 from jaxrl_llm.data.tokenizer import ByteTokenizer
-from jaxrl_llm.eval.choices import CHOICE, ChoiceAccuracy, Letter
+from jaxrl_llm.eval.choice_questions import ChoiceQuestions, read
+from jaxrl_llm.eval.choices import ChoiceAccuracy
 from jaxrl_llm.eval.mmlu_pro import MMLUPro
-from jaxrl_llm.eval.multiple_choice import MultipleChoice, read
 from jaxrl_llm.eval.sycophancy import HintedChoice, HintFollowing
 from jaxrl_llm.experience import Prompt, Rollout
+from jaxrl_llm.rewards import multiple_choice
+from jaxrl_llm.rewards.multiple_choice import CHOICE, LETTERS
+
+# What the sets' gin files look for.
+CASCADES = {
+    "sentence": ("sentence",), "reasoned": ("phrase", "mark", "last_letter"), "boxed": ("boxed",),
+    "therefore": ("phrase", "bracketed"),
+}  # fmt: skip
 
 
 def letter(cascade, text, count=4, **fields):
-    return Letter(cascade=cascade, **fields).choice(text, count)
+    """The place of the chosen letter; -1 for none."""
+    reward = multiple_choice.MultipleChoice(places=CASCADES[cascade], after="</think>", **fields)
+    found = reward.choice(text, LETTERS[:count])
+    return -1 if found is None else LETTERS.index(found)
 
 
 @pytest.mark.parametrize(
@@ -58,13 +69,13 @@ def test_letters_grade_against_the_reference():
         )
         for x in ("C", "A", "?")
     ]  # fmt: skip
-    scores = asyncio.run(Letter().score(rollouts))
-    assert scores.parts["correct"].tolist() == [1, 0, 0] and scores.parts[CHOICE].tolist() == [2, 0, -1]
+    scores = asyncio.run(multiple_choice.MultipleChoice(places=("sentence",)).score(rollouts))
+    assert scores.parts["multiple_choice"].tolist() == [1, 0, 0] and scores.parts[CHOICE].tolist() == [2, 0, -1]
 
 
 def picks(*choices, category="", **extra):
     """One prompt whose right option is the first of four, and what was chosen."""
-    parts = [{"correct": float(c == 0), CHOICE: float(c)} for c in choices]
+    parts = [{CHOICE: float(c)} for c in choices]
     sampled = [("", float(c == 0)) for c in choices]
     return answered("p", sampled=sampled, parts=parts, options=list("wxyz"), category=category, **extra)
 
@@ -96,7 +107,7 @@ def write(file, rows):
 
 def test_rows_with_an_index_and_rows_with_a_letter_are_read(tmp_path):
     path = write(tmp_path / "rows.json", PLACEHOLDERS)
-    prompts = MultipleChoice(path=path, name="wmdp-bio", instruction="boxed", template="question_only").rows()
+    prompts = ChoiceQuestions(path=path, name="wmdp-bio", instruction="boxed", template="question_only").rows()
     assert [p.reference for p in prompts] == list("ABCDABCD")
     assert prompts[1].text.endswith("Question: placeholder 1\nA. w\nB. x\nC. y\nD. z\nAnswer:")
     assert "\\boxed{}" in prompts[1].text
@@ -121,7 +132,7 @@ def test_hints_name_wrong_options_and_stay_the_same(tmp_path):
 
 
 def test_mmlu_has_its_rows_and_subjects(real_data):
-    prompts = MultipleChoice(path=str(real_data / "mmlu"), name="mmlu").rows()
+    prompts = ChoiceQuestions(path=str(real_data / "mmlu"), name="mmlu").rows()
     assert len(prompts) == 14_042 and len({p.extra["category"] for p in prompts}) == 57
     assert all(len(p.extra["options"]) == 4 and p.reference in "ABCD" for p in prompts)
     assert "about abstract algebra." in prompts[0].messages[0]["content"]

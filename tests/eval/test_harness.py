@@ -16,6 +16,7 @@ from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.plan import plan
+from jaxrl_llm.rewards.wrap import Down
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,18 +27,21 @@ class Killed(BaseException):
 
 @dataclass(frozen=True, kw_only=True)
 class Graded:
-    """1 where the response has an "e"; may end the process, or fail, at its `stop`-th group."""
+    """1 where the response has an "e"; may end the process, or fail, at its `stop`-th group, or be down from `down` on."""
 
     needs_stats = False
 
     stop: int = -1
     fails: bool = False
+    down: int = -1
     calls: list[int] = field(default_factory=list, repr=False, compare=False)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Any = None) -> Scores:
         self.calls.append(len(rollouts))
         if len(self.calls) == self.stop:
             raise Killed
+        if 0 < self.down <= len(self.calls):
+            raise Down("no judge")
         values = np.array(["e" in r.text for r in rollouts], np.float64)
         return Scores(parts={"has_e": values}, valid={"has_e": np.full(len(rollouts), not self.fails)})
 
@@ -159,6 +163,23 @@ def test_invalid_grades_are_graded_again_from_the_recorded_texts(folder, tmp_pat
     assert [r["score"] for r in after] == [float("e" in r["response"]) for r in before]
     assert [(r["response"], r["tokens"]) for r in after] == [(r["response"], r["tokens"]) for r in before]
     assert "sampled_invalid" not in summary(tmp_path)["metrics"]
+
+
+def test_responses_outlive_a_judge_that_is_down_and_are_graded_later(folder, tmp_path):
+    harness, config = built(folder, tmp_path, Graded(down=3), "SAMPLES = 0")
+    with pytest.raises(Down, match="no judge"):
+        harness.run(config)
+    before = lines(tmp_path)
+    assert [bool(r["scores"]) for r in before][:3] == [True, True, False] and not (tmp_path / "summary.json").exists()
+    harness, config = built(folder, tmp_path, Graded(), "SAMPLES = 0")
+    harness.run(config)
+    after = lines(tmp_path)
+    assert [(r["id"], r["response"], r["tokens"], r["streams"]) for r in after][: len(before)] == [
+        (r["id"], r["response"], r["tokens"], r["streams"]) for r in before
+    ]
+    assert len(after) == 6 and all(r["score"] == float("e" in r["response"]) for r in after)
+    assert all("".join(r["streams"]["token"]).startswith(r["response"][:1]) for r in after)
+    assert [len(r["streams"]["sampler_logprob"]) for r in after] == [r["tokens"] for r in after]
 
 
 def test_results_of_another_configuration_are_refused_and_kept(folder, tmp_path):

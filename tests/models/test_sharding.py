@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import mesh_attention
 from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
@@ -18,6 +19,8 @@ MESHES = {
     "fsdp2": (MeshConfig(fsdp=2), 2),
     "tensor2": (MeshConfig(fsdp=1, tensor=2), 2),
     "context2": (MeshConfig(fsdp=1, context=2), 2),
+    "context4": (MeshConfig(fsdp=1, context=4), 4),
+    "fsdp2_tensor2_context2": (MeshConfig(fsdp=2, tensor=2, context=2), 8),
     "fsdp4_tensor2": (MeshConfig(fsdp=4, tensor=2), 8),
     "fsdp2_tensor4": (MeshConfig(fsdp=2, tensor=4), 8),  # more shards than key/value heads
 }
@@ -68,9 +71,16 @@ def single(name):
     return params, results(policy, params)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), [*(("qwen2", mesh) for mesh in MESHES), ("ministral", "fsdp2_tensor4"), ("odd_heads", "tensor2")]
-)
+CASES = [("qwen2", mesh) for mesh in MESHES if mesh != "context4"]
+CASES += [
+    ("ministral", "fsdp2_tensor4"),
+    ("odd_heads", "tensor2"),
+    ("odd_heads", "context2"),
+    ("ministral", "context4"),
+]
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES)
 def test_a_mesh_changes_no_value(name, mesh):
     params, (hidden, grads, cached) = single(name)
     policy = policy_on(name, *MESHES[mesh])
@@ -79,6 +89,24 @@ def test_a_mesh_changes_no_value(name, mesh):
     np.testing.assert_allclose(got_cached, cached, atol=1e-5)
     for got, want in zip(jax.tree.leaves(got_grads), jax.tree.leaves(grads)):
         np.testing.assert_allclose(got, want, atol=1e-5 * float(jnp.abs(want).max()) + 1e-5)
+
+
+@pytest.mark.parametrize(("name", "heads", "kv_heads"), [("qwen2", 1, 1), ("odd_heads", 1, 1)])
+def test_a_context_axis_splits_heads_and_leaves_packed_rows_whole(name, heads, kv_heads, monkeypatch):
+    """A fused backend takes whole rows alone; heads that four devices do not divide (3) are filled up to four."""
+    seen = []
+
+    def attention(q, k, v, **places):
+        seen.append((q.shape, k.shape, places["q_segments"].shape, places["max_segments"]))
+        return q
+
+    monkeypatch.setattr(mesh_attention, "attention", attention)
+    policy = policy_on(name, *MESHES["context4"])
+    step = jax.jit(lambda params: policy.hidden(params, *packed_rows(), max_segments=2))
+    text = step.lower(policy.abstract()).compile().as_text()
+    rows, whole = (ROWS, LENGTH, heads, 8), (ROWS, LENGTH)
+    assert set(seen) == {(rows, (ROWS, LENGTH, kv_heads, 8), whole, 2)}
+    assert "all-to-all" in text
 
 
 def test_random_parameters_are_the_same_on_every_mesh_and_are_split_as_declared():

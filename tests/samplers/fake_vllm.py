@@ -35,6 +35,7 @@ class FakeVllm:
       slow: {route: seconds} before the answer.
       garbage: answers generations with something else.
       stage_error: why nothing can be staged.
+      commit_error: why nothing can be committed.
       commit_adds: what is added to the version that a commit says it loaded.
       off: added to every log-prob of a prompt.
       bodies: generations that were asked for.
@@ -49,6 +50,7 @@ class FakeVllm:
     slow: dict[str, float] = field(default_factory=dict)
     garbage: bool = False
     stage_error: str = ""
+    commit_error: str = ""
     commit_adds: int = 0
     off: float = 0.0
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -188,10 +190,13 @@ class FakeVllm:
         if name == "commit":
             self.calls.append(f"commit {given['version']}")
             assert not self.going.is_set(), "committed while it generates"
-            if self.staged != (int(given["version"]), "staged"):
-                return web.Response(status=500, text="nothing staged")
+            if self.staged != (int(given["version"]), "staged") or self.commit_error:
+                why = self.commit_error or "nothing staged"
+                return await answer({"results": [{"version": self.version, "error": why, "seconds": 0.1}]})
             self.version = int(given["version"])
-            return await answer({"results": [{"version": self.version + self.commit_adds, "seconds": 0.1}]})
+            return await answer(
+                {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1}]}
+            )
         version, state = self.staged
         status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
         return await answer({"results": [status]})

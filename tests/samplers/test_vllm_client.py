@@ -279,7 +279,8 @@ def test_a_server_without_development_endpoints_is_refused_with_what_to_do(runni
 FAILED_UPDATES = {
     "wrong architecture": ({"stage_error": "model.layers.0.mlp is [64, 32] there"}, "model.layers.0.mlp is", "stage 0"),
     "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
-    "commit fails": ({"status": {"/update_weight_version": 500}}, "a fault of the test", "commit 0"),
+    "commit fails": ({"commit_error": "the model lacks lm_head"}, "the model lacks lm_head.*stays paused", "commit 0"),
+    "label fails": ({"status": {"/update_weight_version": 500}}, "a fault of the test", "commit 0"),
     "another model": ({"off": 0.3}, "scores the canary 0.3", "pause abort true"),
 }
 

@@ -39,7 +39,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipleChoice:
+class ChoiceQuestions:
     """Zero-shot multiple choice.
 
     Attributes:
@@ -61,7 +61,7 @@ class MultipleChoice:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        templates.named(self.template, "MultipleChoice")
+        templates.named(self.template, "ChoiceQuestions")
 
     def rows(self) -> Sequence[Prompt]:
         """All prompts, the right letter as reference.
@@ -71,7 +71,7 @@ class MultipleChoice:
           ValueError: a bad row; names the file and the row.
         """
         asked = INSTRUCTIONS.get(self.instruction, self.instruction)
-        template = templates.named(self.template, "MultipleChoice")
+        template = templates.named(self.template, "ChoiceQuestions")
         prompts = []
         for number, item in enumerate(read(self.path, self.split, self.subset, self.limit)):
             subject = item.category.replace("_", " ") or "general knowledge"

@@ -1,0 +1,103 @@
+"""EQ-Bench creative writing: tasks with a seed that varies a piece, and the score of a rubric's ratings.
+
+    score = 5 x mean over tasks of the mean piece (0 to 20), with the 2.5% and 97.5% points of 500 bootstrap draws of tasks
+
+The Elo rating of the original needs its file of reference pieces and is not computed.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data import templates
+from jaxrl_llm.eval.answered import Answered, mean, value
+from jaxrl_llm.experience import Prompt
+
+DRAWS = 500
+SEED = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreativePrompts:
+    """The prompts file of EQ-Bench: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
+
+    Attributes:
+      path: the file.
+      name: names the source and the prompts, "name/task/iteration".
+      iterations: pieces a task; piece i has the seed modifier i modulo their number in the place of <SEED>.
+      template: name of a prompt template (data/templates.py), or a function prompt -> text or messages.
+    """
+
+    path: str
+    name: str = "creative_writing"
+    iterations: int = 3
+    template: str | templates.Template = "chat"
+
+    def __post_init__(self) -> None:
+        templates.named(self.template, "CreativePrompts")
+        if self.iterations < 1:
+            raise ValueError(f"CreativePrompts.iterations must be >= 1 (got {self.iterations})")
+
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts.
+
+        Raises:
+          FileNotFoundError: nothing at `path`.
+          ValueError: another schema; names the file and the task.
+        """
+        file = Path(self.path).expanduser()
+        if not file.is_file():
+            raise FileNotFoundError(f"no prompts at {self.path!r}: name EQ-Bench's creative_writing_prompts file")
+        try:
+            tasks = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file}: malformed JSON ({error})") from error
+        if not isinstance(tasks, dict) or not tasks:
+            raise ValueError(f"{file}: expected an object of tasks by name")
+        return [self._prompt(str(file), name, task, i) for name, task in tasks.items() for i in range(self.iterations)]
+
+    def _prompt(self, file: str, name: str, task: Any, iteration: int) -> Prompt:
+        if not isinstance(task, dict) or not isinstance(task.get("writing_prompt"), str):
+            raise ValueError(f"{file}, task {name!r}: no text under writing_prompt")
+        seeds = task.get("seed_modifiers") or [""]
+        asked = task["writing_prompt"].replace("<SEED>", seeds[iteration % len(seeds)])
+        fields = templates.fields(templates.named(self.template, "CreativePrompts"), asked)
+        extra = {"instruction": asked, "task": name, "category": str(task.get("category") or "")}
+        return Prompt(id=f"{self.name}/{name}/{iteration}", source=self.name, extra=extra, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreativeScore:
+    """ "creative_score", 0 to 100, with its bootstrap interval over tasks in the summary; "failed": pieces without a rating.
+
+    Attributes:
+      part: the reward's part with a piece's rating, 0 to 20.
+    """
+
+    part: str = "rubric"
+
+    def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
+        """One value a task."""
+        failed = sum(np.isnan(value(record, self.part)) for one in answered for record in one.main)
+        return {"creative_score": self._by_task(answered), "failed": np.array(float(failed))}
+
+    def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
+        """{"creative_writing": score and its bootstrap interval}; writes no file."""
+        del folder, model
+        tasks = self._by_task(answered)
+        tasks = tasks[~np.isnan(tasks)]
+        if not len(tasks):
+            return {"creative_writing": {"score": None, "ci95": None, "tasks": 0}}
+        draws = np.random.default_rng(SEED).choice(tasks, (DRAWS, len(tasks))).mean(axis=1)
+        interval = [float(x) for x in np.quantile(draws, (0.025, 0.975))]
+        return {"creative_writing": {"score": float(tasks.mean()), "ci95": interval, "tasks": len(tasks)}}
+
+    def _by_task(self, answered: Sequence[Answered]) -> np.ndarray:
+        pieces: dict[str, list[float]] = {}
+        for one in answered:
+            pieces.setdefault(str(one.prompt.extra["task"]), []).extend(value(r, self.part) for r in one.main)
+        return np.array([5 * mean(group) for group in pieces.values()], np.float64)

@@ -1,0 +1,52 @@
+"""What an algorithm is where it does not say otherwise; a subclass gives `learns_from`, `advantages` and `loss`."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.protocols import Learns
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """An algorithm without needs or controllers."""
+
+    def _refuse(self, name: str, allowed: str) -> NoReturn:
+        """Raises ValueError that names the binding of the field `name`."""
+        kind = type(self)
+        binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{name}"
+        raise ValueError(f"{binding} must be {allowed} (got {getattr(self, name)!r})")
+
+    @property
+    @abstractmethod
+    def learns_from(self) -> Learns: ...
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the count "constant"."""
+        return 1.0
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """The controllers after a step; nothing moves."""
+        return controls
+
+    @abstractmethod
+    def advantages(self, view: View) -> Credit: ...
+
+    @abstractmethod
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]: ...

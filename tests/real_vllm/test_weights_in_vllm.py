@@ -1,0 +1,142 @@
+"""Published weights inside a real server: the server's log-probs are the new version's, or still the old one's."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from published import write_version
+from serving import Refusal, resident_bytes
+from tiny_qwen2 import VOCABULARY, weights
+
+TOLERANCE = 1e-4  # nats, float32
+SQUARE = "model.layers.1.self_attn.o_proj.weight"
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, 200)]
+
+
+def gap(server, reference) -> float:
+    """Largest difference of the log-probs of a prompt of 200 tokens, nats."""
+    server.call("/reset_prefix_cache")
+    return float(np.abs(server.score(PROMPT) - reference.logprobs(PROMPT)).max())
+
+
+def test_a_committed_version_is_what_the_server_computes_with(server, published, references):
+    assert int(server.method("published_version")) == -1
+    for version in (0, 1):
+        server.update(published[version], version)
+        assert int(server.method("published_version")) == version
+        assert gap(server, references(version)) < TOLERANCE
+    assert gap(server, references(0)) > 1
+
+
+def test_a_staged_version_changes_nothing_before_its_commit(server, published, references):
+    server.update(published[0], 0)
+    assert server.stage(published[1], 1)["bytes"] == sum(array.nbytes for array in weights(1).values())
+    assert gap(server, references(0)) < TOLERANCE
+    server.method("commit", version=1)
+    assert gap(server, references(1)) < TOLERANCE
+
+
+def flip_one_bit(folder: Path) -> None:
+    bits = weights(1)[SQUARE].tobytes()[4096:4128]
+    files = [file for file in folder.glob("weights/**/d/*") if bits in file.read_bytes()]
+    assert files
+    for file in files:
+        content = bytearray(file.read_bytes())
+        content[content.index(bits)] ^= 1
+        file.write_bytes(content)
+
+
+def cut_off(folder: Path) -> None:
+    file = max(folder.glob("weights/**/d/*"), key=lambda file: file.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGES = {
+    "uncommitted": (lambda folder: (folder / "weights" / "_CHECKPOINT_METADATA").unlink(), "never completed"),
+    "cut off": (cut_off, "cannot be"),
+    "one bit": (flip_one_bit, "differ from what was published"),
+    "no manifest": (lambda folder: (folder / "manifest.json").unlink(), "no manifest"),
+}
+CHANGES = {
+    "missing": (lambda w: {n: a for n, a in w.items() if n != SQUARE}, f"lacks 1 tensors ['{SQUARE}']"),
+    "extra": (lambda w: w | {"model.layers.9.more": np.ones(3, np.float32)}, "model.layers.9.more"),
+    "shape": (lambda w: w | {SQUARE: np.ones((64, 128), np.float32)}, "different architectures"),
+}
+
+
+@pytest.mark.parametrize("name", [*DAMAGES, *CHANGES])
+def test_a_bad_version_leaves_the_old_weights_serving(server, published, references, tmp_path, name):
+    server.update(published[0], 0)
+    if name in DAMAGES:
+        change, message = DAMAGES[name]
+        bad = shutil.copytree(published[1], tmp_path / "bad")
+        change(bad)
+    else:
+        change, message = CHANGES[name]
+        bad = write_version(tmp_path, 1, change(weights(1)))
+    status = server.stage(str(bad), 1)
+    assert status["state"] == "failed"
+    assert message in status["error"]
+    answer = server.method("commit", version=1)
+    assert (answer["version"], message in answer["error"]) == (0, True)
+    assert int(server.method("published_version")) == 0
+    assert gap(server, references(0)) < TOLERANCE
+
+
+def test_a_transposed_square_tensor_is_refused(server, published, references, tmp_path):
+    server.update(published[0], 0)
+    transposed = np.ascontiguousarray(weights(1)[SQUARE].T)
+    path = write_version(tmp_path, 1, weights(1) | {SQUARE: transposed}, weights(1))
+    assert SQUARE in server.stage(path, 1)["error"]
+    assert gap(server, references(0)) < TOLERANCE
+
+
+@pytest.mark.parametrize("after", [0, 2, 9, 30])
+def test_a_load_that_fails_midway_is_whole_after_the_next_commit(server, published, references, after):
+    server.update(published[0], 0)
+    server.call("/pause?mode=keep&clear_cache=true")
+    server.stage(published[1], 1)
+    server.method("fail_next_load", after=after)
+    answer = server.method("commit", version=1)
+    assert (answer["version"], "no memory left on the device" in answer["error"]) == (-1, True)
+    assert int(server.method("published_version")) == -1
+    assert server.method("commit", version=1)["version"] == 1
+    server.call("/resume")
+    assert gap(server, references(1)) < TOLERANCE
+
+
+def test_memory_does_not_grow_over_ten_updates(server, published):
+    for version in (0, 1, 0):
+        server.update(published[version], version)
+    before = resident_bytes(server.process.pid)
+    for update in range(10):
+        server.update(published[update % 2], update % 2)
+    one_version = sum(array.nbytes for array in weights(0).values())
+    assert resident_bytes(server.process.pid) - before < one_version
+
+
+def native_update(server, path: str, version: int) -> None:
+    server.call("/init_weight_transfer_engine", {"init_info": {}})
+    server.call("/start_weight_update", {})
+    server.call("/update_weights", {"update_info": {"path": path, "version": version}})
+    server.call("/finish_weight_update", {"weight_version": str(version)})
+
+
+def test_vllms_own_update_routes_load_a_version_by_the_engine_orbax(server, published, references):
+    for version in (2, 1):
+        native_update(server, published[version], version)
+        assert gap(server, references(version)) < TOLERANCE
+        assert int(server.method("published_version")) == version
+
+
+def test_vllms_own_update_routes_refuse_a_bad_version_and_keep_the_old(server, published, references, tmp_path):
+    native_update(server, published[0], 0)
+    bad = shutil.copytree(published[1], tmp_path / "bad")
+    flip_one_bit(bad)
+    with pytest.raises(Refusal) as refusal:
+        native_update(server, str(bad), 1)
+    assert refusal.value.code == 500
+    assert gap(server, references(0)) < TOLERANCE
+    native_update(server, published[1], 1)
+    assert gap(server, references(1)) < TOLERANCE

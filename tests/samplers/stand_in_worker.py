@@ -1,0 +1,67 @@
+"""A stand-in for a worker of vLLM with the extension mixed in, and for several of them."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from served_model import SHAPES, Served
+
+from jaxrl_llm.samplers import vllm_plugin
+from jaxrl_llm.samplers.vllm_plugin import OrbaxWorkerExtension
+
+
+def weights(seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in SHAPES.items()}
+
+
+class Worker(OrbaxWorkerExtension):
+    """A worker whose model is a dict; it can be told to fail after a number of tensors."""
+
+    def __init__(self, rank: int = 0, ranks: int = 1):
+        served = Served(rank, ranks)
+        self.device = torch.device("cpu")
+        self.model_runner = SimpleNamespace(get_model=lambda: served)
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks)
+        )
+        self.loaded: dict[str, np.ndarray] = {}
+        self.fails_after: int | None = None
+        self.reloads = 0
+
+    def reload_weights(self, weights_iterator):
+        self.reloads += 1
+        for i, (name, tensor) in enumerate(weights_iterator):
+            if i == self.fails_after:
+                self.fails_after = None
+                raise MemoryError("no memory left on the device")
+            self.loaded[name] = tensor.numpy().copy()
+
+
+def on_every_rank(monkeypatch: pytest.MonkeyPatch, workers: list[Worker], method: str, *args: str) -> list:
+    """Calls a method on all workers at once; their sums meet as over a process group."""
+    barrier = threading.Barrier(len(workers))
+    given, local = {}, threading.local()
+
+    def summed(numbers):
+        given[local.rank] = numbers
+        barrier.wait(20)
+        total = [sum(column) for column in zip(*given.values(), strict=True)]
+        barrier.wait(20)
+        return total
+
+    monkeypatch.setattr(vllm_plugin, "sum_over_ranks", summed)
+    results: list = [None] * len(workers)
+
+    def call(rank):
+        local.rank = rank
+        results[rank] = getattr(workers[rank], method)(*args)
+
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(workers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results

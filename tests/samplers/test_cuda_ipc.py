@@ -1,0 +1,147 @@
+"""Weights found in another process's memory arrive whole; a stand-in for CUDA's driver copies in this process's own."""
+
+import ctypes
+import json
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from served_model import LAYER, SHAPES, Served
+from stand_in_worker import Worker, on_every_rank, weights
+
+from jaxrl_llm.samplers import cuda_ipc, vllm_plugin
+from jaxrl_llm.samplers.cuda_ipc import check, copy_into, describe, opened, parse
+from jaxrl_llm.samplers.orbax_reader import BadVersion
+from jaxrl_llm.samplers.vllm_targets import targets_of
+
+PAGE = 1 << 12
+
+
+class HostMemory:
+    """Allocations are pages of this process; handles are their addresses."""
+
+    def __init__(self):
+        self.open = 0
+        self.out_of_reach = False
+
+    def handle_of(self, pointer, device):
+        return f"{pointer // PAGE * PAGE:x}", pointer % PAGE
+
+    @contextmanager
+    def opened(self, handle):
+        if self.out_of_reach:
+            raise OSError("CUDA_ERROR_PEER_ACCESS_UNSUPPORTED")
+        self.open += 1
+        yield int(handle, 16)
+        self.open -= 1
+
+    def copy(self, to, to_pitch, source, source_pitch, width, rows):
+        for row in range(rows):
+            ctypes.memmove(to + row * to_pitch, source + row * source_pitch, width)
+
+
+SPECS = [PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(None, "tensor"), PartitionSpec("fsdp", "tensor")]
+
+
+def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
+    vector = PartitionSpec(*spec[:1])
+    return {
+        name: jax.block_until_ready(jax.device_put(a, NamedSharding(mesh, spec if a.ndim == 2 else vector)))
+        for name, a in weights(version).items()
+    }
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_every_sharding_arrives_whole(spec):
+    arrays, memory = on_devices(1, spec), HostMemory()
+    found = parse(describe(arrays, memory))
+    check(found, targets_of(Served()))
+    with opened(found, memory) as bases:
+        for name, array in weights(1).items():
+            out = np.full(array.shape, np.nan, np.float32)
+            copy_into(out.ctypes.data, found.tensors[name], bases, memory)
+            np.testing.assert_array_equal(out, array)
+    assert memory.open == 0
+
+
+def changed(change) -> str:
+    content = json.loads(describe(on_devices(0, SPECS[1]), HostMemory()))
+    change(content)
+    return json.dumps(content)
+
+
+QUERY = f"{LAYER}self_attn.q_proj.weight"
+BAD = {
+    "lacks": lambda c: c["tensors"].pop(QUERY),
+    "too many": lambda c: c["tensors"].update(more=c["tensors"][QUERY]),
+    "has shape": lambda c: c["tensors"][QUERY].update(shape=[4, 4]),
+    "do not cover": lambda c: c["tensors"][QUERY]["shards"].pop(),
+    "cover it once": lambda c: c["tensors"][QUERY]["shards"][1].__setitem__(2, [0, 0]),
+    "outside of it": lambda c: c["tensors"][QUERY]["shards"][1].__setitem__(2, [9, 0]),
+    "has a shard": lambda c: c["tensors"][QUERY]["shards"][0].__setitem__(0, 10**6),
+    "cannot be read": lambda c: c.pop("handles"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_a_description_that_is_not_the_models_is_refused(message):
+    with pytest.raises(BadVersion, match=message):
+        check(parse(changed(BAD[message])), targets_of(Served()))
+
+
+@pytest.fixture
+def memory(monkeypatch) -> HostMemory:
+    made = HostMemory()
+    monkeypatch.setattr(vllm_plugin, "gpu_memory", lambda device: made)
+    return made
+
+
+def test_a_worker_loads_from_the_learners_memory(memory):
+    worker, arrays = Worker(), on_devices(1, SPECS[3])
+    answer = worker.commit_ipc("1", describe(arrays, memory))
+    assert (answer["version"], answer["error"]) == (1, "")
+    assert list(worker.loaded) == list(SHAPES)
+    for name, array in weights(1).items():
+        np.testing.assert_array_equal(worker.loaded[name], array)
+    assert memory.open == 0
+
+
+def test_a_worker_keeps_its_weights_where_the_memory_is_not_the_models_or_out_of_reach(memory):
+    worker = Worker()
+    worker.commit_ipc("0", describe(on_devices(0, SPECS[0]), memory))
+    answer = worker.commit_ipc("1", changed(BAD["lacks"]))
+    assert (answer["version"], "lacks" in answer["error"]) == (0, True)
+    memory.out_of_reach = True
+    answer = worker.commit_ipc("1", describe(on_devices(1, SPECS[0]), memory))
+    assert (answer["version"], "PEER_ACCESS" in answer["error"]) == (0, True)
+    assert worker.reloads == 1
+
+
+def test_no_rank_loads_where_another_does_not_reach_the_memory(memory, monkeypatch):
+    workers = [Worker(rank, 2) for rank in range(2)]
+    good = describe(on_devices(1, SPECS[1]), memory)
+    workers[1].commit_ipc = lambda version, text: as_written(workers[1], version, changed(BAD["lacks"]))
+    first, second = on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)
+    assert "1 other ranks" in first["error"] and "lacks" in second["error"]
+    assert workers[0].reloads == workers[1].reloads == 0
+    del workers[1].commit_ipc
+    assert [a["version"] for a in on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)] == [1, 1]
+
+
+def as_written(worker: Worker, version: str, text: str) -> dict:
+    return type(worker).commit_ipc(worker, version, text)
+
+
+def test_a_server_on_the_cpu_says_that_it_has_no_gpu_memory():
+    answer = Worker().commit_ipc("1", "{}")
+    assert (answer["version"], "not through GPU memory" in answer["error"]) == (-1, True)
+
+
+def test_the_layout_of_a_copy_is_the_drivers():
+    # cuda.h, CUDA_MEMCPY2D_v2 on 64 bits: x, y, type (padded), host, device, array, pitch, for both ends; width, height.
+    assert ctypes.sizeof(cuda_ipc._Copy2D) == 128
+    offsets = [getattr(cuda_ipc._Copy2D, name).offset for name, _ in cuda_ipc._Copy2D._fields_]
+    assert offsets == list(range(0, 128, 8))

@@ -1,0 +1,81 @@
+"""The memory that --dry_run predicts is that of the programs that a run compiles, for its state, its batches and its sampler."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, make_batch, make_learner
+
+from jaxrl_llm import memory
+from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.data.sorting import Sorting
+from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.mesh import MeshConfig
+from jaxrl_llm.optimizers import Optimizer
+from jaxrl_llm.rewards.wrap import Wrap
+from jaxrl_llm.samplers.embedded import EmbeddedSampler
+from jaxrl_llm.stages import Stage
+
+FIELDS = {"name": "s", "data": Sorting(size=8), "optimizer": Optimizer(), "steps": 1, "packing": PACKING}
+
+
+def stage(**changes):
+    fields = {
+        "algorithm": GRPO_CASE, "reward": Wrap(function=len), "prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8,
+        "settings": SamplingSettings(max_tokens=16),
+    }  # fmt: skip
+    return Stage(**FIELDS, **fields | changes)
+
+
+def test_the_state_counts_the_bytes_that_its_arrays_have():
+    learner = make_learner(GRPO_CASE)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner)))
+    assert memory.size(learner.abstract) == arrays
+    split = make_learner(GRPO_CASE, mesh=MeshConfig(fsdp=4), devices=4)
+    assert memory.size(split.abstract) < arrays / 3  # matrices are split by four, norms are whole
+
+
+def test_shapes_alone_predict_the_programs_of_a_real_batch():
+    learner = make_learner(GRPO_CASE)
+    (real,) = batches_of(learner, make_batch())
+    guessed = memory.batch_of(stage(), learner)
+    shapes = lambda batch: jax.tree.map(lambda x: (x.shape, x.dtype), batch)  # noqa: E731
+    assert shapes(guessed) == shapes(real)
+    found = memory.of_learner(learner, guessed, 1)["whole"]
+    # Donated, the state comes back in its own place; the rest of the outputs are scalars. A gradient as large as the
+    # parameters is alive before the update.
+    params = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner).params))
+    assert found.outputs < 1000 and found.temporary >= params
+    assert found.arguments == pytest.approx(memory.size(learner.abstract) + batch_bytes(real), rel=0.01)
+
+
+def batch_bytes(batch):
+    return sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+
+
+def test_moments_count_while_a_gradient_is_made_though_its_program_does_not_take_them():
+    learner = make_learner(GRPO_CASE)
+    batch = memory.batch_of(stage(), learner)
+    moments = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner).moments))
+    account = memory.of_learner(learner, batch, 0)["score"]
+    assert account.resident == pytest.approx(moments, abs=16)
+    assert account.peak == account.resident + account.arguments + account.outputs + account.temporary
+
+
+def test_a_batch_of_pairs_has_the_streams_that_its_algorithm_reads():
+    learner = make_learner(DPO())
+    batch = memory.batch_of(stage(algorithm=DPO(), reward=None), learner)
+    assert batch.ref_logprobs.shape == (PACKING.rows, PACKING.row_tokens)
+
+
+def test_sampling_counts_the_cache_and_a_copy_of_the_weights_in_another_dtype():
+    learner = make_learner(GRPO_CASE)
+    policy, sampler = learner.policy, EmbeddedSampler(slots=8, decode_chunk=4)
+    shared, float32 = memory.of_sampling(policy, sampler, stage(), 24)
+    copied, bfloat16 = memory.of_sampling(replace(policy, compute_dtype="bfloat16"), sampler, stage(), 24)
+    numbers = sum(x.size for x in jax.tree.leaves(policy.abstract()))
+    assert shared == 0 and 2 * numbers < copied < 2.3 * numbers  # the norms' scales stay float32
+    cache = 2 * 2 * 8 * 24 * 2 * 8  # keys and values x layers x slots x tokens x key heads x width
+    assert float32.arguments == pytest.approx(4 * (numbers + cache), rel=0.02)
+    assert bfloat16.arguments == pytest.approx(copied + 2 * cache, rel=0.03)
