@@ -3,19 +3,29 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import Words, make_prompt, make_rollout
 
+from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.eval import entropy_figures, entropy_flow
 from jaxrl_llm.eval.harness import Opened
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.samplers.embedded import EmbeddedSampler
 
 MODEL = Qwen3(
     vocabulary_size=23, width=16, layers=3, heads=2, kv_heads=1, head_width=8, mlp_width=24, tied=False, init_std=0.4
 )
+
+
+class Given:
+    """A model of which the tokenizer alone is asked."""
+
+    def open(self, partitioner):
+        return Opened(policy=None, tokenizer=Words(), params=dict, name="m")
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +50,8 @@ def test_means_are_over_the_positions_that_predict_the_answers(found):
     sums = dict.fromkeys(measured["sites"], 0.0)
     own, cosines = [], 0.0
     for r in rollouts:
-        tokens = np.concatenate([r.prompt.tokens, r.tokens])[None]
-        places = (np.arange(tokens.shape[1])[None], np.ones_like(tokens))
+        tokens = jnp.asarray(np.concatenate([r.prompt.tokens, r.tokens])[None], jnp.int32)
+        places = (jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens))
         states = jax.jit(lambda p, row: policy.measured(p, *row, lambda s: s))(params, (tokens, *places))
         at = slice(len(r.prompt.tokens) - 1, tokens.shape[1] - 1)
         for site, x in states.items():
@@ -57,8 +67,11 @@ def test_means_are_over_the_positions_that_predict_the_answers(found):
 
 def test_the_result_names_tokens_beside_their_own_entropies_and_is_drawn(found, tmp_path):
     _, _, rollouts, measured = found
-    flow = entropy_flow.EntropyFlow(out_dir="x", model=None, sampler=None, data=None, high_entropy=0.1)  # type: ignore[arg-type]
-    result = flow.result(Opened(policy=None, tokenizer=Words(), params=dict, name="m"), rollouts, measured)
+    model = Given()
+    flow = entropy_flow.EntropyFlow(
+        out_dir="x", model=model, sampler=EmbeddedSampler(), data=Sorting(), high_entropy=0.1
+    )
+    result = flow.result(model.open(None), rollouts, measured)
     assert result["entropy_statistics"]["total_tokens"] == 8
     assert result["internal_module_entropy"]["total_modules_analyzed"] == 6
     first = result["high_entropy_examples"][0]
