@@ -76,11 +76,11 @@ class PairClassifier:
         weight = jnp.where(similar, 0.5 / self.similar_share, 0.5 / (1.0 - self.similar_share))
         losses = -weight * jax.nn.log_sigmoid(jnp.where(similar, score, -score))
         streams = {
-            "loss/classifier": losses,
+            "loss/reward_model": losses,
             "pairs/accuracy": (score > 0) == similar,
             "pairs/similar": similar,
             "pairs/similar_found": (score > 0) & similar,
             "pairs/similar_said": score > 0,
         }
         metrics = {name: (jnp.sum(jnp.where(present, x, 0.0)), "sequences") for name, x in streams.items()}
-        return {"reward_model": metrics["loss/classifier"]}, metrics
+        return {"reward_model": metrics["loss/reward_model"]}, metrics
