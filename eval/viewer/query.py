@@ -105,12 +105,13 @@ def groups(index: RolloutIndex, query: Query, after: int = 0) -> dict[str, Any]:
 def _ordered(index: RolloutIndex, chosen: np.ndarray, order: str) -> np.ndarray:
     if order == "file" or not len(chosen):
         return chosen
-    group, reward = index.columns["group"], index.columns["reward"]
+    columns = index.columns
+    group, reward = columns["group"], columns["reward"]
     known = ~np.isnan(reward)
     count = np.maximum(np.bincount(group, known), 1)
     mean = np.bincount(group, np.where(known, reward, 0)) / count
     square = np.bincount(group, np.where(known, reward**2, 0)) / count
-    length = np.bincount(group, index.columns["tokens"])
+    length = np.bincount(group, columns["tokens"])
     keys = {"low reward": mean, "high reward": -mean, "spread": mean**2 - square, "long": -length}
     return chosen[np.argsort(keys[order][chosen], kind="stable")]
 
