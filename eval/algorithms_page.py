@@ -48,7 +48,7 @@ def measured(rows: Sequence[Result], teacher: Result | None) -> str:
         return f"closed {each(learning_table.closed(rows, teacher, 'sampled'))} of the gap"
     if "pairs_after" in rows[0]:
         return f"pairs {each(r['pairs_after'] for r in rows)}"
-    return f"{rows[0]['greedy_before']:.2f} → {each(r['greedy_after'] for r in rows)}"
+    return f"{learning_table.start_of(rows, 'greedy')} → {each(r['greedy_after'] for r in rows)}"
 
 
 def page(found: Sequence[Result]) -> str:
