@@ -6,7 +6,7 @@ micro-batch and n_k its global count, which is data; so any split into micro-bat
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax import Array
 
+from jaxrl_llm import offload
 from jaxrl_llm.batch import Batch
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import Partitioner
@@ -80,9 +81,13 @@ class Learner:
         """The state that training starts from; it owns `params` from here on."""
         shardings = self.shardings
         scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
-        moments = {
-            n: jax.jit(t.init, out_shardings=shardings.moments[n])(params[n]) for n, t in self.transforms.items()
-        }
+        moments = {}
+        for n, t in self.transforms.items():
+            if self.optimizers[n].offload:  # moments begin at 0, which the host makes in its own memory
+                zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
+                moments[n] = jax.tree.map(zeros, self.abstract.moments[n])
+            else:
+                moments[n] = jax.jit(t.init, out_shardings=shardings.moments[n])(params[n])
         return TrainState(step=scalar(), skipped=scalar(), params=dict(params), moments=moments)
 
     @cached_property
@@ -90,11 +95,13 @@ class Learner:
         """The sharding of every leaf of the state."""
         one = self.partitioner.replicated
         abstract = {n: m.abstract() for n, m in self.models.items()}
+        moments = {n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()}
+        away = {n: jax.tree.map(offload.on_host, moments[n]) for n, o in self.optimizers.items() if o.offload}
         return TrainState(
             step=one,  # type: ignore[arg-type]
             skipped=one,  # type: ignore[arg-type]
             params={n: jax.tree.map(lambda x: x.sharding, a) for n, a in abstract.items()},
-            moments={n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()},
+            moments=moments | away,
         )
 
     @cached_property
@@ -240,22 +247,62 @@ class Learner:
 
     def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
         """One optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
+        counters, how, metrics = self._judged(state.step, state.skipped, gradient)
+        params, moments = dict(state.params), {}
+        for name in self.transforms:
+            updated = self._updated(name, how[name], params[name], gradient[name], state.moments[name])
+            params[name], moments[name] = updated
+        return TrainState(**counters, params=params, moments=moments), metrics
+
+    def _judged(self, step: Array, skipped: Array, gradient: dict[str, Any]) -> tuple[dict[str, Array], Any, Any]:
+        """The state's counters after the update, {model: (factor of its gradient, whether it learns)}, and metrics."""
         norms = {name: optax.global_norm(g) for name, g in gradient.items()}
         finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
-        params, moments = dict(state.params), {}
-        for name, transform in self.transforms.items():
+        how = {}
+        for name in self.transforms:
             limit = self.optimizers[name].max_grad_norm
-            scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else 1.0
-            clipped = jax.tree.map(lambda g: g * scale, gradient[name])  # noqa: B023  # used at once
-            changes, new = transform.update(clipped, state.moments[name], state.params[name])
-            learns = finite & (state.step >= self.warmup) if self.warmup and name == "policy" else finite
-            mask = jax.tree.map(lambda m: learns & m, self._mask(name, state.params[name]))  # noqa: B023  # used at once
-            params[name] = keep(optax.apply_updates(state.params[name], changes), state.params[name], mask)
-            moments[name] = keep(new, state.moments[name], mask)
-        skipped = jnp.where(finite, 0, state.skipped + 1)
+            scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else jnp.float32(1.0)
+            how[name] = scale, finite & (step >= self.warmup) if self.warmup and name == "policy" else finite
         metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
         metrics["update/skipped"] = 1.0 - finite.astype(jnp.float32)
-        return TrainState(step=state.step + 1, skipped=skipped, params=params, moments=moments), metrics
+        return {"step": step + 1, "skipped": jnp.where(finite, 0, skipped + 1)}, how, metrics
+
+    def _updated(
+        self, name: str, how: tuple[Array, Array], params: Any, gradient: Any, moments: Any
+    ) -> tuple[Any, Any]:
+        """Parameters and moments of a model, or of some of its leaves, after the update."""
+        scale, learns = how
+        clipped = jax.tree.map(lambda g: g * scale, gradient)
+        changes, new = self.transforms[name].update(clipped, moments, params)
+        mask = jax.tree.map(lambda m: learns & m, self._mask(name, params))
+        return keep(optax.apply_updates(params, changes), params, mask), keep(new, moments, mask)
+
+    @cached_property
+    def _judge(self) -> Any:
+        return jax.jit(self._judged, out_shardings=self.partitioner.replicated)
+
+    @cached_property
+    def _parts(self) -> dict[Any, Any]:
+        """Compiled updates of some leaves of a model, for optimizers whose moments lie on the host."""
+        return {}
+
+    def _apply_parts(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
+        """`_applied` for moments that lie on the host: a group of leaves at a time."""
+        counters, how, metrics = self._judge(state.step, state.skipped, gradient)
+        params, moments = dict(state.params), {}
+        for name in self.transforms:
+
+            def apply(part: Any, g: Any, own: Any, name: str = name) -> tuple[Any, Any]:
+                key = name, jax.tree.structure(part), offload.at(own)
+                if key not in self._parts:
+                    out = jax.tree.map(lambda x: x.sharding, (part, own))
+                    update = partial(self._updated, name)
+                    self._parts[key] = jax.jit(update, donate_argnums=(1, 3), out_shardings=out)
+                return self._parts[key](how[name], part, g, own)
+
+            run = offload.streamed if self.optimizers[name].offload else lambda apply, *args: apply(*args)
+            params[name], moments[name] = run(apply, params[name], gradient[name], state.moments[name])
+        return TrainState(**counters, params=params, moments=moments), metrics
 
     def _mask(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Whether each part of a model's parameters learns in this phase."""
@@ -272,13 +319,14 @@ class Learner:
           The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
         """
         batches, bases = list(batches), dict(bases)
-        if len(batches) == 1:
+        away = any(o.offload for o in self.optimizers.values())
+        if len(batches) == 1 and not away:
             return self._whole(state, batches[0], bases)
         total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
         for number, batch in enumerate(batches[1:], 1):
             total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
         gradient, scalars = total
-        state, norms = self._apply(state, gradient)
+        state, norms = (self._apply_parts if away else self._apply)(state, gradient)
         return state, {**scalars, **norms}
 
     def lowered(self, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
@@ -289,22 +337,21 @@ class Learner:
         state, bases = self.abstract, dict(bases)
         if microbatches == 0:
             return {"score": self._score.lower(state.params, batch, bases)}
-        if microbatches == 1:
+        away = any(o.offload for o in self.optimizers.values())
+        if microbatches == 1 and not away:
             return {"whole": self._whole.lower(state, batch, bases)}
-        one = self.partitioner.replicated
-        place = (state.step, jax.ShapeDtypeStruct((), np.uint32))
-        scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
-        shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
-        total = (self.trained(state.params), jax.tree.map(shaped, scalars))
-        return {
-            "first": self._first.lower(state.params, batch, bases, place),
-            "accumulate": self._accumulate.lower(total, state.params, batch, bases, place),
-            "apply": self._apply.lower(state, total[0]),
-        }
+        one, place = self.partitioner.replicated, (state.step, jax.ShapeDtypeStruct((), np.uint32))
+        found = {"first": self._first.lower(state.params, batch, bases, place)}
+        if microbatches > 1:
+            scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
+            shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
+            total = (self.trained(state.params), jax.tree.map(shaped, scalars))
+            found["accumulate"] = self._accumulate.lower(total, state.params, batch, bases, place)
+        return found if away else found | {"apply": self._apply.lower(state, self.trained(state.params))}
 
     @property
     def compilations(self) -> int:
         """Programs compiled so far; it stands still after the first step of a phase."""
         names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
-        made = [self.__dict__[n] for n in names if n in self.__dict__]
+        made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
         return sum(f._cache_size() for f in made)

@@ -26,6 +26,7 @@ class Optimizer:
       weight_decay: decoupled weight decay, on matrices alone.
       max_grad_norm: global norm that gradients are clipped to; 0 never clips.
       moments_dtype: dtype of the first moment.
+      offload: keep the moments in the host's pinned memory; they visit the device a group of parameters at a time.
     """
 
     learning_rate: float = 1e-6
@@ -38,6 +39,7 @@ class Optimizer:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     moments_dtype: str = "float32"
+    offload: bool = False
 
     def __post_init__(self) -> None:
         if self.learning_rate < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:

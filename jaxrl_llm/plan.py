@@ -158,7 +158,10 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
         state = memory.size(learner.abstract) + memory.size(bases)
         own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # they are among the program's arguments
         phases["sample"] = state + decoding.peak - own
-    also = weights + (memory.size(policy.abstract()) if "reference" in stage.algorithm.needs else 0)
+    reference = memory.size(policy.abstract()) if "reference" in stage.algorithm.needs else 0
+    if stage.offload_reference and "score" in phases:
+        phases["score"] += reference
+    also = weights + (0 if stage.offload_reference else reference)
     found = {name: (peak + also) / GIB for name, peak in phases.items()}
     parts = ", ".join(f"{name} {peak:.3f}" for name, peak in found.items())
     return f"{max(found.values()):.3f} GiB a device by the account of the compiled programs ({parts})"

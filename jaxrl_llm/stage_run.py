@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import diagnostics, shown, teaching
+from jaxrl_llm import diagnostics, offload, shown, teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.batch import Credit, View
 from jaxrl_llm.companions import Companions
@@ -126,7 +126,8 @@ class StageRun:
     def begin(self, params: Params) -> TrainState:
         """The state the stage starts from; its reference is a copy of `params`, its value models begin as the stage says."""
         if "reference" in self.config.needs:
-            self.frozen["reference"] = jax.tree.map(jnp.copy, params)
+            away = self.config.offload_reference
+            self.frozen["reference"] = offload.to_host(params) if away else jax.tree.map(jnp.copy, params)
         self.frozen |= self.companions.begin(params)
         models = {"policy": params}
         for name, source in self.config.value_models.items():
@@ -139,7 +140,8 @@ class StageRun:
         """What a checkpoint of this stage holds on the device."""
         trees: dict[str, Any] = {"state": self.learner.abstract}
         if "reference" in self.config.needs:
-            trees["reference"] = self.learner.policy.abstract()
+            shapes = self.learner.policy.abstract()
+            trees["reference"] = offload.shapes_on_host(shapes) if self.config.offload_reference else shapes
         return trees | self.companions.abstract
 
     def host(self) -> dict[str, Any]:
@@ -206,6 +208,8 @@ class StageRun:
         """What the models say of the batch where `learner` reads them; the policy and the critic only where asked."""
         device = [to_device(bare(rows), self.partitioner) for rows in batch.rows]
         streams: dict[str, np.ndarray] = {}
+        # It travels, where it has to, while the policy is scored.
+        reference = offload.to_device(self.frozen["reference"]) if "reference" in self.frozen else None
         if policy:
             scored = [learner.score(state.params, b, self.bases) for b in device]
             streams = {
@@ -213,8 +217,8 @@ class StageRun:
                 for m in scored[0]
                 for n in scored[0][m]
             }
-        if "reference" in self.frozen:
-            found = [learner.score_frozen(self.frozen["reference"], b, self.bases) for b in device]
+        if reference is not None:
+            found = [learner.score_frozen(reference, b, self.bases) for b in device]
             streams["ref_logprobs"] = batch.unpack([to_host(x) for x in found])
         if self.teacher is not None:
             streams["teacher_logprobs"] = batch.unpack([to_host(self.teacher.logprobs(b)) for b in device])

@@ -50,6 +50,7 @@ class Stage:
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      offload_reference: keep the reference policy in the host's pinned memory; it visits the device while a step is scored.
       score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
         steps need none, unless the algorithm or the reward reads the learner's statistics.
       evaluations: held-out measurements.
@@ -91,6 +92,7 @@ class Stage:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=Packing)
     old_logprobs: Literal["learner", "sampler"] = "learner"
+    offload_reference: bool = False
     score_every: int = 1
     evaluations: Sequence[Evaluation] = ()
     held_out: Source | None = None

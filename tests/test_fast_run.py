@@ -11,12 +11,12 @@ from jaxrl_llm import profiling, xla_flags
 
 @pytest.fixture(scope="module")
 def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of five RL steps with the sampler's log-probs as old ones, scored every second step."""
+    """A run of five RL steps with the sampler's log-probs as old ones, scored every second step, moments and reference on the host."""
     run_dir = tmp_path_factory.mktemp("fast") / "run"
-    fields = {"old_logprobs": "'sampler'", "score_every": 2}
+    fields = {"old_logprobs": "'sampler'", "score_every": 2, "offload_reference": True}
     done = tiny_run.launch(
         run_dir, SFT_STEPS=1, PROFILE_STEPS=(5,), EVALUATE_EVERY=100, SAVE_EVERY=100,
-        **{f"rl/stages.Stage.{n}": v for n, v in fields.items()}, **{"grpo.GRPO.kl_coef": 0.0, "grpo.GRPO.entropy_coef": 0.0},
+        **{f"rl/stages.Stage.{n}": v for n, v in fields.items()}, **{"grpo.GRPO.entropy_coef": 0.0, "rl/optimizers.Optimizer.offload": True},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "traced into" in done.stdout
@@ -41,6 +41,7 @@ def test_old_log_probs_of_the_sampler_save_the_forward_pass_but_where_the_gap_is
     assert {step for step, row in rows.items() if "gap/mean" in row} == {2, 4, 6}
     assert all(row["gap/mean"] < 1e-4 for step, row in rows.items() if step in (2, 4, 6))
     assert all(0 < rows[step]["grad_norm/policy"] < 1e3 for step in range(2, 7))
+    assert rows[6]["loss/kl"] > 0  # the reference is scored in every step
 
 
 def test_a_traced_step_can_be_read_and_holds_the_update(fast: Path) -> None:

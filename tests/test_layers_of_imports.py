@@ -35,6 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "event_files",
         "profiling",
         "compilations",
+        "offload",
     ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),

@@ -1,0 +1,110 @@
+"""Optimizer state and frozen models in the host's pinned memory, brought to the device when their turn comes.
+
+The moments of an offloaded optimizer lie on the device only while their own parameters are updated: the parameters are
+split into groups of about GROUP bytes, and while one group is updated the moments of the next travel in and those of the
+one before travel out. A device holds the moments of three groups at most.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+HOST, DEVICE = "pinned_host", "device"
+GROUP = 2**30  # bytes of float32 parameters
+
+Path = tuple[str, ...]
+
+
+def to_host(tree: Any) -> Any:
+    """The arrays in pinned memory of their hosts, shards as they were; returns before they have arrived."""
+    return jax.device_put(tree, jax.tree.map(lambda x: on_host(x.sharding), tree))
+
+
+def to_device(tree: Any) -> Any:
+    """The arrays in the memory of their devices; returns before they have arrived."""
+    return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(DEVICE), tree))
+
+
+def shapes_on_host(tree: Any) -> Any:
+    """The same shapes, in the host's memory."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding)), tree)
+
+
+def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    return sharding.with_memory_kind(HOST)
+
+
+def at(tree: Any) -> tuple[str, ...]:
+    """Paths of the leaves."""
+    return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path]]:
+    """The paths of the leaves, in groups of at most `most` bytes a device; a larger leaf stands alone."""
+    found: list[list[Path]] = []
+    used, most = 0, GROUP if most is None else most
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        size = leaf.dtype.itemsize
+        for n in leaf.sharding.shard_shape(leaf.shape):
+            size *= n
+        if not found or used + size > most:
+            found.append([])
+            used = 0
+        found[-1].append(tuple(key.key for key in path))
+        used += size
+    return found
+
+
+def pruned(tree: Any, paths: Iterable[Path]) -> Any:
+    """The nested dictionary with the leaves at `paths` alone; a path that goes deeper than the tree keeps what it meets."""
+    out: dict[str, Any] = {}
+    for path in paths:
+        source, target = tree, out
+        for i, key in enumerate(path):
+            if not isinstance(source[key], dict):
+                target[key] = source[key]
+                break
+            if i + 1 < len(path):
+                source, target = source[key], target.setdefault(key, {})
+    return out
+
+
+def joined(old: Any, parts: Sequence[Any]) -> Any:
+    """The nested dictionary `old` with the leaves of `parts` in place of its own."""
+    out = {key: joined(x, []) if isinstance(x, dict) else x for key, x in old.items()}
+    for part in parts:
+        for key, x in part.items():
+            out[key] = joined(out[key], [x]) if isinstance(x, dict) else x
+    return out
+
+
+def streamed(
+    apply: Callable[[Any, Any, Any], tuple[Any, Any]], params: dict[str, Any], gradient: dict[str, Any], state: Any
+) -> tuple[dict[str, Any], Any]:
+    """`apply(params, gradient, state) -> (params, state)` a group of leaves at a time, the state coming from the host and going back.
+
+    Args:
+      apply: updates parameters of some leaves; its state is cut to them as dictionaries of parameters are.
+      params: the parameters, on the device.
+      gradient: of the parameters, on the device.
+      state: the optimizer's state, on the host.
+    """
+    by_part = lambda node: isinstance(node, dict) and node.keys() == params.keys()  # noqa: E731
+
+    def cut(paths: list[Path]) -> Any:
+        return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
+
+    wanted = groups(params)
+    coming, new_params, new_states = to_device(cut(wanted[0])), [], []
+    for number, paths in enumerate(wanted):
+        here = coming
+        if number + 1 < len(wanted):
+            coming = to_device(cut(wanted[number + 1]))
+        part, here = apply(pruned(params, paths), pruned(gradient, paths), here)
+        new_params.append(part)
+        new_states.append(to_host(here))
+        if number:  # the host must not run ahead: what it asks for takes memory at once
+            jax.block_until_ready(new_states[number - 1])
+    together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
+    return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)

@@ -1,0 +1,74 @@
+"""Moments that lie on the host learn as those on the device do, and travel a group of parameters at a time."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from learner_cases import GRPO_CASE, batches_of, fresh_state, leaves, make_batch, make_learner
+
+from jaxrl_llm import memory, offload
+from jaxrl_llm.mesh import MeshConfig
+
+
+def learner_of(away, **changes):
+    learner = make_learner(GRPO_CASE, **changes)
+    return replace(
+        learner, optimizers={"policy": replace(learner.optimizers["policy"], offload=away, max_grad_norm=0.1)}
+    )
+
+
+def kinds(state):
+    return {x.sharding.memory_kind for x in jax.tree.leaves(state.moments)}
+
+
+def test_updates_are_those_of_moments_on_the_device(monkeypatch):
+    monkeypatch.setattr(offload, "GROUP", 12_000)  # bytes: several groups of the tiny model
+    found = {}
+    for away in (False, True):
+        learner = learner_of(away)
+        state, batches = fresh_state(learner), batches_of(learner, make_batch())
+        for _ in range(2):
+            state, metrics = learner.update(state, batches)
+        found[away] = leaves((state.params, state.moments, state.step)), leaves(metrics)
+        assert kinds(state) == {"pinned_host" if away else "device"}
+        if away:
+            assert len(offload.groups(state.policy)) > 3
+            before = learner.compilations
+            learner.update(state, batches)
+            assert learner.compilations == before
+    for here, there in zip(found[False], found[True]):
+        assert here.keys() == there.keys()
+        for name, x in here.items():
+            np.testing.assert_allclose(there[name], x, rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing_on_the_host():
+    learner = learner_of(True)
+    state, (batch,) = fresh_state(learner), batches_of(learner, make_batch())
+    before = leaves(jax.tree.map(np.array, (state.params, state.moments)))
+    state, metrics = learner.update(state, [batch.replace(advantages=batch.advantages * np.float32("inf"))])
+    assert int(state.skipped) == 1 and float(metrics["update/skipped"]) == 1
+    for name, x in leaves((state.params, state.moments)).items():
+        np.testing.assert_array_equal(x, before[name], err_msg=name)
+
+
+def test_moments_on_the_host_are_split_as_their_parameters_are_and_cost_the_device_nothing():
+    learner = learner_of(True, mesh=MeshConfig(fsdp=4), devices=4)
+    state = fresh_state(learner)
+    for m, x in zip(jax.tree.leaves(state.moments["policy"][0].mu), jax.tree.leaves(state.policy)):
+        assert m.sharding == x.sharding.with_memory_kind("pinned_host")
+    assert memory.size(learner.abstract) == pytest.approx(memory.size(learner.abstract.params), abs=8)
+    assert memory.size(learner_of(False, mesh=MeshConfig(fsdp=4), devices=4).abstract) > 2.9 * memory.size(
+        learner.abstract
+    )
+
+
+def test_groups_hold_every_leaf_once_and_stay_within_their_bytes():
+    params = fresh_state(learner_of(True)).policy
+    found = offload.groups(params, most=12_000)
+    paths = [path for group in found for path in group]
+    assert sorted(paths) == sorted(tuple(k.key for k in p) for p, _ in jax.tree_util.tree_leaves_with_path(params))
+    for group in found:
+        size = sum(x.nbytes for x in jax.tree.leaves(offload.pruned(params, group)))
+        assert size <= 12_000 or len(group) == 1
