@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm import offload
 from jaxrl_llm.batch import Batch
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
 from jaxrl_llm.global_batch import PACKED, GlobalBatch, filled, unscored
@@ -81,7 +82,17 @@ def of_learner(learner: Learner, batch: Batch, microbatches: int, bases: Bases =
     """The programs of an update with so many micro-batches, or with 0 of scoring; the whole state is alive in each."""
     moments = size(learner.abstract) - size(learner.abstract.params)
     programs = learner.lowered(batch, microbatches, bases)
-    return {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
+    found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
+    away = [n for n, o in learner.optimizers.items() if o.offload]
+    if away and microbatches:
+        trained = learner.trained(learner.abstract.params)
+        visiting = max(
+            size(offload.pruned(trained[n], paths)) for n in away for paths in offload.groups(trained[n])
+        )  # of float32: both moments of three groups
+        found["apply"] = Account(
+            resident=moments, arguments=size(learner.abstract.params), outputs=0, temporary=size(trained) + 6 * visiting
+        )
+    return found
 
 
 def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:

@@ -79,3 +79,16 @@ def test_sampling_counts_the_cache_and_a_copy_of_the_weights_in_another_dtype():
     cache = 2 * 2 * 8 * 24 * 2 * 8  # keys and values x layers x slots x tokens x key heads x width
     assert float32.arguments == pytest.approx(4 * (numbers + cache), rel=0.02)
     assert bfloat16.arguments == pytest.approx(copied + 2 * cache, rel=0.03)
+
+
+def test_micro_batches_and_moments_on_the_host_have_the_programs_that_an_update_runs():
+    learner = make_learner(GRPO_CASE)
+    batch = memory.batch_of(stage(), learner)
+    several = learner.lowered(batch, 2)
+    assert set(several) == {"first", "accumulate", "apply"}
+    # The sum so far, the parameters and the batch go in; the sum is given up and comes out.
+    numbers = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+    gradient = numbers(several["first"].out_info[0])
+    assert gradient == numbers(learner.abstract.params)
+    away = replace(learner, optimizers={"policy": replace(learner.optimizers["policy"], offload=True)})
+    assert set(away.lowered(batch, 1)) == {"first"}
