@@ -22,8 +22,12 @@ def kinds(state):
     return {x.sharding.memory_kind for x in jax.tree.leaves(state.moments)}
 
 
-def test_updates_are_those_of_moments_on_the_device(monkeypatch):
+@pytest.fixture(autouse=True)
+def _several_groups(monkeypatch):
     monkeypatch.setattr(offload, "GROUP", 12_000)  # bytes: several groups of the tiny model
+
+
+def test_updates_are_those_of_moments_on_the_device():
     found = {}
     for away in (False, True):
         learner = learner_of(away)
