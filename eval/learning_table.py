@@ -165,7 +165,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
             panel.plot(curve[:, 0], curve[:, 2], "C1", linewidth=1)
             if curve.shape[1] > 3:
                 panel.plot(curve[:, 0], curve[:, 3], "C2", linewidth=1)
-        panel.set_ylim(0, 1)
+        panel.set_ylim(0, 1.03)
         panel.tick_params(labelsize=6)
     figure.suptitle(
         "held-out accuracy by step, a line a seed: greedy (blue), sampled (orange), pairs told apart (green)",

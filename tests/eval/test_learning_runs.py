@@ -13,7 +13,7 @@ from jaxrl_llm.launch import build
 from jaxrl_llm.stages import Stage
 
 NAMES = learning_runs.names()
-# What sorting strings does not have: a second sampler and a marked chain of thought.
+# What sorting strings does not have: a second sampler and a marked chain of thought, or texts that mean the same.
 OTHER_TASKS = {"grpo_w_classmate", "pair_classifier"}
 
 
