@@ -63,8 +63,8 @@ class Rearranged:
       similar_share: share of the pairs that are of one class.
       size: pairs.
       split: "train" or "heldout"; they share no string.
-      cls: as of SimilarPairs.
-      sep: as of SimilarPairs.
+      cls: the token that opens a pair.
+      sep: the token that ends each text.
       seed: names the pairs.
     """
 

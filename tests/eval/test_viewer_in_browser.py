@@ -202,6 +202,17 @@ def test_two_results_are_compared_on_their_prompts_and_the_address_keeps_what_is
     page.wait_for_function("() => document.querySelector('.sides')?.innerText.includes('after 0')")
 
 
+def test_a_filter_that_is_chosen_keeps_the_keyboard_and_the_form_follows_the_run(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=long&step=3")
+    page.locator("select[name=run]").select_option("short")
+    page.wait_for_function("() => document.querySelector('.card')?.innerText.includes('13')")
+    assert page.locator("select[name=step] option").all_inner_texts() == ["all 2", "1", "2"]
+    page.locator("select[name=step]").focus()
+    page.locator("select[name=step]").select_option("2")
+    page.wait_for_selector("code:has-text('bad')")
+    assert page.evaluate("document.activeElement.name") == "step"
+
+
 def test_a_point_of_a_curve_leads_to_its_rollouts(served, page):
     drawn(page, f"{served.url}/?view=curves&runs=short&metrics=reward/mean")
     box = page.locator(".chart svg").bounding_box()
