@@ -25,7 +25,6 @@ from jaxrl_llm.eval import learning_table
 
 GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
 PREPARED = ("start", "teacher")  # what other runs begin from
-ELSEWHERE = ("grpo_w_classmate", "pair_classifier")  # they need spans, or labelled pairs: see eval/twins.py
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
 
 
@@ -117,8 +116,8 @@ def algorithm_file(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """All algorithms, the best known first, and the one that waits for a teacher last."""
-    found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if p.stem not in ELSEWHERE)
+    """The algorithms that have a run, the best known first, and the one that waits for a teacher last."""
+    found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if (GIN / "learning" / p.name).is_file())
     return [*FIRST, *(n for n in found if n not in (*FIRST, "distill")), "distill"]
 
 

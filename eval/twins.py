@@ -24,6 +24,11 @@ from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows,
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
 # What a twin begins from: (the twin it comes after, and the binding that names its exported model).
 BEGINS = {"classmate_cot_tiny": ("classmate_mate_tiny", "CLASSMATE")}
+DEFENDED_AND_ATTACKED = (
+    "defence",
+    *(f"attack_{name}" for name in ("grpo", "ppo", "rloo", "reinforce_plus_plus", "obj2", "adaptive")),
+)
+BEGINS |= {f"tokenbuncher_{name}_tiny": ("tokenbuncher_base_tiny", "START") for name in DEFENDED_AND_ATTACKED}
 REWARD, LOSS = "reward/mean", "loss/total"
 
 
@@ -31,7 +36,7 @@ def names(only: str = "") -> list[str]:
     """All twins whose names begin so, and what they begin from, which stands first."""
     files = [file for system in SYSTEMS for file in sorted(GIN.glob(f"{system}_*_tiny.gin"))]
     found = [f.stem for f in files if f"RUN_DIR = 'runs/{f.stem}'" in f.read_text() and f.stem.startswith(only)]
-    earlier = [BEGINS[name][0] for name in found if name in BEGINS]
+    earlier = list(dict.fromkeys(BEGINS[name][0] for name in found if name in BEGINS))
     return [*earlier, *(name for name in found if name not in earlier)]
 
 

@@ -83,6 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         run, config = build(arguments.gin_file, arguments.gin)
+        if argv is None and "jaxrl_llm.rewards.hf_classifier" not in sys.modules:
+            # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
+            sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         if arguments.dry_run:
             from jaxrl_llm.plan import peaks, plan
 

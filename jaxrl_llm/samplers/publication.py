@@ -25,6 +25,7 @@ from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.samplers.cuda_ipc import Memory, describe
 from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits, weights_of
 
 DTYPES = ("bfloat16", "float32", "float16")
@@ -57,6 +58,7 @@ class Publisher:
       keep: newest versions kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
       tolerance: of the canary.
+      driver: by which samplers on this host copy the weights out of GPU memory; None writes checkpoints.
       seconds: of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
     """
 
@@ -66,11 +68,13 @@ class Publisher:
     keep: int
     canary: np.ndarray
     tolerance: Tolerance
+    driver: Memory | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._begin = 0.0
+        self._held: list[dict[str, Array]] = []
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
         """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
@@ -81,6 +85,11 @@ class Publisher:
         self._begin = time.perf_counter()
         path = self.folder / f"v{version:08d}"
         tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
+        if self.driver is not None:
+            # The version before stays too: a server that is late may be copying it, and its canary will tell.
+            self._held = [*self._held[-1:], jax.block_until_ready(tensors)]
+            self.seconds["blocked_s"] = time.perf_counter() - self._begin
+            return path, self._manifest(version, params, tensors, sums)
         try:
             self._make_room(path, sum(x.nbytes for x in tensors.values()))
             manifest = self._manifest(version, params, tensors, sums)
@@ -93,11 +102,17 @@ class Publisher:
 
     async def finish(self, version: int) -> None:
         """Returns when the version is whole on disk; raises as `start` does."""
+        if self.driver is not None:
+            return
         try:
             await asyncio.to_thread(self._writer().wait_until_finished)
         except (OSError, ValueError) as error:
             raise self._unwritten(version, error) from error
         self.seconds["save_s"] = time.perf_counter() - self._begin
+
+    def described(self) -> str:
+        """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
+        return "" if self.driver is None else describe(self._held[-1], self.driver)
 
     def prune(self) -> None:
         """Removes all but the newest versions."""
@@ -109,6 +124,7 @@ class Publisher:
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
+        self._held = []
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
 

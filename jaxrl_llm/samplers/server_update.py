@@ -36,11 +36,13 @@ class Published:
       path: where it lies, as the servers see it.
       version: its number.
       canary: what the learner says of a fixed sequence, or None.
+      memory: where it lies in the learner's GPU memory, as cuda_ipc.describe says; empty where it is read from `path`.
     """
 
     path: str
     version: int
     canary: Canary | None = None
+    memory: str = ""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -89,9 +91,10 @@ async def update_server(
       ServerFault, Refused: a step failed; the server is as the step left it.
     """
     http, begin = server.http, time.perf_counter()
-    server.cause = "staging"
-    await http.stage(published.path, published.version)
-    await _staged(http, published.version)
+    if not published.memory:
+        server.cause = "staging"
+        await http.stage(published.path, published.version)
+        await _staged(http, published.version)
     staged = time.perf_counter()
     server.cause, server.shut = "pausing", True
     mode, clear = PAUSES[inflight]
@@ -99,7 +102,7 @@ async def update_server(
     await _quiet(server, drained=mode != "keep", streams=streams)
     server.cause = "committing"
     paused = time.perf_counter()
-    await _commit(http, published.version)
+    await _commit(http, published)
     await http.label(published.version)
     http.version = published.version
     await http.resume()
@@ -109,9 +112,10 @@ async def update_server(
     return seconds | await _canary(server, published)
 
 
-async def _commit(http: VllmHttp, version: int) -> None:
-    """Loads the staged version on every rank; raises ServerFault, with the ranks' reasons, where one holds another."""
-    held = await http.commit(version)
+async def _commit(http: VllmHttp, published: Published) -> None:
+    """Loads the version on every rank; raises ServerFault, with the ranks' reasons, where one holds another."""
+    version, memory = published.version, published.memory
+    held = await (http.commit_memory(version, memory) if memory else http.commit(version))
     reasons = sorted({str(rank["error"]) for rank in held if rank.get("error")})
     if not held or reasons or any(int(rank.get("version", -1)) != version for rank in held):
         versions = [rank.get("version") for rank in held]

@@ -103,7 +103,8 @@ class VllmClient:
         path, manifest = self.publisher.start(params, version)
         self.version = version
         self._begun.clear()
-        published = Published(path=str(path), version=version, canary=manifest.canary)
+        memory = self.publisher.described()
+        published = Published(path=str(path), version=version, canary=manifest.canary, memory=memory)
         self._publication = asyncio.create_task(self._deliver(published))
 
     async def _deliver(self, published: Published) -> None:

@@ -19,6 +19,7 @@ from jaxtyping import Float
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _CONNECT_S = 5.0
 _KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, which would close a connection that is about to be used
+_FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
 _TEXT = 400  # characters of a server's answer that an error repeats
 
 
@@ -209,12 +210,9 @@ class VllmHttp:
         common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
         tokens = [int(token) for token in ask.tokens]
         if self.route != COMPLETIONS:
-            return {
-                **common,
-                "request_id": uuid.uuid4().hex,
-                "token_ids": tokens,
-                "sampling_params": dict(ask.sampling),
-            }
+            # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
+            sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
+            return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}
         sampling = {name: value for name, value in ask.sampling.items() if name != "detokenize"}
         return {**common, "prompt": tokens, "return_token_ids": True, **sampling}
 
@@ -280,6 +278,10 @@ class VllmHttp:
     async def commit(self, version: int) -> list[dict[str, Any]]:
         """Loads the staged version on every rank; the server is paused. Each rank says the version it holds."""
         return await self._step("commit", "/commit", version=version)
+
+    async def commit_memory(self, version: int, memory: str) -> list[dict[str, Any]]:
+        """As `commit`, of weights that nothing staged: they lie in GPU memory of a process on the server's host."""
+        return await self._step("commit_ipc", "/commit_ipc", version=version, memory=memory)
 
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
         """Stops generation: "keep" freezes what is in flight, "wait" finishes it, "abort" ends it."""

@@ -152,7 +152,7 @@ class OrbaxWorkerExtension:
         try:
             load()
         except Exception as failure:
-            error = str(failure)
+            error = str(failure) or repr(failure)
         return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
 
     def _orbax_commit(self, version: int) -> None:
@@ -165,22 +165,19 @@ class OrbaxWorkerExtension:
         stager.drop()
 
     def _orbax_copy(self, version: int, memory: str) -> None:
-        targets, driver = targets_of(self._orbax_model), gpu_memory(self.device)  # type: ignore[attr-defined]
+        targets, device = targets_of(self._orbax_model), self.device  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            reached, error = None, ""
+            tensors: Callable[[], Iterator[tuple[str, Any]]] | None = None
+            error = ""
             try:
-                reached = cuda_ipc.parse(memory)
-                cuda_ipc.check(reached, targets)
-                bases = stack.enter_context(cuda_ipc.opened(reached, driver))
-            except (BadVersion, OSError) as unreached:
-                error = str(unreached)
+                tensors = reached_tensors(memory, targets, device, stack)
+            except Exception as unreached:
+                error = str(unreached) or repr(unreached)
             divided = any(not target.whole for target in targets.values())
             (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
-            if reached is None or without:
+            if tensors is None or without:
                 raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
-            tensors = {name: reached.tensors[name] for name in targets}
-            device = self.device  # type: ignore[attr-defined]
-            self._orbax_load(version, lambda: copied_tensors(tensors, bases, driver, device), "Commit again")
+            self._orbax_load(version, tensors, "Commit again")
         self._orbax_stager.drop()
 
     def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
@@ -189,6 +186,7 @@ class OrbaxWorkerExtension:
         try:
             self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
             repack_tied_head(model)
+            wait_for(self.device)  # type: ignore[attr-defined]
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
@@ -341,18 +339,38 @@ def gpu_memory(device: Any) -> cuda_ipc.Memory:
     return driver
 
 
-def copied_tensors(
-    tensors: Mapping[str, cuda_ipc.RemoteTensor], bases: Mapping[int, int], driver: cuda_ipc.Memory, device: Any
-) -> Iterator[tuple[str, Any]]:
-    """The tensors of another process as torch's own, one after the other."""
-    import torch
+def reached_tensors(
+    memory: str, targets: Mapping[str, Target], device: Any, stack: ExitStack
+) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """What gives the learner's tensors as torch's own, one after the other; its memory stays mapped as long as the stack.
 
-    for name, tensor in tensors.items():
-        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-        if device.type == "cuda":  # the memory may have been another tensor's, whose work is still queued
-            torch.cuda.synchronize(device)
-        cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
-        yield name, whole
+    Raises:
+      BadVersion: they are not the model's.
+      OSError: the memory is out of reach.
+    """
+    driver, weights = gpu_memory(device), cuda_ipc.parse(memory)
+    cuda_ipc.check(weights, targets)
+    bases = stack.enter_context(cuda_ipc.opened(weights, driver))
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name in targets:
+            tensor = weights.tensors[name]
+            whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            wait_for(device)  # the memory may have been another tensor's, whose work is still queued
+            cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+            yield name, whole
+
+    return tensors
+
+
+def wait_for(device: Any) -> None:
+    """Returns when a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def repack_tied_head(model: Any) -> None:

@@ -4,12 +4,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from jaxrl_llm import hf_weights
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.cuda_ipc import Cuda
 from jaxrl_llm.samplers.fleet import Fleet, Limits
 from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_folder
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
@@ -36,6 +38,7 @@ class VllmSampler:
       api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
       model: the name under which the servers of `urls` serve the policy.
       dtype: element type that is served, "bfloat16", "float32" or "float16".
+      transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
       publication: folder for published weights that learner and servers see; None is a folder of the run.
       keep: published versions kept.
       inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
@@ -59,6 +62,7 @@ class VllmSampler:
     api_key_variable: str = ""
     model: str = MODEL
     dtype: str = "bfloat16"
+    transfer: Literal["orbax", "cuda_ipc"] = "orbax"
     publication: str | None = None
     keep: int = 2
     inflight: Inflight = "recompute"
@@ -80,6 +84,11 @@ class VllmSampler:
             )
         if self.inflight not in PAUSES:
             raise ValueError(f"VllmSampler.inflight must be one of {tuple(PAUSES)} (got {self.inflight!r})")
+        if self.transfer not in ("orbax", "cuda_ipc") or (self.transfer == "cuda_ipc" and self.proxied):
+            raise ValueError(
+                f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
+                f"with proxied={self.proxied})"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"VllmSampler.dtype must be one of {DTYPES} (got {self.dtype!r})")
         for name in ("keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries"):
@@ -119,6 +128,9 @@ class VllmSampler:
             for one in http:
                 await one.close()
 
+        jax.block_until_ready(
+            jax.numpy.zeros(1)
+        )  # JAX takes its share of a GPU now, not while vLLM measures what is free
         for child in children:
             child.start()
         return VllmClient(
@@ -138,8 +150,9 @@ class VllmSampler:
         tokens = canary_tokens(self.canary, tokenizer, vocabulary)[: max_length - 1]
         folder = default_folder(self.publication, run_dir)
         return Publisher(
-            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance
-        )
+            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance,
+            driver=Cuda() if self.transfer == "cuda_ipc" else None,
+        )  # fmt: skip
 
     def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:
         return VllmHttp(

@@ -82,12 +82,20 @@ def make_step(kind: str, greedy: bool) -> GlobalBatch:
         lengths = random.integers(2, RESPONSE + 1, len(roles))
         logprobs = lambda n: random.normal(-2, 0.3, n)  # noqa: E731
         rollouts = [
-            make_rollout(prompt, random.integers(0, VOCABULARY, n), logprobs=logprobs(n), role=role)
+            make_rollout(
+                prompt,
+                random.integers(0, VOCABULARY, n),
+                logprobs=logprobs(n),
+                role=role,
+                spans={"thought": np.arange(n) < 2},
+            )
             for n, role in zip(lengths, roles)
         ]
         if kind == "samples":
-            rewards = random.integers(0, 3, len(roles)) / 2  # 1 is in reach of expert iteration
-            groups.append(make_group(rollouts, {"r": rewards}, {"r": [(g, i) != (2, 1) for i in range(len(roles))]}))
+            parts = {
+                n: random.integers(0, 3, len(roles)) / 2 for n in ("main", "style")
+            }  # 1 is enough for expert iteration
+            groups.append(make_group(rollouts, parts, {"main": [(g, i) != (2, 1) for i in range(len(roles))]}))
         else:
             groups.append(unscored(rollouts, (1, -1) if kind == "pairs" else None))
     sizes = {"response_tokens": RESPONSE, "capacity": GROUPS * members_of(kind)}

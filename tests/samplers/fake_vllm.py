@@ -65,6 +65,7 @@ class FakeVllm:
         self.going.set()
         self.active: set[object] = set()
         self.aborted: set[object] = set()
+        self.memory: dict[str, Any] = {}
         self.staged: tuple[int, str] = (-1, "idle")
         self.runner: web.AppRunner | None = None
 
@@ -187,8 +188,12 @@ class FakeVllm:
             manifest = json.loads((Path(given["path"]) / "manifest.json").read_text())
             assert manifest["version"] == int(given["version"])
             self.staged = (manifest["version"], "failed" if self.stage_error else "staged")
-        if name == "commit":
-            self.calls.append(f"commit {given['version']}")
+        if name == "commit_ipc":
+            self.calls.append(f"commit_ipc {given['version']}")
+            self.memory = json.loads(given["memory"])
+            self.staged = (int(given["version"]), "staged")
+        if name in ("commit", "commit_ipc"):
+            self.calls += [f"commit {given['version']}"] * (name == "commit")
             assert not self.going.is_set(), "committed while it generates"
             if self.staged != (int(given["version"]), "staged") or self.commit_error:
                 why = self.commit_error or "nothing staged"
@@ -264,3 +269,16 @@ class Choice:
 
 async def answer(content: Any) -> web.Response:
     return web.json_response(content)
+
+
+class Addresses:
+    """A driver whose handles are one allocation from address 0 on."""
+
+    def handle_of(self, pointer: int, device: int) -> tuple[str, int]:
+        return "00" * 64, pointer
+
+    def opened(self, handle: str) -> Any:
+        raise NotImplementedError
+
+    def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        raise NotImplementedError

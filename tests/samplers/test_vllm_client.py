@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import VOCABULARY, FakeVllm, table
+from fake_vllm import VOCABULARY, Addresses, FakeVllm, table
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import Completion, SamplingSettings
@@ -144,6 +144,7 @@ def test_settings_arrive_in_the_words_of_vllm(running, prefixes):
         sent = server.bodies[0]["sampling_params"]
         want = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.3, "n": 2}
         assert want.items() <= sent.items() and sent["max_tokens"] == 9 and sent["stop_token_ids"] == [4, 7]
+        assert sent["output_kind"] == 2, "vLLM 0.26 gives only the samples that ended last otherwise"
         assert (
             sent["ignore_eos"] and sent["logprobs"] == 0 and sent["seed"] != server.bodies[1]["sampling_params"]["seed"]
         )
@@ -370,5 +371,28 @@ def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
             await stream.aclose()
             await asyncio.sleep(0.1)
             assert client._fleet is not None and client._fleet.servers[0].load == 0
+
+    asyncio.run(run())
+
+
+def test_weights_go_from_memory_to_memory_without_a_checkpoint(running, prefixes, tiny, tmp_path):
+    """The server is told at which addresses the exported tensors lie; nothing is staged or written."""
+
+    async def run() -> None:
+        server = FakeVllm()
+        async with running([server]) as client:
+            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
+            client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=Addresses())
+            for version in (0, 1):
+                await client.publish(tiny.params, version)
+                assert set(checked(prefixes, await collect(client, prefixes, 1))) == {version}
+            held = client.publisher._held[-1]
+            for name, entry in server.memory["tensors"].items():
+                array = held[name]
+                assert entry["shape"] == list(array.shape) and entry["dtype"] == array.dtype.name == "bfloat16"
+                assert entry["shards"] == [[0, array.unsafe_buffer_pointer(), [0] * array.ndim, list(array.shape)]]
+            assert set(server.memory["tensors"]) == set(held) and len(held) > 10
+        assert server.calls[-4:] == ["pause keep true", "commit_ipc 1", "label 1", "resume"]
+        assert not any("stage" in call for call in server.calls) and not list(tmp_path.rglob("weights"))
 
     asyncio.run(run())

@@ -118,6 +118,14 @@ def test_a_load_that_fails_midway_leaves_no_version_and_can_be_committed_again(p
     np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(1)["lm_head.weight"])
 
 
+def test_an_error_without_words_is_still_an_error(published, monkeypatch):
+    def broken(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(vllm_plugin, "agreed", broken)
+    assert refused(Worker(), 1) == "AssertionError()"
+
+
 def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeypatch):
     reading, go_on = threading.Event(), threading.Event()
     real = vllm_plugin.read_version

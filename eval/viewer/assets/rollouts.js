@@ -9,6 +9,8 @@ import { available, COLOURS, legend, scale } from "./tokens.js";
 const FILTERS = ["run", "step", "kind", "role", "finish", "source", "low", "high", "text", "order"];
 const ORDERS = [["", "file's order"], ["low reward", "low reward first"], ["high reward", "high reward first"], ["spread", "most mixed first"], ["long", "longest first"]];
 
+const FRESH_MS = 3000;
+
 let list = { key: null, groups: [], next: null, rows: 0, total: 0 };
 let about = { key: null };
 let opened = { key: null };
@@ -17,13 +19,14 @@ const filters = () => Object.fromEntries(FILTERS.map((name) => [name, get(name)]
 const chosen = () => ({ run: get("run"), step: get("at"), kind: get("of"), prompt: get("prompt") });
 const where = (group) => ({ at: group.step, of: group.kind, prompt: group.prompt, first: "" });
 
+// What the run has; asked again after a while, as the run may still be writing.
 async function describe() {
   const key = JSON.stringify([get("run"), get("kind")]);
-  if (about.key !== key || about.growing) {
-    list.key = null;
+  if (about.key !== key || about.growing || performance.now() - about.at > FRESH_MS) {
     const [run, runs] = await Promise.all([ask("run", { run: get("run"), kind: get("kind") }), ask("runs")]);
     const mine = runs.find((one) => one.name === get("run"));
-    about = { key, ...run, runs: runs.filter((one) => one.rollouts || one.name === get("run")), growing: mine?.progress < 1, progress: mine?.progress };
+    if (mine?.rollouts !== about.rollouts) list.key = null;
+    about = { key, ...run, runs: runs.filter((one) => one.rollouts || one.name === get("run")), rollouts: mine?.rollouts, growing: mine?.progress < 1, progress: mine?.progress, at: performance.now() };
   }
   if (get("step").startsWith("~")) {
     const wanted = Number(get("step").slice(1));
