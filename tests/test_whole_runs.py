@@ -71,6 +71,16 @@ def test_a_finished_run_is_left_as_it_is(whole: Path) -> None:
     assert (whole / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_time_limit_ends_a_run_after_a_step_with_everything_saved(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = tiny_run.launch(run_dir, SFT_STEPS=1, **{"train.Run.stop_after_s": 0.0})
+    assert done.returncode == 0, done.stderr
+    assert "stopped after step 1 by train.Run.stop_after_s" in done.stdout
+    assert [row["step"] for row in tiny_run.rows(run_dir)] == [0, 1]
+    assert "eval/heldout/greedy" in tiny_run.rows(run_dir)[-1]
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["1"]
+
+
 def test_a_run_folder_is_a_gin_file(whole: Path, tmp_path: Path) -> None:
     """The configuration that a run leaves behind repeats it."""
     again = tmp_path / "again"

@@ -29,8 +29,9 @@ from jaxrl_llm.samplers.cuda_ipc import Memory, describe
 from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits, weights_of
 
 DTYPES = ("bfloat16", "float32", "float16")
-# Largest difference between learner and sampler on the canary, nats a token: mean and maximum.
-TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.1), "float16": (0.02, 0.1)}
+# Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
+# 1/8 apart, and single tokens are off by that: a model of 0.5B in bfloat16 on an H200 shows 0.013 and 0.2.
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.03, 0.5), "float16": (0.03, 0.5)}
 _CANARY_ROW = 128  # positions; the sequence is padded to a multiple of it
 
 

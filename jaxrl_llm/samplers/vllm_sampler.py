@@ -51,8 +51,8 @@ class VllmSampler:
       wait_s: most seconds that requests wait while no server takes any.
       tries: most servers that one request is asked of.
       canary: text whose log-probs servers and learner are compared on after each update; empty for none.
-      canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.02 in 16 bits.
-      canary_max: largest difference, nats; None is 1e-4 in float32, 0.1 in 16 bits.
+      canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.03 in 16 bits.
+      canary_max: largest difference, nats; None is 1e-4 in float32, 0.5 in 16 bits.
     """
 
     spawn: bool = True
