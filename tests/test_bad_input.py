@@ -65,7 +65,7 @@ def test_prompts_that_do_not_split_into_mini_batches_are_refused(
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fails(capsys, tmp_path / "run", "packing.Packing.rows (6)", "multiple of 8", ROWS=6)
+    fails(capsys, tmp_path / "run", "packing.Packing.rows (6)", "multiples of 8", ROWS=6)
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

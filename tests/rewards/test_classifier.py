@@ -182,7 +182,7 @@ def test_pairs_are_sent_as_ids_or_words_within_their_budget(bert: Path) -> None:
     assert tokens.sent("the cat sat", "a") == [2, 4, 5, 3, 8, 3]
     words = Classify(service=service, form="words", cls="<s>", sep="</s>", budget=7)
     assert words.sent("the\ncat sat", "a") == "<s> the cat </s> a </s>"
-    with pytest.raises(ValueError, match=r"cls and sep must be tokens of"):
+    with pytest.raises(ValueError, match=r"cls and sep of pairs must be tokens of"):
         Classify(service=service, tokenizer=str(bert)).sent("a", "b")
     with pytest.raises(ValueError, match=r"needs Classify.tokenizer"):
         Classify(service=service)
