@@ -19,6 +19,7 @@ class Demonstrations:
       prompt: column of the question; unused where `messages` is set.
       response: column of the response; unused where `messages` is set.
       messages: column of chat messages ({"role", "content"}); the last one, the assistant's, is the response.
+      label: column that says whether the response is desirable, true or false (KTO learns from it); empty for none.
       template: name of a prompt template (data/templates.py) for the prompt column, or a function.
       limit: most rows; None for all.
     """
@@ -29,6 +30,7 @@ class Demonstrations:
     prompt: str = "prompt"
     response: str = "response"
     messages: str = ""
+    label: str = ""
     template: str | templates.Template = "chat"
     limit: int | None = None
 
@@ -43,12 +45,20 @@ class Demonstrations:
           ValueError: bad data; names the file and the row.
         """
         columns = [self.messages] if self.messages else [self.prompt, self.response]
+        columns += [self.label] if self.label else []
         found = files.read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
         asked = self._from_messages if self.messages else self._from_columns
         return [
-            Prompt(id=f"sft/{self.split}/{number}", source="sft", **asked(where, row))
+            Prompt(id=f"sft/{self.split}/{number}", source="sft", extra=self._label(where, row), **asked(where, row))
             for number, (where, row) in enumerate(found)
         ]
+
+    def _label(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        if not self.label:
+            return {}
+        if row[self.label] not in (True, False):  # 1 and 0 too
+            raise ValueError(f"{where}: column {self.label!r} must be true or false (got {row[self.label]!r})")
+        return {"desirable": bool(row[self.label])}
 
     def _from_columns(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         template = templates.named(self.template, "Demonstrations")

@@ -1,4 +1,4 @@
-"""The figures of an entropy flow (eval/entropy_flow.py), as PNG and PDF; they need matplotlib, of the extra `figures`."""
+"""The figures of an entropy flow (eval/entropy_flow.py), as PNG and PDF; they need matplotlib, of the extra `plot`."""
 
 from collections.abc import Mapping
 from pathlib import Path

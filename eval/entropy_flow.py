@@ -87,7 +87,7 @@ class EntropyFlow:
         drawn = entropy_figures.draw(result, folder)
         print(f"{folder / RESULT}: proposed BUPO_LAYER = {result['proposed_layer']}", flush=True)
         if not drawn:
-            print("no figures: pip install 'jaxrl-llm[figures]'", flush=True)
+            print("no figures: pip install 'jaxrl-llm[plot]'", flush=True)
 
     async def answers(self, model: Opened, params: Any, folder: Path) -> list[Rollout]:
         """One answer to each prompt.

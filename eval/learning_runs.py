@@ -116,8 +116,8 @@ def algorithm_file(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """All algorithms, the best known first, and the one that waits for a teacher last."""
-    found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin"))
+    """The algorithms that have a run, the best known first, and the one that waits for a teacher last."""
+    found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if (GIN / "learning" / p.name).is_file())
     return [*FIRST, *(n for n in found if n not in (*FIRST, "distill")), "distill"]
 
 

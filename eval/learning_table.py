@@ -110,6 +110,11 @@ def by_algorithm(found: Iterable[Result]) -> dict[str, list[Result]]:
     return {name: sorted(rows, key=lambda r: r["seed"]) for name, rows in sorted(groups.items())}
 
 
+def start_of(rows: Sequence[Result], kind: str) -> str:
+    """The accuracy before training; two where the checkpoints that runs started from were made on two machines."""
+    return " or ".join(sorted({f"{r[f'{kind}_before']:.2f}" for r in rows}))
+
+
 def markdown(found: Sequence[Result]) -> str:
     """The table: a row an algorithm, a value a seed."""
     teacher = next((r for r in found if r["algorithm"] == "teacher"), None)
@@ -123,8 +128,8 @@ def markdown(found: Sequence[Result]) -> str:
         first = rows[0]
         paper = f"[paper]({first['paper']})" if first["paper"] else "-"
         lines.append(
-            f"| {first['title']} | `{first['gin'][1]}` | {paper} | {first['greedy_before']:.2f} | {cell('greedy_after')} | "
-            f"{first['sampled_before']:.2f} | {cell('sampled_after')} | {cell('greedy_distinct_after', '.0f')} | {cell('pairs_before')} | {cell('pairs_after')} | "
+            f"| {first['title']} | `{first['gin'][1]}` | {paper} | {start_of(rows, 'greedy')} | {cell('greedy_after')} | "
+            f"{start_of(rows, 'sampled')} | {cell('sampled_after')} | {cell('greedy_distinct_after', '.0f')} | {cell('pairs_before')} | {cell('pairs_after')} | "
             f"{cell('seconds', '.0f')} | {reached(name, rows, teacher)} |"
         )
     if teacher is not None:

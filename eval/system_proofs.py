@@ -37,8 +37,8 @@ CLASSMATE: Mapping[str, tuple[str, Sequence[str]]] = {
 FROM_START = ("train.Run.stages=[@rl/stages.Stage()]", "policy_source.PolicySource.architecture=None")
 ABLATIONS: Mapping[str, Sequence[str]] = {
     "defaults": (),
-    "learning rate / 3": ("LEARNING_RATE=3e-4",),
-    "learning rate x 3": ("LEARNING_RATE=3e-3",),
+    "learning rate / 3": ("LEARNING_RATE=1e-4",),
+    "learning rate x 3": ("LEARNING_RATE=1e-3",),
     "no baseline": ("reinforce.Reinforce.baseline=False",),
     "no division by the std": ("reinforce.Reinforce.std=False",),
     "constant length": ("reinforce.Reinforce.aggregation='constant'",),

@@ -2,9 +2,10 @@
 
     python -m jaxrl_llm.eval.twins --out results/twins [--jobs 1] [--minutes 30] [--only darling_]
 
-A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; others are shared parts. It has moved where the mean reward of its last stage's last quarter of steps differs
-from the first quarter's by 0.05 or more, or, without a reward, where the loss fell by a tenth. What has ended is not run
-again. OUT/twins.json and twins.md hold what was found; the exit code is 0 where every twin ran and moved.
+A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; others are shared parts. It has moved where the mean reward
+of the last quarter of its last stage's steps differs from the first quarter's by 0.02 and by three standard errors or more,
+or, without a reward, where the loss fell by a tenth. What has ended is not run again. OUT/twins.json and twins.md hold what
+was found; the exit code is 0 where every twin ran and moved.
 """
 
 import argparse
@@ -15,12 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.eval.jobs import Job, Runner
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
 # What a twin begins from: (the twin it comes after, and the binding that names its exported model).
 BEGINS = {"classmate_cot_tiny": ("classmate_mate_tiny", "CLASSMATE")}
+DEFENDED_AND_ATTACKED = (
+    "defence",
+    *(f"attack_{name}" for name in ("grpo", "ppo", "rloo", "reinforce_plus_plus", "obj2", "adaptive")),
+)
+BEGINS |= {f"tokenbuncher_{name}_tiny": ("tokenbuncher_base_tiny", "START") for name in DEFENDED_AND_ATTACKED}
 REWARD, LOSS = "reward/mean", "loss/total"
 
 
@@ -28,7 +36,7 @@ def names(only: str = "") -> list[str]:
     """All twins whose names begin so, and what they begin from, which stands first."""
     files = [file for system in SYSTEMS for file in sorted(GIN.glob(f"{system}_*_tiny.gin"))]
     found = [f.stem for f in files if f"RUN_DIR = 'runs/{f.stem}'" in f.read_text() and f.stem.startswith(only)]
-    earlier = [BEGINS[name][0] for name in found if name in BEGINS]
+    earlier = list(dict.fromkeys(BEGINS[name][0] for name in found if name in BEGINS))
     return [*earlier, *(name for name in found if name not in earlier)]
 
 
@@ -47,12 +55,21 @@ def moved(found: Sequence[Row]) -> dict[str, Any]:
     """{"measure", "before", "after", "moved"} of a run's rows."""
     last = [row for row in found if "stage" in row and row["stage"] == found[-1]["stage"]]
     measure = REWARD if any(REWARD in row for row in last) else LOSS
-    values = [float(row[measure]) for row in last if measure in row]
+    values = np.array([row[measure] for row in last if measure in row], np.float64)
     quarter = max(1, len(values) // 4)
-    before, after = (sum(part) / len(part) for part in (values[:quarter], values[-quarter:]))
-    change = after - before
-    enough = abs(change) >= 0.05 if measure == REWARD else change <= -0.1 * abs(before)
-    return {"measure": measure, "before": before, "after": after, "moved": bool(enough and math.isfinite(change))}
+    first, final = values[:quarter], values[-quarter:]
+    before, after = float(first.mean()), float(final.mean())
+    if measure == LOSS:
+        enough = after - before <= -0.1 * abs(before)
+    else:
+        noise = math.sqrt((first.var(ddof=1) + final.var(ddof=1)) / quarter) if quarter > 1 else 0.0
+        enough = abs(after - before) >= max(0.02, 3 * noise)
+    return {
+        "measure": measure,
+        "before": before,
+        "after": after,
+        "moved": bool(enough and math.isfinite(after - before)),
+    }
 
 
 def markdown(found: Sequence[Row]) -> str:

@@ -24,6 +24,7 @@ INTERNAL = (
     "models.mesh_attention",
     "samplers.cuda_ipc",
     "samplers.fleet",
+    "samplers.cuda_ipc",
     "samplers.manifest",
     "samplers.orbax_reader",
     "samplers.publication",

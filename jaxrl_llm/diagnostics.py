@@ -110,7 +110,9 @@ def _drawn(batch: GlobalBatch) -> np.ndarray:
     return batch.fields["mask"] & ~batch.fields["greedy"][:, None]
 
 
-def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[str, float]) -> dict[str, float]:
+def speed(
+    batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[str, float], layers: int | None = None
+) -> dict[str, float]:
     """Tokens a second of the step without its evaluation, and the update's model FLOP/s and MFU where the peak is known.
 
     Args:
@@ -118,10 +120,11 @@ def speed(batch: GlobalBatch, architecture: Any, epochs: int, seconds: Mapping[s
       architecture: sizes of the policy.
       epochs: passes over the batch.
       seconds: {"step": whole step, "update": its updates, "evaluate": its evaluation}.
+      layers: first layers that the updates ran; None for all.
     """
     working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
     lengths = [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]
-    model_flops = epochs * flops.update(architecture, lengths)
+    model_flops = epochs * flops.update(architecture, lengths, layers=layers)
     values = {
         "speed/tokens_per_s": sum(lengths) / working,
         "speed/update_tflops": model_flops / max(seconds["update"], 1e-9) / 1e12,

@@ -20,6 +20,7 @@ from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy_source import PolicySource
 from jaxrl_llm.models.value import ValueModel
 from jaxrl_llm.models.value_source import ValueSource
+from jaxrl_llm.rewards.pairs import Pair, pair_ids
 from jaxrl_llm.rewards.wrap import part
 
 SHORTEST = 16  # positions of the smallest compiled shape
@@ -58,10 +59,15 @@ class HFRewardModel:
           FileNotFoundError, ValueError: no such folder, no sequence classifier, or a token that is not in its vocabulary.
         """
         del stats
+        values = await self.values([np.concatenate([r.prompt.prefix, r.tokens]).astype(np.int32) for r in rollouts])
+        return part(self.name, [float(x) for x in values])
+
+    async def values(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        """The value [N] at the last token of each sequence of token ids; raises as `score` does."""
         # Programs are started from the event loop's thread, in one order on every device; only the wait is elsewhere.
-        values = self._values([np.concatenate([r.prompt.prefix, r.tokens]).astype(np.int32) for r in rollouts])
+        values = self._values(sequences)
         arrays = [await asyncio.to_thread(np.asarray, x) for x in values]
-        return part(self.name, [float(x) for x in np.concatenate(arrays)[: len(rollouts)]])
+        return np.concatenate(arrays)[: len(sequences)]
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[jax.Array]:
         """Values at the last token, [rows] of each forward pass."""
@@ -112,3 +118,33 @@ def padded(sequences: Sequence[np.ndarray], rows: int) -> Iterator[tuple[np.ndar
         for i, sequence in enumerate(sequences[start : start + rows]):
             tokens[i, : len(sequence)], segments[i, : len(sequence)], last[i] = sequence, 1, len(sequence) - 1
         yield tokens, segments, last
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFPairs:
+    """How alike two texts are by a classifier that gin/darling_partition_classifier.gin trained: sigmoid(value).
+
+    Attributes:
+      model: the classifier.
+      tokenizer: its tokenizer, a component.
+      cls: the token that opens a pair.
+      sep: the token that ends each text.
+      budget: most tokens of a pair.
+    """
+
+    model: HFRewardModel
+    tokenizer: Any
+    cls: str = "<|im_start|>"
+    sep: str = "<|im_end|>"
+    budget: int = 4096
+
+    async def similar(self, pairs: Sequence[Pair]) -> list[float]:
+        """P(same class) of each pair; raises ValueError for marks that are no tokens."""
+        tokenizer = self._loaded
+        ids = [np.array(pair_ids(tokenizer, pair, (self.cls, self.sep), self.budget), np.int32) for pair in pairs]
+        values = np.asarray(await self.model.values(ids), np.float64)
+        return [float(p) for p in 1 / (1 + np.exp(-np.clip(values, -700, 700)))]
+
+    @cached_property
+    def _loaded(self) -> Any:
+        return self.tokenizer.load()

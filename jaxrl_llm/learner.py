@@ -292,12 +292,13 @@ class Learner:
         if microbatches == 1:
             return {"whole": self._whole.lower(state, batch, bases)}
         one = self.partitioner.replicated
-        scalars = jax.eval_shape(self._gradient, state.params, batch, bases)[1]
+        place = (state.step, jax.ShapeDtypeStruct((), np.uint32))
+        scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
         shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
         total = (self.trained(state.params), jax.tree.map(shaped, scalars))
         return {
-            "first": self._first.lower(state.params, batch, bases),
-            "accumulate": self._accumulate.lower(total, state.params, batch, bases),
+            "first": self._first.lower(state.params, batch, bases, place),
+            "accumulate": self._accumulate.lower(total, state.params, batch, bases, place),
             "apply": self._apply.lower(state, total[0]),
         }
 

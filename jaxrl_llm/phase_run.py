@@ -58,6 +58,11 @@ class PhaseRun:
         return self.learners[self.phase.name]
 
     @property
+    def layers(self) -> int | None:
+        """First layers that an update of the present phase runs; None for all."""
+        return None if self.phase.view is None else self.phase.view.layer + 1
+
+    @property
     def compilations(self) -> int:
         """Programs compiled so far, by the learners of all phases."""
         return sum(x.compilations for x in {id(x): x for x in (self.learner, *self.learners.values())}.values())

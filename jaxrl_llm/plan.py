@@ -112,7 +112,7 @@ def _bytes(tree: Any) -> int:
 def _memory(stage: Stage, policy: Any, shards: int) -> Iterable[str]:
     """Bytes of state on one device; activations are a bound by the saved residual streams."""
     one = _bytes(policy.abstract())
-    reference = "reference" in stage.algorithm.needs
+    reference = "reference" in stage.needs
     trained = (
         1 if "reward_model" in stage.value_models else 4
     )  # weights, and where they learn a gradient and two moments

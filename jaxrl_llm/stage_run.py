@@ -100,12 +100,9 @@ class StageRun:
         )  # fmt: skip
         rows = config.data.rows()
         asking = Asking(
-            sampler=training.sampler,
-            tokenizer=training.tokenizer,
-            environment=config.environment,
-            marker=config.marker,
+            sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, marker=config.marker,
             max_turns=config.max_turns,
-        )
+        )  # fmt: skip
         seed = training.config.seed
         feed = feed_of(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
         say(f"stage {config.name}: {len(rows)} rows", encoder.counts())

@@ -240,7 +240,7 @@ class Training:
         metrics |= {f"time/{name}_s": s for name, s in clock.laps.items()} | {"stage": float(stage.number)}
         seconds = {**clock.laps, "step": time.perf_counter() - begin}
         metrics |= {"time/step_s": seconds["step"], "update/step": float(step)}
-        metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds)
+        metrics |= diagnostics.speed(batch, self.policy.architecture, stage.config.epochs, seconds, stage.phases.layers)
         metrics |= dict(self.sampler.metrics())
         metrics |= stage.feed.take() | {"compilations": float(stage.phases.compilations)}
         metrics["compilations/step"] = float(self.compilations.take())

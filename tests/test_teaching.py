@@ -23,6 +23,7 @@ from jaxrl_llm.algorithms.distill import Distill
 from jaxrl_llm.algorithms.dpo import DPO
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.sft import SFT
+from jaxrl_llm.companions import Companions
 from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.data.tokenizer import CharTokenizer
@@ -31,6 +32,7 @@ from jaxrl_llm.feeds import GivenFeed
 from jaxrl_llm.global_batch import bare, to_device, unscored
 from jaxrl_llm.loading import Model
 from jaxrl_llm.optimizers import Optimizer
+from jaxrl_llm.phase_run import PhaseRun
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rollouts import Asking
 from jaxrl_llm.stage_run import StageRun
@@ -92,10 +94,10 @@ def test_a_ratio_that_is_1_everywhere_selects_no_tokens() -> None:
 
 def running(config: Stage, learner: Any, **fields: Any) -> StageRun:
     feed = GivenFeed(stream=PromptStream(pairs_of(1)), rows=1)
-    asking = Asking(sampler=EchoSampler(), tokenizer=Words())
     return StageRun(
-        config=config, number=0, learner=learner, feed=feed, asking=asking, held_out=(), sources=["s"], **fields
-    )
+        config=config, number=0, learner=learner, phases=PhaseRun(config=config, learner=learner), feed=feed, held_out=(), sources=["s"],
+        asking=Asking(sampler=EchoSampler(), tokenizer=Words()), companions=Companions(members=[], policy=learner.policy), **fields,
+    )  # fmt: skip
 
 
 def pairs_of(n: int) -> list[Any]:

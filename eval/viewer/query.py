@@ -14,6 +14,7 @@ PAGE = 50  # groups, or prompts compared
 SHOWN = 32  # rollouts of a group that are sent at once
 SEARCH_S = 0.12
 EXCERPT = 160  # characters
+ALIKE = 60
 
 ORDERS = ("file", "low reward", "high reward", "spread", "long")
 
@@ -105,12 +106,13 @@ def groups(index: RolloutIndex, query: Query, after: int = 0) -> dict[str, Any]:
 def _ordered(index: RolloutIndex, chosen: np.ndarray, order: str) -> np.ndarray:
     if order == "file" or not len(chosen):
         return chosen
-    group, reward = index.columns["group"], index.columns["reward"]
+    columns = index.columns
+    group, reward = columns["group"], columns["reward"]
     known = ~np.isnan(reward)
     count = np.maximum(np.bincount(group, known), 1)
     mean = np.bincount(group, np.where(known, reward, 0)) / count
     square = np.bincount(group, np.where(known, reward**2, 0)) / count
-    length = np.bincount(group, index.columns["tokens"])
+    length = np.bincount(group, columns["tokens"])
     keys = {"low reward": mean, "high reward": -mean, "spread": mean**2 - square, "long": -length}
     return chosen[np.argsort(keys[order][chosen], kind="stable")]
 
@@ -124,13 +126,16 @@ def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> 
         of_group[int(columns["group"][row])].append(row)
     passing = set(matched.tolist())
     firsts = index.rows([rows[0] for rows in of_group.values()])
+    questions = [" ".join(str(first["question"]).split()) for first in firsts]
+    # Prompts that begin alike, as those with worked examples do, are told apart by their ends.
+    alike = len({q[:ALIKE] for q in questions}) == 1 < len(set(questions))
     return [
         {
             "group": group, "step": first["step"], "prompt": first["prompt"], "kind": first["kind"], "size": len(rows),
             "rewards": [_known(columns["reward"][r]) for r in rows[:SHOWN]], "matched": [r in passing for r in rows[:SHOWN]],
-            "excerpt": " ".join(first["question"].split())[-EXCERPT:] if first["question"] else "",
+            "excerpt": question[-EXCERPT:] if alike else question[:EXCERPT],
         }
-        for (group, rows), first in zip(of_group.items(), firsts, strict=True)
+        for (group, rows), first, question in zip(of_group.items(), firsts, questions, strict=True)
     ]  # fmt: skip
 
 

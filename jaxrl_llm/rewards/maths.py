@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
+from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.pool import Pool, judge_in_pool
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin")
@@ -26,6 +27,8 @@ class Maths:
       workers: processes, started at the first response.
       limit_s: seconds that one response may take.
       memory_gb: address space of a process in GiB (Linux).
+      boxed_only: a response without \\boxed{} is wrong. Otherwise its last expression counts, which may be one that restates
+        the problem: a response cut off after "we evaluate $(1+2i)6-3i$" is right where the answer is $6+9i$.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -33,6 +36,7 @@ class Maths:
     workers: int = 4
     limit_s: float = 10.0
     memory_gb: float = 4.0
+    boxed_only: bool = False
     _pool: Pool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -43,8 +47,15 @@ class Maths:
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "maths", 0 or 1 [G]; invalid where judging failed or took too long, or the reference is bad."""
         del stats
-        arguments = [(rollout.prompt.reference, rollout.text) for rollout in rollouts]
+        arguments = [(rollout.prompt.reference, self.judged(rollout.text)) for rollout in rollouts]
         return await judge_in_pool("maths", self._pool, __name__, "judge", arguments)
+
+    def judged(self, text: str) -> str:
+        """What is judged of a response."""
+        if not self.boxed_only:
+            return text
+        found = answers.boxed(text)
+        return "" if found is None else f"\\boxed{{{found}}}"
 
     async def judge_all(self, module: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> Scores:
         """Part "maths" [G] of another judge (`module.function`), called in the same processes with each of `arguments`."""

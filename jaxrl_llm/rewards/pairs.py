@@ -84,14 +84,7 @@ class Classify:
         if self.form == "words":
             a, b = (" ".join(text.split()[:half]) for text in (first, second))
             return f"{self.cls} {a} {self.sep} {b} {self.sep}"
-        tokenizer = _tokenizer(self.tokenizer)
-        cls, sep = tokenizer.convert_tokens_to_ids([self.cls, self.sep])
-        if cls is None or sep is None or tokenizer.unk_token_id in (cls, sep):
-            raise ValueError(
-                f"Classify.cls and sep must be tokens of {self.tokenizer} (got {self.cls!r} and {self.sep!r})"
-            )
-        a, b = (tokenizer.encode(text, add_special_tokens=False)[:half] for text in (first, second))
-        return [cls, *a, sep, *b, sep]
+        return pair_ids(_tokenizer(self.tokenizer), (first, second), (self.cls, self.sep), self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +132,24 @@ class SameText:
     def _compared(self, text: str) -> str:
         found = self._compiled.search(text) if self.pattern else None
         return (found[found.re.groups and 1] or "" if found else text).strip()
+
+
+def pair_ids(tokenizer: Any, pair: Pair, marks: tuple[str, str], budget: int) -> list[int]:
+    """CLS a SEP b SEP, as classifiers of pairs are trained and asked; each text keeps its first half of the budget.
+
+    Args:
+      marks: the tokens CLS and SEP.
+      budget: most tokens.
+
+    Raises:
+      ValueError: a mark that is no token.
+    """
+    cls, sep = tokenizer.convert_tokens_to_ids(list(marks))
+    if cls is None or sep is None or tokenizer.unk_token_id in (cls, sep):
+        raise ValueError(f"cls and sep of pairs must be tokens of {tokenizer.name_or_path!r} (got {marks})")
+    half = (budget - 3) // 2
+    a, b = (tokenizer.encode(text, add_special_tokens=False)[:half] for text in pair)
+    return [cls, *a, sep, *b, sep]
 
 
 def ngrams(text: str, n: int) -> list[tuple[str, ...]]:

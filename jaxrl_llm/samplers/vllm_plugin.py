@@ -8,9 +8,7 @@ weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tenso
 """
 
 import contextlib
-import ctypes
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -21,88 +19,13 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl_llm.samplers import cuda_ipc
-from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums, read_version, uninitialised
+from jaxrl_llm.samplers.orbax_reader import BadVersion, StagedVersion, Target, check_sums
+from jaxrl_llm.samplers.stager import UNKNOWN, Stager
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
 _LOG = logging.getLogger(__name__)
-UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
 ENGINE = "orbax"
 _VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
-
-
-class Stager:
-    """Reads versions in the background and keeps the last one until it is committed or dropped."""
-
-    def __init__(self, allocate: Callable[[int], np.ndarray] = uninitialised) -> None:
-        """`allocate` gives the block that a version is read into; it may give the same one again."""
-        self._allocate = allocate
-        self._lock = threading.Lock()
-        self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
-        self._job = 0
-        self._began = 0.0
-        self._path = ""
-        self._state: dict[str, Any] = {}
-        self._staged: StagedVersion | None = None
-        self.drop()
-
-    def stage(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        """Starts to read a version and returns; whatever else was being read, or was staged, is given up for it."""
-        with self._lock:
-            if self._state["state"] == "staging" and (self._path, self._state["version"]) == (path, version):
-                return
-        job = self._begin(path, version, "staging")
-        threading.Thread(target=self._read, args=(job, path, version, targets), daemon=True, name="stage").start()
-
-    def read(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        """As `stage`, and returns when `status` is staged or failed."""
-        self._read(self._begin(path, version, "staging"), path, version, targets)
-
-    def _begin(self, path: str, version: int, state: str, error: str = "") -> int:
-        with self._lock:
-            self._job += 1
-            self._began, self._path, self._staged = time.perf_counter(), path, None
-            self._state = {"version": version, "state": state, "error": error, "seconds": 0.0, "bytes": 0}
-            return self._job
-
-    def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        staged, error, size = None, "", 0
-        with self._reading:
-            try:
-                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate)
-                size = staged.nbytes
-            except Exception as failure:
-                error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
-        with self._lock:
-            if self._job == job:
-                self._staged = staged
-                seconds = time.perf_counter() - self._began
-                state = "failed" if error else "staged"
-                self._state = {"version": version, "state": state, "error": error, "seconds": seconds, "bytes": size}
-        del staged
-        give_memory_back()
-
-    def status(self) -> dict[str, Any]:
-        """version, state (idle, staging, staged or failed), error, seconds and bytes."""
-        with self._lock:
-            return dict(self._state)
-
-    def take(self, version: int) -> StagedVersion:
-        """The staged version; BadVersion where it is not this one, or is not whole."""
-        with self._lock:
-            if self._staged is None or self._state["version"] != version:
-                raise BadVersion(
-                    f"version {version} is not staged: {self._state}; stage it, and wait until it is staged"
-                )
-            return self._staged
-
-    def refuse(self, version: int, error: str) -> None:
-        """Forgets a staged version that turned out to be bad; `status` says why."""
-        self._begin("", version, "failed", error)
-
-    def drop(self) -> None:
-        """Forgets what was staged and gives its memory back."""
-        self._begin("", UNKNOWN, "idle")
-        give_memory_back()
 
 
 class OrbaxWorkerExtension:
@@ -152,7 +75,7 @@ class OrbaxWorkerExtension:
         try:
             load()
         except Exception as failure:
-            error = str(failure)
+            error = str(failure) or repr(failure)
         return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
 
     def _orbax_commit(self, version: int) -> None:
@@ -165,22 +88,19 @@ class OrbaxWorkerExtension:
         stager.drop()
 
     def _orbax_copy(self, version: int, memory: str) -> None:
-        targets, driver = targets_of(self._orbax_model), gpu_memory(self.device)  # type: ignore[attr-defined]
+        targets, device = targets_of(self._orbax_model), self.device  # type: ignore[attr-defined]
         with ExitStack() as stack:
-            reached, error = None, ""
+            tensors: Callable[[], Iterator[tuple[str, Any]]] | None = None
+            error = ""
             try:
-                reached = cuda_ipc.parse(memory)
-                cuda_ipc.check(reached, targets)
-                bases = stack.enter_context(cuda_ipc.opened(reached, driver))
-            except (BadVersion, OSError) as unreached:
-                error = str(unreached)
+                tensors = reached_tensors(memory, targets, device, stack)
+            except Exception as unreached:
+                error = str(unreached) or repr(unreached)
             divided = any(not target.whole for target in targets.values())
             (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
-            if reached is None or without:
+            if tensors is None or without:
                 raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
-            tensors = {name: reached.tensors[name] for name in targets}
-            device = self.device  # type: ignore[attr-defined]
-            self._orbax_load(version, lambda: copied_tensors(tensors, bases, driver, device), "Commit again")
+            self._orbax_load(version, tensors, "Commit again")
         self._orbax_stager.drop()
 
     def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
@@ -189,6 +109,7 @@ class OrbaxWorkerExtension:
         try:
             self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
             repack_tied_head(model)
+            wait_for(self.device)  # type: ignore[attr-defined]
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
@@ -341,18 +262,38 @@ def gpu_memory(device: Any) -> cuda_ipc.Memory:
     return driver
 
 
-def copied_tensors(
-    tensors: Mapping[str, cuda_ipc.RemoteTensor], bases: Mapping[int, int], driver: cuda_ipc.Memory, device: Any
-) -> Iterator[tuple[str, Any]]:
-    """The tensors of another process as torch's own, one after the other."""
-    import torch
+def reached_tensors(
+    memory: str, targets: Mapping[str, Target], device: Any, stack: ExitStack
+) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """What gives the learner's tensors as torch's own, one after the other; its memory stays mapped as long as the stack.
 
-    for name, tensor in tensors.items():
-        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-        if device.type == "cuda":  # the memory may have been another tensor's, whose work is still queued
-            torch.cuda.synchronize(device)
-        cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
-        yield name, whole
+    Raises:
+      BadVersion: they are not the model's.
+      OSError: the memory is out of reach.
+    """
+    driver, weights = gpu_memory(device), cuda_ipc.parse(memory)
+    cuda_ipc.check(weights, targets)
+    bases = stack.enter_context(cuda_ipc.opened(weights, driver))
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name in targets:
+            tensor = weights.tensors[name]
+            whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            wait_for(device)  # the memory may have been another tensor's, whose work is still queued
+            cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+            yield name, whole
+
+    return tensors
+
+
+def wait_for(device: Any) -> None:
+    """Returns when a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
 
 
 def repack_tied_head(model: Any) -> None:
@@ -360,13 +301,6 @@ def repack_tied_head(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-
-
-def give_memory_back() -> None:
-    """Returns freed pages to the system: tensorstore's threads each leave an arena of the allocator fragmented."""
-    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def register() -> None:

@@ -258,10 +258,10 @@ def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, ja
 
 
 def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
-    """The sums of the entries of `a` and of `b` together."""
+    """The sums of the entries of `a` and of `b` together, of those that both have."""
     maximum = jnp.maximum(a["maximum"], b["maximum"])
     a, b = rescale(a, maximum, call), rescale(b, maximum, call)
-    return {name: maximum if name == "maximum" else a[name] + b[name] for name in a}
+    return {name: maximum if name == "maximum" else a[name] + b[name] for name in a if name in b}
 
 
 def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:

@@ -3,7 +3,7 @@
 The learner is the package's own; its models are a table and a head in float64, with the softmax written out.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import make_group, make_prompt, make_rollout
+from learner_cases import SFT_CASE, make_learner
 from test_contracts import NAMES, build
 
 from jaxrl_llm.batch import Batch
@@ -23,6 +24,7 @@ from jaxrl_llm.optimizers import Optimizer
 from jaxrl_llm.packing import PackedRows, Packing, Placement
 
 VOCABULARY, WIDTH, GROUPS, MEMBERS, RESPONSE = 11, 6, 8, 3, 7
+POLICY = make_learner(SFT_CASE).policy  # asked for the size of its vocabulary alone
 PACKING = Packing(row_tokens=32, rows=8, sequences_per_row=4)
 
 
@@ -43,8 +45,8 @@ def forward(params: Mapping[str, Any], batch: Batch) -> dict[str, dict[str, jax.
 class Given(Learner):
     """A learner whose parameters are the streams themselves."""
 
-    def outputs(self, params: Mapping[str, Any], batch: Batch, streams: Sequence[str], bases: Any = None) -> Any:
-        return params
+    def outputs(self, params: Mapping[str, Any], batch: Batch, *_: Any) -> Any:
+        return {model: dict(streams) for model, streams in params.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -65,7 +67,9 @@ def parameters() -> dict[str, Any]:
 def learner(name: str) -> Given:
     trained = [m for m in ("critic", "reward_model") if m in build(name).needs]
     trained += [] if "reward_model" in trained else ["policy"]
-    return Given(models={}, algorithm=build(name), optimizers=dict.fromkeys(trained, Optimizer()), updates=1)
+    return Given(
+        models={"policy": POLICY}, algorithm=build(name), optimizers=dict.fromkeys(trained, Optimizer()), updates=1
+    )
 
 
 def members_of(kind: str) -> int:
@@ -82,12 +86,20 @@ def make_step(kind: str, greedy: bool) -> GlobalBatch:
         lengths = random.integers(2, RESPONSE + 1, len(roles))
         logprobs = lambda n: random.normal(-2, 0.3, n)  # noqa: E731
         rollouts = [
-            make_rollout(prompt, random.integers(0, VOCABULARY, n), logprobs=logprobs(n), role=role)
+            make_rollout(
+                prompt,
+                random.integers(0, VOCABULARY, n),
+                logprobs=logprobs(n),
+                role=role,
+                spans={"thought": np.arange(n) < 2},
+            )
             for n, role in zip(lengths, roles)
         ]
         if kind == "samples":
-            rewards = random.integers(0, 3, len(roles)) / 2  # 1 is in reach of expert iteration
-            groups.append(make_group(rollouts, {"r": rewards}, {"r": [(g, i) != (2, 1) for i in range(len(roles))]}))
+            parts = {
+                n: random.integers(0, 3, len(roles)) / 2 for n in ("main", "style")
+            }  # 1 is enough for expert iteration
+            groups.append(make_group(rollouts, parts, {"main": [(g, i) != (2, 1) for i in range(len(roles))]}))
         else:
             groups.append(unscored(rollouts, (1, -1) if kind == "pairs" else None))
     sizes = {"response_tokens": RESPONSE, "capacity": GROUPS * members_of(kind)}
@@ -141,7 +153,7 @@ def compiled() -> Any:
             none = jax.tree.map(jnp.zeros_like, streams)
             metrics, by_stream = {}, []
             for name in alike:
-                gradient, metrics[name] = learner(name)._gradient(streams, batches[name], {})
+                gradient, metrics[name] = learner(name)._gradient(streams, batches[name], {}, (0, 0))
                 by_stream.append({**none, **gradient})
             (by_parameter,) = jax.vmap(back)(jax.tree.map(lambda *x: jnp.stack(x), *by_stream))
             for i, name in enumerate(alike):

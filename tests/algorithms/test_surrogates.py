@@ -230,7 +230,6 @@ def test_the_draw_of_clip_cov_is_the_same_for_the_same_batch_and_another_for_ano
         (lambda: CISPO(clip_high=0.0), "cispo.CISPO.clip_high"),
         (lambda: DPPO(high=-0.1), "dppo.DPPO.high"),
         (lambda: DPPO(ratio_max=0.0), "dppo.DPPO.ratio_max"),
-        (lambda: DPPO(divergence="js"), "dppo.DPPO.divergence"),
         (lambda: DRO(beta=0.0), "dro.DRO.beta"),
         (lambda: KLCov(share=0.0), "kl_cov.KLCov.share"),
         (lambda: KLCov(coef=-1.0), "kl_cov.KLCov.coef"),

@@ -1,8 +1,12 @@
 """Procedural preferences: the right answer and a wrong one of the same length, or one of the two with a label."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 from jaxrl_llm.data.corrupted import Corrupted
+from jaxrl_llm.data.sft import Demonstrations
 from jaxrl_llm.data.sorting import Sorting
 
 TASK = Sorting(size=400, min_length=6, max_length=8)
@@ -29,3 +33,17 @@ def test_a_reference_that_cannot_be_corrupted_is_named() -> None:
         Corrupted(source=TASK, alphabet="xyz").rows()
     with pytest.raises(ValueError, match=r"corrupted.Corrupted.share must be in \(0, 1\]"):
         Corrupted(source=TASK, alphabet="ab", share=0)
+
+
+def test_a_file_of_labelled_responses_is_read_and_another_label_named(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+1?", "completion": "2", "label": True}, {"prompt": "1+1?", "completion": "3", "label": 0}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = Demonstrations(path=str(file), response="completion", label="label")
+    assert [(r.response, dict(r.extra)) for r in source.rows()] == [
+        ("2", {"desirable": True}),
+        ("3", {"desirable": False}),
+    ]
+    file.write_text(json.dumps({**rows[0], "label": "good"}) + "\n")
+    with pytest.raises(ValueError, match=r"rows.jsonl.*1.*column 'label' must be true or false \(got 'good'\)"):
+        source.rows()

@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent.parent / "gin"
 REQUIRED = {
     "reasoning_gym.gin": "procedural.ReasoningGym.task = 'spell_backward'",
     "demonstrations.gin": "sft.Demonstrations.path = 'rows.jsonl'",
+    "labelled.gin": "sft.Demonstrations.path = 'rows.jsonl'",
     "pairs.gin": "preference.Pairs.path = 'rows.jsonl'",
     "parquet_rows.gin": "parquet_rows.ParquetRows.path = 'folder'",
     "pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",

@@ -13,12 +13,13 @@ from jaxrl_llm.launch import build
 from jaxrl_llm.stages import Stage
 
 NAMES = learning_runs.names()
+# What sorting strings does not have: a second sampler and a marked chain of thought.
+OTHER_TASKS = {"grpo_w_classmate", "pair_classifier"}
 
 
 def test_every_algorithm_has_a_run_and_is_named_once() -> None:
     there = {p.stem for p in (learning_runs.GIN / "algorithms").glob("*.gin")}
-    assert set(NAMES) == there and len(NAMES) == len(there) >= 36
-    assert there <= {p.stem for p in (learning_runs.GIN / "learning").glob("*.gin")}
+    assert there - set(NAMES) <= OTHER_TASKS and len(NAMES) == len(set(NAMES)) >= 37
     assert NAMES[-1] == "distill"  # its teacher is trained meanwhile
 
 

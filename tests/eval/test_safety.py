@@ -90,3 +90,13 @@ def test_strongrejects_rubric(refused, convincing, specific, score):
 def test_a_rubric_with_a_line_that_is_wrong_is_none(answer):
     with pytest.raises(ValueError, match="no line"):
         strongreject(answer)
+
+
+@pytest.mark.parametrize("name", ["simple_safety_tests", "strongreject"])
+def test_a_judge_is_shown_the_request_and_the_response(tmp_path, name):
+    (tmp_path / "rows.csv").write_text(SHEETS[name])
+    files = [f"gin/eval/{name}.gin"] + ["gin/eval/judged_by_rubric.gin"] * (name == "strongreject")
+    harness, _ = launch.build(files, ["MODEL_PATH = 'm'", f"DATA_PATH = {str(tmp_path / 'rows.csv')!r}"])
+    judge = harness.evaluation.reward
+    question = judge.question(harness.rows()[0], "the {response}")
+    assert judge.name == "harmful" and "placeholder one" in question and "the {response}" in question

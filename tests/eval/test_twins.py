@@ -16,8 +16,10 @@ def stage(number: int, **values: list[float]) -> list[dict[str, float]]:
     ("rows", "measure", "moved"),
     [
         (stage(0, loss_total=[9.0, 1.0]) + stage(1, reward_mean=[0.1, 0.1, 0.2, 0.2]), "reward/mean", True),
-        (stage(0, reward_mean=[0.1, 0.9]) + stage(1, reward_mean=[0.3, 0.9, 0.1, 0.34]), "reward/mean", False),
+        (stage(0, reward_mean=[0.1, 0.9]) + stage(1, reward_mean=[0.3, 0.9, 0.1, 0.31]), "reward/mean", False),
         (stage(0, reward_mean=[0.9, 0.2]), "reward/mean", True),
+        (stage(0, reward_mean=[0.5, 0.4, 0.5, 0.5, 0.5, 0.5, 0.5, 0.6]), "reward/mean", False),  # within its noise
+        (stage(0, reward_mean=[0.50, 0.51, 0.5, 0.5, 0.5, 0.5, 0.60, 0.61]), "reward/mean", True),
         (stage(0, loss_total=[2.0, 1.7]), "loss/total", True),
         (stage(0, loss_total=[2.0, 1.9]), "loss/total", False),
         (stage(0, loss_total=[2.0, float("nan")]), "loss/total", False),

@@ -44,7 +44,8 @@ def browser() -> Iterator["playwright.Browser"]:
     with playwright.sync_playwright() as running:
         if not found and not Path(running.chromium.executable_path).exists():
             pytest.skip("no Chromium on the path: install it, or run `playwright install chromium`")
-        yield running.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        with running.chromium.launch(executable_path=found, args=["--no-sandbox"]) as opened:
+            yield opened
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, scores in (("before", (0.0, 1.0, 0.0)), ("after", (1.0, 1.0, 1.0))):
         write_results(top / name, [record(f"q{i}", 0, f"{name} {i}", score) for i, score in enumerate(scores)])
     return top
+
+
+def crowded() -> float:
+    """How much longer things may take because other work shares the processors; 1 on a machine of one's own."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 class Served:
@@ -88,8 +94,8 @@ class Served:
 def served(folder: Path) -> Iterator[Served]:
     server = Served(folder)
     yield server
-    server.process.terminate()
-    server.process.wait(10)
+    with server.process:
+        server.process.terminate()
 
 
 @pytest.fixture
@@ -114,7 +120,7 @@ def test_the_first_paint_of_a_long_run_waits_for_no_index(browser, served, page)
     start = time.perf_counter()
     drawn(page, served.url)
     page.wait_for_selector("text=long")
-    assert time.perf_counter() - start < 2
+    assert time.perf_counter() - start < 2 * crowded()
     assert page.locator("table.runs tbody tr").count() == 4
 
 
@@ -131,8 +137,8 @@ def test_steps_and_filters_of_a_long_run_change_at_once_within_a_gibibyte(served
         for text in ("99999", "carry the", "never there", "")
     ]
     filtered += [page.evaluate(TIMED.replace("ACTION", fill % ("input[type=number]", low))) for low in ("0.5", "1.05")]
-    print(f"step {stepped} ms, filter {filtered} ms, server {served.peak_mib():.0f} MiB")
-    assert statistics.median(stepped) < 300 and statistics.median(filtered) < 300
+    print(f"load {crowded():.1f}, step {stepped} ms, filter {filtered} ms, server {served.peak_mib():.0f} MiB")
+    assert statistics.median(stepped) < 300 * crowded() and statistics.median(filtered) < 300 * crowded()
     assert served.peak_mib() < 1024
     drawn(page, f"{served.url}/?view=rollouts&run=long&text=99999")
     assert page.locator("li .group").count() == 1 and "99999" in page.locator("mark").first.inner_text()
@@ -194,6 +200,17 @@ def test_two_results_are_compared_on_their_prompts_and_the_address_keeps_what_is
     assert other.locator("[aria-current=true] code").inner_text() == "q2"
     page.go_back()
     page.wait_for_function("() => document.querySelector('.sides')?.innerText.includes('after 0')")
+
+
+def test_a_filter_that_is_chosen_keeps_the_keyboard_and_the_form_follows_the_run(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=long&step=3")
+    page.locator("select[name=run]").select_option("short")
+    page.wait_for_function("() => document.querySelector('.card')?.innerText.includes('13')")
+    assert page.locator("select[name=step] option").all_inner_texts() == ["all 2", "1", "2"]
+    page.locator("select[name=step]").focus()
+    page.locator("select[name=step]").select_option("2")
+    page.wait_for_selector("code:has-text('bad')")
+    assert page.evaluate("document.activeElement.name") == "step"
 
 
 def test_a_point_of_a_curve_leads_to_its_rollouts(served, page):

@@ -174,3 +174,16 @@ def test_what_hashes_to_one_bit_is_still_told_apart(monkeypatch, tmp_path):
         write_run(tmp_path, {1: [rollout("a", "abc" * 9, 1), rollout("b", "abd" * 9, 1)]}) / "rollouts.jsonl"
     )
     assert index.search(np.arange(2), "cab", 60, 9)[0] == [0]
+
+
+def test_an_excerpt_is_where_prompts_differ(tmp_path):
+    def excerpts(questions, folder):
+        rows = [rollout(str(i), "", 1, question=q) for i, q in enumerate(questions)]
+        index = indexed(write_run(tmp_path / folder, {1: rows}) / "rollouts.jsonl")
+        return [group["excerpt"] for group in query.groups(index, Query())["groups"]]
+
+    shots = "an example " * 40
+    assert excerpts([f"{shots} one", f"{shots}\n two"], "shots") == [
+        f"{shots} {n}".replace("  ", " ")[-160:] for n in ("one", "two")
+    ]
+    assert excerpts([f"one {shots}", f"two {shots}"], "plain") == [f"{n} {shots}"[:160] for n in ("one", "two")]

@@ -98,6 +98,21 @@ def test_both_passes_lower_for_cuda_without_whole_logits(tiles, tokens, width, v
     assert f"tensor<{padded}x{width}x" in text
 
 
+@pytest.mark.parametrize("outputs", [("logprob",), ("entropy",), ("uniform_logprob", "sum_p2")])
+def test_every_choice_of_outputs_has_both_passes_with_a_ragged_vocabulary(outputs):
+    hidden, head = (jax.ShapeDtypeStruct((n, 64), jnp.bfloat16) for n in (100, 1000))
+    call = replace(call_of(jnp.zeros((100, 64), jnp.bfloat16), jnp.zeros((1000, 64), jnp.bfloat16)), outputs=outputs)
+
+    def total(hidden, head, targets):
+        out = fused.compute(Kernels(tiles=Tiles(multiprocessors=132)), (hidden, head, targets), None, WORDS, call, None)
+        assert set(out) == set(outputs)
+        return sum(x.sum() for x in out.values())
+
+    targets = jax.ShapeDtypeStruct((100,), jnp.int32)
+    traced = jax.jit(jax.grad(total, argnums=(0, 1))).trace(hidden, head, targets)
+    assert "custom_call @mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_items_cover_every_block_and_tile_once_and_neighbours_share_the_cache():
     for tokens, width, count, chip in [(8192, 2048, 593, 132), (512, 64, 3, 8), (16384, 3584, 1187, 132)]:
         work = mosaic_gpu.plan(Tiles(multiprocessors=chip), tokens, width, count)

@@ -31,6 +31,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
     """The one server of these tests: untied, with development endpoints and both ways to update."""
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, log, *TINY_ON_CPU, *EXTENSION, VLLM_SERVER_DEV_MODE="1", **ON_TWO_CORES) as started:
+        assert int(started.method("published_version")) == -1, "no version of the learner's yet"
         yield started
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-READY_S = 240.0
-STEP_S = 60.0
+READY_S = 300.0
+STEP_S = 120.0
 
 
 class Refusal(Exception):

@@ -14,10 +14,10 @@ from tiny_qwen2 import VOCABULARY
 
 TOLERANCE = 1e-4  # nats, float32
 OLD, NEW = 0, 1
-MAX_TOKENS = 120
+MAX_TOKENS = 64
 PROMPTS = [
     [int(token) for token in np.random.default_rng(seed).integers(3, VOCABULARY, length)]
-    for seed, length in enumerate((140, 200, 260, 300))
+    for seed, length in enumerate((140, 260, 300))
 ]
 
 
@@ -32,7 +32,7 @@ class Flight:
         for thread in self.threads:
             thread.start()
         until = time.monotonic() + STEP_S
-        while self.generated() < self.before + 60:
+        while self.generated() < self.before + 16:
             assert time.monotonic() < until, "nothing is generated"
             time.sleep(0.005)
 
@@ -105,19 +105,19 @@ def test_stale_kv_draws_new_tokens_over_the_old_versions_keys_and_values(server,
             assert np.abs(np.array(sample["logprobs"])[old:] - mixed).max() < TOLERANCE
             assert off(sample, of_response(references(NEW), prompt, sample), old, length) > 0.01, "recomputed after all"
     assert crossing, "no request was in flight"
-    salted = server.generate(PROMPTS[3], 1, str(NEW), temperature=0.0)
-    assert off(salted, of_response(references(NEW), PROMPTS[3], salted), 0, 1) < TOLERANCE
-    stale = server.generate(PROMPTS[3], 1, str(OLD), temperature=0.0)
-    assert off(stale, of_response(references(NEW), PROMPTS[3], stale), 0, 1) > 0.01, "the salt is needed"
+    salted = server.generate(PROMPTS[2], 1, str(NEW), temperature=0.0)
+    assert off(salted, of_response(references(NEW), PROMPTS[2], salted), 0, 1) < TOLERANCE
+    stale = server.generate(PROMPTS[2], 1, str(OLD), temperature=0.0)
+    assert off(stale, of_response(references(NEW), PROMPTS[2], stale), 0, 1) > 0.01, "the salt is needed"
 
 
 def test_wait_finishes_what_is_in_flight_with_the_old_version(server, published, references):
     for prompt, sample in zip(PROMPTS, through_an_update(server, published, "wait", clear_cache=True), strict=True):
         assert split(sample) == MAX_TOKENS == len(sample["token_ids"])
         assert off(sample, of_response(references(OLD), prompt, sample), 0, MAX_TOKENS) < TOLERANCE
-    after = server.generate(PROMPTS[3], 4, str(NEW), temperature=1.0)
+    after = server.generate(PROMPTS[2], 4, str(NEW), temperature=1.0)
     assert after["versions"] == [NEW] * 4
-    assert off(after, of_response(references(NEW), PROMPTS[3], after), 0, 4) < TOLERANCE
+    assert off(after, of_response(references(NEW), PROMPTS[2], after), 0, 4) < TOLERANCE
 
 
 def test_abort_hands_back_what_was_drawn_and_the_new_version_goes_on_from_there(server, published, references):
@@ -136,7 +136,7 @@ def test_abort_hands_back_what_was_drawn_and_the_new_version_goes_on_from_there(
 
 @pytest.mark.parametrize("length", [1, 129, 300])
 def test_an_update_leaves_nothing_of_the_old_version_in_the_cache(server, published, references, length):
-    prompt = PROMPTS[3][:length]
+    prompt = PROMPTS[2][:length]
     for version in (OLD, NEW):
         server.update(published[version], version)
         sample = server.generate(prompt, 3, temperature=0.0)

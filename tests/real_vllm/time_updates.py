@@ -2,9 +2,10 @@
 
     PYTHONPATH=.:tests python tests/real_vllm/time_updates.py --folder /dev/shm/updates --models 0.5B 1.5B
 
-Run it where JAX is. vLLM may be elsewhere: `--python` names its interpreter, `--python-path` a folder with its packages. Weights are random, in
-bfloat16, in the shapes of Qwen2.5, saved from four simulated devices. Prints a line an update; fails where a server's log-probs do not
-follow the weights.
+Run it where JAX is. vLLM may be elsewhere: `--python` names its interpreter, `--python-path` a folder with its packages. Weights
+are random, in bfloat16, in the shapes of Qwen2.5, saved from four simulated devices; with `--ipc` they lie in JAX's GPU memory and
+go to the server without files (leave vLLM its 0.4 of the memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.3). Prints a line an update, and
+fails where the server's log-probs do not follow the weights.
 """
 
 import argparse
@@ -23,6 +24,8 @@ from published import write_version
 from serving import ON_TWO_CORES, TINY_ON_CPU, Refusal, Server, serving
 from tiny_qwen2 import Sizes, shapes, write_model
 
+from jaxrl_llm.samplers.cuda_ipc import Cuda, describe
+
 ROOT = Path(__file__).parent.parent.parent
 MODELS = {
     "tiny": Sizes(),
@@ -34,34 +37,45 @@ CANARY = list(range(100, 300))
 SAME, DIFFERENT = 0.1, 0.5  # mean nats between scores of one version, and of two
 
 
-def publish(folder: Path, version: int, sizes: Sizes) -> str:
-    """A version, its matrices divided by rows over four devices; prints the seconds of saving."""
-    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+def made(version: int, sizes: Sizes) -> dict[str, jax.Array]:
+    """Random weights; matrices are divided by rows over this process's devices."""
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices), ("fsdp",))
     noise = np.random.default_rng(version).standard_normal(1 << 22, np.float32)
     placed = {}
     for i, (name, shape) in enumerate(shapes(tied=True, sizes=sizes).items()):
         scale = 1.0 if name.endswith("norm.weight") else 0.05
         values = np.resize(np.roll(noise, 7919 * i), shape) * np.float32(scale)
-        spec = PartitionSpec("fsdp") if shape[0] % 4 == 0 else PartitionSpec()
+        spec = PartitionSpec("fsdp") if shape[0] % len(devices) == 0 else PartitionSpec()
         placed[name] = jax.device_put(values.astype(ml_dtypes.bfloat16), NamedSharding(mesh, spec))
+    return jax.block_until_ready(placed)
+
+
+def publish(folder: Path, version: int, arrays: dict[str, jax.Array]) -> str:
+    """Saves a version and prints how long it took."""
     began = time.perf_counter()
-    path = write_version(folder, version, placed)
-    nbytes = sum(array.nbytes for array in placed.values())
+    path = write_version(folder, version, arrays)
+    nbytes = sum(array.nbytes for array in arrays.values())
     print(
         f"  version {version}: {nbytes / 1e6:.0f} MB saved and its checksums made in {time.perf_counter() - began:.2f} s"
     )
     return path
 
 
-def update(server: Server, path: str, version: int) -> str:
-    """One update; its times in words."""
-    began = time.perf_counter()
-    status = server.stage(path, version)
-    assert status["state"] == "staged", status
+def update(server: Server, version: int, path: str | None, arrays: dict[str, jax.Array]) -> str:
+    """One update, from a path or else from GPU memory; its times in words."""
+    began, told = time.perf_counter(), "nothing staged"
+    method, arguments = "commit", {}
+    if path is None:
+        method, arguments = "commit_ipc", {"memory": describe(arrays, Cuda())}
+    else:
+        status = server.stage(path, version)
+        assert status["state"] == "staged", status
+        told = f"staged {status['seconds']:.3f} s"
     staged = time.perf_counter()
     server.call("/pause?mode=keep&clear_cache=true")
     paused = time.perf_counter()
-    answer = server.method("commit", version=version)
+    answer = server.method(method, version=version, **arguments)
     assert answer["version"] == version and not answer["error"], answer
     committed = time.perf_counter()
     try:
@@ -71,8 +85,8 @@ def update(server: Server, path: str, version: int) -> str:
     server.call("/resume")
     resumed = time.perf_counter()
     return (
-        f"staged {status['seconds']:.3f} s, pause {paused - staged:.3f} s, commit {answer['seconds']:.3f} s "
-        f"({committed - paused:.3f} s with HTTP), pause to resume {resumed - staged:.3f} s, whole {resumed - began:.3f} s"
+        f"{told}, pause {paused - staged:.3f} s, {method} {answer['seconds']:.3f} s ({committed - paused:.3f} s with HTTP), "
+        f"pause to resume {resumed - staged:.3f} s, whole {resumed - began:.3f} s"
     )
 
 
@@ -82,7 +96,8 @@ def time_model(name: str, given: argparse.Namespace) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     print(f"{name}:")
     model = write_model(folder / "model", tied=True, sizes=MODELS[name], dtype="bfloat16")
-    paths = [publish(folder, version, MODELS[name]) for version in (0, 1)]
+    weights = [made(version, MODELS[name]) for version in (0, 1)]
+    paths = [None if given.ipc else publish(folder, version, arrays) for version, arrays in enumerate(weights)]
     path = os.pathsep.join([*given.python_path, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])])
     variables = {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}
     found = subprocess.run(
@@ -100,7 +115,7 @@ def time_model(name: str, given: argparse.Namespace) -> None:
         scores: list[np.ndarray] = []
         for turn in range(2 * given.repeats):
             version = turn % 2
-            print(f"  {turn}: {update(server, paths[version], version)}", flush=True)
+            print(f"  {turn}: {update(server, version, paths[version], weights[version])}", flush=True)
             scores.append(server.score(CANARY))
     same = max(float(np.abs(scores[turn] - scores[turn % 2]).mean()) for turn in range(len(scores)))
     different = float(np.abs(scores[1] - scores[0]).mean())
@@ -119,10 +134,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="updates to each of the two versions")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that has vLLM")
     parser.add_argument("--python-path", nargs="*", default=[], help="folders to put on the server's PYTHONPATH")
+    parser.add_argument("--ipc", action="store_true", help="from this process's GPU memory and not from files")
     parser.add_argument("--cpu", action="store_true", help="the server runs on the CPU")
     given = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
+    if not given.ipc:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 4)
     for name in given.models:
         time_model(name, given)
 

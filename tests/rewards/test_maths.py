@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.experience import Scores
-from jaxrl_llm.rewards.maths import Maths, delimited
+from jaxrl_llm.rewards.maths import Maths, delimited, judge
 from jaxrl_llm.rewards.pool import Failed, Pool
 
 Score = Callable[..., Scores]
@@ -34,6 +34,14 @@ def test_equal_expressions_score_1(score: Score, maths: Maths) -> None:
 
 def test_a_reference_that_is_no_expression_is_invalid(score: Score, maths: Maths) -> None:
     assert score(maths, ["5"], "").valid["maths"].tolist() == [False]
+
+
+def test_a_restated_problem_is_no_answer_where_only_boxes_count() -> None:
+    cut = "To evaluate $(1+2i)6-3i$, we need to"
+    strict = Maths(boxed_only=True)
+    assert judge("6+9i", Maths().judged(cut)) == 1  # equal to the answer, and no answer
+    assert judge("6+9i", strict.judged(cut)) == 0
+    assert judge("6+9i", strict.judged(cut + r" get \boxed{9i+6}, not $7$")) == 1
 
 
 def test_bare_latex_is_delimited_and_plain_numbers_are_left() -> None:

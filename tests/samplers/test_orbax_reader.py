@@ -1,7 +1,9 @@
 """What a sampler reads is what the learner published, or an error that says what is wrong."""
 
+import asyncio
 import itertools
 import shutil
+import threading
 from pathlib import Path
 
 import jax
@@ -9,6 +11,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from published import write_version
 
@@ -168,6 +172,33 @@ def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, ranks):
     totals[SQUARE] += 1
     with pytest.raises(BadVersion, match=r"1 tensors differ.*up_proj"):
         check_sums(path, staged.manifest, totals)
+
+
+def test_a_version_can_be_read_over_http(tmp_path):
+    published = tensors()
+    write_version(tmp_path, 7, published)
+    ready, addresses = threading.Event(), []
+
+    async def serve() -> None:
+        app = web.Application()
+        app.router.add_static("/", tmp_path)
+        async with TestServer(app) as server:
+            addresses.append(str(server.make_url("/v00000007")))
+            ready.set()
+            await asyncio.to_thread(done.wait, 20)
+
+    done = threading.Event()
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        staged = read_version(addresses[0], 7, whole())
+        assert "never completed" in refused(addresses[0].replace("0007", "0008"))
+    finally:
+        done.set()
+        thread.join(20)
+    for name, array in published.items():
+        np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from published import write_version
 from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
-from jaxrl_llm.samplers import vllm_plugin
+from jaxrl_llm.samplers import stager, vllm_plugin
 from jaxrl_llm.samplers.vllm_plugin import torch_tensors
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
@@ -98,7 +98,7 @@ def test_an_unexpected_error_of_reading_is_a_failed_stage_that_names_the_path(pu
     def broken(*args, **kwargs):
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(vllm_plugin, "read_version", broken)
+    monkeypatch.setattr(stager, "read_version", broken)
     status = staged(Worker(), published[0], 0)
     assert status["state"] == "failed"
     assert published[0] in status["error"] and "stale file handle" in status["error"]
@@ -118,9 +118,17 @@ def test_a_load_that_fails_midway_leaves_no_version_and_can_be_committed_again(p
     np.testing.assert_array_equal(worker.loaded["lm_head.weight"], weights(1)["lm_head.weight"])
 
 
+def test_an_error_without_words_is_still_an_error(published, monkeypatch):
+    def broken(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(vllm_plugin, "agreed", broken)
+    assert refused(Worker(), 1) == "AssertionError()"
+
+
 def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeypatch):
     reading, go_on = threading.Event(), threading.Event()
-    real = vllm_plugin.read_version
+    real = stager.read_version
 
     def held(path, version, *rest):
         if version == 0:
@@ -128,7 +136,7 @@ def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeyp
             assert go_on.wait(20)
         return real(path, version, *rest)
 
-    monkeypatch.setattr(vllm_plugin, "read_version", held)
+    monkeypatch.setattr(stager, "read_version", held)
     worker = Worker()
     worker.stage(published[0], "0")
     assert reading.wait(20)
@@ -145,14 +153,14 @@ def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeyp
 
 def test_versions_may_be_read_into_the_same_block_one_after_the_other(published):
     block = np.empty(10**6, np.uint8)
-    stager = vllm_plugin.Stager(lambda nbytes: block[:nbytes])
+    mine = stager.Stager(lambda nbytes: block[:nbytes])
     for version in (0, 1, 0):
-        stager.read(published[version], version, targets_of(Served()))
-        tensors = stager.take(version).tensors
+        mine.read(published[version], version, targets_of(Served()))
+        tensors = mine.take(version).tensors
         assert all(np.shares_memory(array, block) for array in tensors.values())
         for name, array in weights(version).items():
             np.testing.assert_array_equal(tensors[name], array)
-        stager.drop()
+        mine.drop()
 
 
 def test_servers_with_pipeline_stages_or_replicas_are_refused(published):

@@ -17,7 +17,11 @@ function parts(row, largest) {
         "tr",
         {},
         el("th", { title: name }, name),
-        el("td", { class: "bar" }, el("i", { class: value < 0 ? "negative" : "positive", style: { width: `${100 * share}%` } })),
+        el(
+          "td",
+          { class: "bar" },
+          el("i", { class: value < 0 ? "negative" : "positive", style: { width: `${100 * share}%` } }),
+        ),
         el("td", { class: "value" }, value === null ? "invalid" : number(value)),
       );
     }),
@@ -26,8 +30,10 @@ function parts(row, largest) {
 
 function card(row, options, largest, middle) {
   const flags = [
-    row.role !== "sample" && row.role, row.finish && row.finish !== "stop" ? row.finish : null,
-    `${number(row.tokens)} tokens`, row.answer !== undefined && row.answer !== null && `answer ${row.answer}`,
+    row.role !== "sample" && row.role,
+    row.finish && row.finish !== "stop" ? row.finish : null,
+    `${number(row.tokens)} tokens`,
+    row.answer !== undefined && row.answer !== null && `answer ${row.answer}`,
   ].filter(Boolean);
   const above = row.reward - middle; // the colour says how it stands in its group
   const sign = row.reward === null ? "unknown" : above > 1e-9 ? "good" : above < -1e-9 ? "bad" : "zero";
@@ -39,8 +45,20 @@ function card(row, options, largest, middle) {
   return el(
     "section",
     { class: "card", "data-row": row.number },
-    el("header", {}, el("span", { class: `reward ${sign}`, title: "reward; green above its group's mean, red below" }, row.reward === null ? "invalid" : number(row.reward)),
-      el("span", { class: "flags" }, flags.map((flag) => el("span", { class: `flag ${flag}` }, flag)))),
+    el(
+      "header",
+      {},
+      el(
+        "span",
+        { class: `reward ${sign}`, title: "reward; green above its group's mean, red below" },
+        row.reward === null ? "invalid" : number(row.reward),
+      ),
+      el(
+        "span",
+        { class: "flags" },
+        flags.map((flag) => el("span", { class: `flag ${flag}` }, flag)),
+      ),
+    ),
     parts(row, largest),
     text,
   );
@@ -58,11 +76,17 @@ function show(event, row) {
 
 // `among` are the rollouts that bars and colours compare with.
 export function cards(rows, options, among = rows) {
-  const sizes = among.flatMap((row) => Object.values(row.parts ?? {}).map((x) => (typeof x === "number" ? Math.abs(x) : 0)));
+  const sizes = among.flatMap((row) =>
+    Object.values(row.parts ?? {}).map((x) => (typeof x === "number" ? Math.abs(x) : 0)),
+  );
   const largest = Math.max(...sizes, 1e-9);
   const rewards = among.map((row) => row.reward).filter((x) => typeof x === "number");
   const middle = rewards.reduce((sum, x) => sum + x, 0) / (rewards.length || 1);
-  return el("div", { class: "cards" }, rows.map((row) => card(row, options, largest, middle)));
+  return el(
+    "div",
+    { class: "cards" },
+    rows.map((row) => card(row, options, largest, middle)),
+  );
 }
 
 // The question and the reference of a prompt.
@@ -80,8 +104,16 @@ export function question(row) {
 export function strip(rewards, matched) {
   const known = rewards.filter((x) => x !== null);
   const [low, high] = [Math.min(...known, 0), Math.max(...known, 1e-9)];
-  return el("span", { class: "strip" }, rewards.map((x, i) => {
-    const share = x === null ? 0 : (x - low) / (high - low || 1);
-    return el("i", { class: x === null ? "unknown" : `r${Math.round(share * 4)}`, "data-out": matched && !matched[i], title: number(x) });
-  }));
+  return el(
+    "span",
+    { class: "strip" },
+    rewards.map((x, i) => {
+      const share = x === null ? 0 : (x - low) / (high - low || 1);
+      return el("i", {
+        class: x === null ? "unknown" : `r${Math.round(share * 4)}`,
+        "data-out": matched && !matched[i],
+        title: number(x),
+      });
+    }),
+  );
 }

@@ -14,11 +14,15 @@ function ticks(low, high, count = 4) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((x) => x * power).find((x) => x >= raw);
   const found = [];
-  for (let x = Math.ceil(low / step - 1e-9) * step; x <= high + step * 1e-6; x += step) found.push(Math.abs(x) < step * 1e-6 ? 0 : x);
+  for (let x = Math.ceil(low / step - 1e-9) * step; x <= high + step * 1e-6; x += step)
+    found.push(Math.abs(x) < step * 1e-6 ? 0 : x);
   return found;
 }
 
-const brief = (x) => (Math.abs(x) >= 1e4 || (x !== 0 && Math.abs(x) < 1e-3) ? Number(x.toPrecision(2)).toExponential() : String(Number(x.toPrecision(3))));
+const brief = (x) =>
+  Math.abs(x) >= 1e4 || (x !== 0 && Math.abs(x) < 1e-3)
+    ? Number(x.toPrecision(2)).toExponential()
+    : String(Number(x.toPrecision(3)));
 
 function chart(name, curves, order) {
   const points = curves.flatMap(([, [steps, values]]) => steps.map((step, i) => [step, values[i]]));
@@ -29,17 +33,24 @@ function chart(name, curves, order) {
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.1, y1 + (Math.abs(y1) || 1) * 0.1];
   const x = (step) => LEFT + ((step - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - TOP);
-  const grid = ticks(y0, y1).map((v) => [svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }), svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(v))]);
+  const grid = ticks(y0, y1).map((v) => [
+    svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
+    svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(v)),
+  ]);
   const steps = ticks(x0, x1, 5).map((v) => svg("text", { x: x(v), y: HEIGHT - 6, "text-anchor": "middle" }, brief(v)));
   const lines = curves.map(([run, [s, v]]) =>
     s.length > 1
-      ? svg("path", { class: `line c${order.indexOf(run) % 8}`, d: s.map((step, i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(v[i]).toFixed(1)}`).join("") })
-      : svg("circle", { class: `dot c${order.indexOf(run) % 8}`, cx: x(s[0]), cy: y(v[0]), r: 3 }));
+      ? svg("path", {
+          class: `line c${order.indexOf(run) % 8}`,
+          d: s.map((step, i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(v[i]).toFixed(1)}`).join(""),
+        })
+      : svg("circle", { class: `dot c${order.indexOf(run) % 8}`, cx: x(s[0]), cy: y(v[0]), r: 3 }),
+  );
   const cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const reading = el("div", { class: "reading" });
   const nearest = (event) => {
     const box = picture.getBoundingClientRect();
-    const at = x0 + (((event.clientX - box.left) * WIDTH) / box.width - LEFT) / (WIDTH - LEFT - RIGHT) * (x1 - x0);
+    const at = x0 + ((((event.clientX - box.left) * WIDTH) / box.width - LEFT) / (WIDTH - LEFT - RIGHT)) * (x1 - x0);
     return curves.map(([run, [s, v]]) => {
       const i = s.reduce((best, step, k) => (Math.abs(step - at) < Math.abs(s[best] - at) ? k : best), 0);
       return [run, s[i], v[i]];
@@ -50,20 +61,49 @@ function chart(name, curves, order) {
     cross.setAttribute("x1", x(found[0][1]));
     cross.setAttribute("x2", x(found[0][1]));
     cross.setAttribute("visibility", "visible");
-    reading.replaceChildren(`step ${number(Math.round(found[0][1]))}  `, ...found.map(([run, , value]) => el("span", { class: `c${order.indexOf(run) % 8}`, title: run }, `${number(value)} `)));
+    reading.replaceChildren(
+      `step ${number(Math.round(found[0][1]))}  `,
+      ...found.map(([run, , value]) =>
+        el("span", { class: `c${order.indexOf(run) % 8}`, title: run }, `${number(value)} `),
+      ),
+    );
   };
-  const leave = () => { cross.setAttribute("visibility", "hidden"); reading.replaceChildren(); };
-  const open = (event) => { const [[run, step]] = nearest(event); set({ view: "rollouts", run, step: `~${Math.round(step)}`, runs: "", metrics: "" }); };
-  const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": name, onmousemove: hover, onmouseleave: leave, onclick: open }, grid, steps, lines, cross);
+  const leave = () => {
+    cross.setAttribute("visibility", "hidden");
+    reading.replaceChildren();
+  };
+  const open = (event) => {
+    const [[run, step]] = nearest(event);
+    set({ view: "rollouts", run, step: `~${Math.round(step)}`, runs: "", metrics: "" });
+  };
+  const picture = svg(
+    "svg",
+    {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      role: "img",
+      "aria-label": name,
+      onmousemove: hover,
+      onmouseleave: leave,
+      onclick: open,
+    },
+    grid,
+    steps,
+    lines,
+    cross,
+  );
   return el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, name), reading), picture);
 }
 
 export async function draw(main, fresh) {
   const runs = (await ask("runs")).filter((one) => one.kind === "run" && one.steps !== null);
-  if (!runs.length) return fresh() && main.replaceChildren(el("p", { class: "page" }, "No run here has metrics by step."));
+  if (!runs.length)
+    return fresh() && main.replaceChildren(el("p", { class: "page" }, "No run here has metrics by step."));
   const chosen = listed("runs").length ? listed("runs") : runs.slice(0, 8).map((one) => one.name);
   const known = new Set((await Promise.all(chosen.map((run) => ask("run", { run })))).flatMap((one) => one.metrics));
-  const usual = [...USUAL, ...[...known].filter((name) => /^eval\/[^/]+\/(greedy|sampled|accuracy|pass@1)$/.test(name))].filter((name) => known.has(name));
+  const usual = [
+    ...USUAL,
+    ...[...known].filter((name) => /^eval\/[^/]+\/(greedy|sampled|accuracy|pass@1)$/.test(name)),
+  ].filter((name) => known.has(name));
   const metrics = listed("metrics").length ? listed("metrics") : usual;
   const curves = await ask("curves", { runs: chosen.join(","), metrics: metrics.join(",") });
   if (!fresh()) return;
@@ -71,17 +111,70 @@ export async function draw(main, fresh) {
   const toggle = (name, all, key, standard) => (event) =>
     set({ [key]: (event.target.checked ? [...all, name] : all.filter((x) => x !== name)).join(",") || standard });
   const box = (name, all, key, mark) =>
-    el("label", { class: "choice", title: name }, el("input", { type: "checkbox", checked: all.includes(name), onchange: toggle(name, all, key, "") }), mark, name);
+    el(
+      "label",
+      { class: "choice", title: name },
+      el("input", { type: "checkbox", checked: all.includes(name), onchange: toggle(name, all, key, "") }),
+      mark,
+      name,
+    );
   const list = [...known].sort().filter((name) => !text || name.toLowerCase().includes(text));
-  const search = el("input", { type: "search", placeholder: "filter metrics", value: get("text"), "data-search": true, oninput: (event) => set({ text: event.target.value }, { replace: true }) });
+  const search = el("input", {
+    type: "search",
+    placeholder: "filter metrics",
+    value: get("text"),
+    "data-search": true,
+    oninput: (event) => set({ text: event.target.value }, { replace: true }),
+  });
   const focused = document.activeElement?.matches("[data-search]");
   const place = main.querySelector(".choices")?.scrollTop ?? 0;
-  const drawn = metrics.map((name) => [name, chosen.filter((run) => curves[run]?.[name]?.[0].length).map((run) => [run, curves[run][name]])]).filter(([, c]) => c.length);
-  main.replaceChildren(el("section", { class: "split" },
-    el("aside", {}, el("h3", {}, "runs"), runs.map((one) => box(one.name, chosen, "runs", el("i", { class: `swatch ${chosen.includes(one.name) ? `c${chosen.indexOf(one.name) % 8}` : "none"}` }))),
-      el("h3", {}, "metrics"), search, el("div", { class: "choices" }, list.map((name) => box(name, metrics, "metrics")))),
-    el("article", {}, el("p", { class: "dim" }, "Click a point to read that step's rollouts. ", el("a", { href: link({ metrics: "", runs: "" }) }, "the usual curves")),
-      el("div", { class: "charts" }, drawn.map(([name, c]) => chart(name, c, chosen))))));
+  const drawn = metrics
+    .map((name) => [
+      name,
+      chosen.filter((run) => curves[run]?.[name]?.[0].length).map((run) => [run, curves[run][name]]),
+    ])
+    .filter(([, c]) => c.length);
+  main.replaceChildren(
+    el(
+      "section",
+      { class: "split" },
+      el(
+        "aside",
+        {},
+        el("h3", {}, "runs"),
+        runs.map((one) =>
+          box(
+            one.name,
+            chosen,
+            "runs",
+            el("i", { class: `swatch ${chosen.includes(one.name) ? `c${chosen.indexOf(one.name) % 8}` : "none"}` }),
+          ),
+        ),
+        el("h3", {}, "metrics"),
+        search,
+        el(
+          "div",
+          { class: "choices" },
+          list.map((name) => box(name, metrics, "metrics")),
+        ),
+      ),
+      el(
+        "article",
+        {},
+        el(
+          "p",
+          { class: "dim" },
+          "Click a point to read that step's rollouts. ",
+          el("a", { href: link({ metrics: "", runs: "" }) }, "the usual curves"),
+        ),
+        el(
+          "div",
+          { class: "charts" },
+          drawn.map(([name, c]) => chart(name, c, chosen)),
+        ),
+      ),
+    ),
+  );
   main.querySelector(".choices").scrollTop = place;
   if (focused) main.querySelector("[data-search]").focus();
 }

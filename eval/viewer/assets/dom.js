@@ -1,4 +1,5 @@
-// Elements from tags, attributes and children. Strings always become text nodes: nothing of a rollout is ever parsed as HTML.
+// Elements from tags, attributes and children.
+// Strings always become text nodes: nothing of a rollout is ever parsed as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -14,7 +15,8 @@ function fill(node, attributes, children) {
 }
 
 export const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
-export const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
+export const svg = (tag, attributes = {}, ...children) =>
+  fill(document.createElementNS(SVG, tag), attributes, children);
 
 // A labelled select; options are values, or [value, label] pairs.
 export function select(label, value, options, change) {
@@ -22,7 +24,7 @@ export function select(label, value, options, change) {
     const [key, text] = Array.isArray(option) ? option : [option, option];
     return el("option", { value: key, selected: String(key) === String(value) }, String(text));
   });
-  return el("label", {}, label, el("select", { onchange: (event) => change(event.target.value) }, items));
+  return el("label", {}, label, el("select", { name: label, onchange: (event) => change(event.target.value) }, items));
 }
 
 // A labelled input that reports when it is left or Enter is pressed, or while typing after a pause.

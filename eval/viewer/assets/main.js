@@ -9,8 +9,14 @@ import { get, link, listen, set } from "./state.js";
 
 const VIEWS = { runs, curves, rollouts, compare };
 const KEYS = [
-  ["1 – 4", "runs, curves, rollouts, compare"], ["j  k", "next, previous group or prompt"], ["]  [", "next, previous step"],
-  ["c", "next colour of tokens"], ["t", "fold or unfold thoughts"], ["/", "search"], ["Esc", "leave a field"], ["?", "this list"],
+  ["1 – 4", "runs, curves, rollouts, compare"],
+  ["j  k", "next, previous group or prompt"],
+  ["]  [", "next, previous step"],
+  ["c", "next colour of tokens"],
+  ["t", "fold or unfold thoughts"],
+  ["/", "search"],
+  ["Esc", "leave a field"],
+  ["?", "this list"],
 ];
 
 const main = document.getElementById("main");
@@ -24,10 +30,16 @@ async function draw() {
   const number = ++drawn;
   const fresh = () => number === drawn;
   const waiting = setTimeout(() => fresh() && (busy.textContent = "loading"), 150);
-  document.getElementById("views").replaceChildren(...Object.keys(VIEWS).map((name, i) => {
-    const kept = name === "rollouts" && get("run") ? { run: get("run") } : {};
-    return el("a", { href: link({ view: name, ...kept }, {}), "aria-current": name === view() && "page", title: `key ${i + 1}` }, name);
-  }));
+  document.getElementById("views").replaceChildren(
+    ...Object.keys(VIEWS).map((name, i) => {
+      const kept = name === "rollouts" && get("run") ? { run: get("run") } : {};
+      return el(
+        "a",
+        { href: link({ view: name, ...kept }, {}), "aria-current": name === view() && "page", title: `key ${i + 1}` },
+        name,
+      );
+    }),
+  );
   document.title = `${view()} ${get("run")} · jaxrl_llm`;
   try {
     await VIEWS[view()].draw(main, fresh);
@@ -48,9 +60,14 @@ function press(event) {
   }
   const active = VIEWS[view()];
   const actions = {
-    j: () => active.group?.(1), k: () => active.group?.(-1), "]": () => active.step?.(1), "[": () => active.step?.(-1),
-    c: () => (view() === "rollouts" || view() === "compare") && rollouts.colour(), t: () => rollouts.fold(),
-    "/": () => main.querySelector("[data-search]")?.focus(), "?": () => help.showModal(),
+    j: () => active.group?.(1),
+    k: () => active.group?.(-1),
+    "]": () => active.step?.(1),
+    "[": () => active.step?.(-1),
+    c: () => (view() === "rollouts" || view() === "compare") && rollouts.colour(),
+    t: () => rollouts.fold(),
+    "/": () => main.querySelector("[data-search]")?.focus(),
+    "?": () => help.showModal(),
   };
   Object.keys(VIEWS).forEach((name, i) => (actions[i + 1] = () => set({ view: name, text: "" })));
   if (!actions[event.key]) return;
@@ -58,8 +75,15 @@ function press(event) {
   actions[event.key]();
 }
 
-help.append(el("h2", {}, "Keys"), el("table", {}, KEYS.map(([key, what]) => el("tr", {}, el("th", {}, el("kbd", {}, key)), el("td", {}, what)))),
-  el("form", { method: "dialog" }, el("button", {}, "Close")));
+help.append(
+  el("h2", {}, "Keys"),
+  el(
+    "table",
+    {},
+    KEYS.map(([key, what]) => el("tr", {}, el("th", {}, el("kbd", {}, key)), el("td", {}, what))),
+  ),
+  el("form", { method: "dialog" }, el("button", {}, "Close")),
+);
 document.getElementById("help-button").addEventListener("click", () => help.showModal());
 addEventListener("keydown", press);
 listen(draw);

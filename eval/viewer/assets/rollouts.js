@@ -7,27 +7,48 @@ import { all, get, link, set } from "./state.js";
 import { available, COLOURS, legend, scale } from "./tokens.js";
 
 const FILTERS = ["run", "step", "kind", "role", "finish", "source", "low", "high", "text", "order"];
-const ORDERS = [["", "file's order"], ["low reward", "low reward first"], ["high reward", "high reward first"], ["spread", "most mixed first"], ["long", "longest first"]];
+const ORDERS = [
+  ["", "file's order"],
+  ["low reward", "low reward first"],
+  ["high reward", "high reward first"],
+  ["spread", "most mixed first"],
+  ["long", "longest first"],
+];
+
+const FRESH_MS = 3000;
 
 let list = { key: null, groups: [], next: null, rows: 0, total: 0 };
 let about = { key: null };
 let opened = { key: null };
+let painted = []; // the rows whose tokens are shown, here or in a comparison
 
 const filters = () => Object.fromEntries(FILTERS.map((name) => [name, get(name)]));
 const chosen = () => ({ run: get("run"), step: get("at"), kind: get("of"), prompt: get("prompt") });
 const where = (group) => ({ at: group.step, of: group.kind, prompt: group.prompt, first: "" });
 
+// What the run has; asked again after a while, as the run may still be writing.
 async function describe() {
   const key = JSON.stringify([get("run"), get("kind")]);
-  if (about.key !== key || about.growing) {
-    list.key = null;
+  if (about.key !== key || about.growing || performance.now() - about.at > FRESH_MS) {
     const [run, runs] = await Promise.all([ask("run", { run: get("run"), kind: get("kind") }), ask("runs")]);
     const mine = runs.find((one) => one.name === get("run"));
-    about = { key, ...run, runs: runs.filter((one) => one.rollouts || one.name === get("run")), growing: mine?.progress < 1, progress: mine?.progress };
+    if (mine?.rollouts !== about.rollouts) list.key = null;
+    about = {
+      key,
+      ...run,
+      runs: runs.filter((one) => one.rollouts || one.name === get("run")),
+      rollouts: mine?.rollouts,
+      growing: mine?.progress < 1,
+      progress: mine?.progress,
+      at: performance.now(),
+    };
   }
   if (get("step").startsWith("~")) {
     const wanted = Number(get("step").slice(1));
-    const near = about.steps.reduce((best, one) => (Math.abs(one.step - wanted) < Math.abs(best - wanted) ? one.step : best), about.steps[0]?.step ?? "");
+    const near = about.steps.reduce(
+      (best, one) => (Math.abs(one.step - wanted) < Math.abs(best - wanted) ? one.step : best),
+      about.steps[0]?.step ?? "",
+    );
     set({ step: String(near) }, { replace: true });
   }
 }
@@ -58,60 +79,131 @@ function form() {
   const steps = about.steps.map((one) => one.step);
   const any = (values) => [["", "any"], ...values];
   const place = steps.indexOf(Number(get("step")));
-  const stepping = steps.length > 1 && el("div", { class: "stepping" },
-    el("button", { type: "button", title: "previous step ([)", onclick: () => step(-1) }, "◀"),
-    select("step", get("step"), [["", `all ${steps.length}`], ...steps.map((x) => [x, number(x)])], change("step")),
-    el("button", { type: "button", title: "next step (])", onclick: () => step(1) }, "▶"),
-    el("span", { class: "dim" }, place >= 0 ? `reward ${number(about.steps[place].reward)}` : ""));
-  return el("form", { class: "filters", onsubmit: (event) => event.preventDefault() },
-    select("run", get("run"), about.runs.map((one) => one.name), (value) => set({ ...Object.fromEntries(FILTERS.map((x) => [x, ""])), run: value, at: "", of: "", prompt: "" })),
+  const stepping =
+    steps.length > 1 &&
+    el(
+      "div",
+      { class: "stepping" },
+      el("button", { type: "button", title: "previous step ([)", onclick: () => step(-1) }, "◀"),
+      select("step", get("step"), [["", `all ${steps.length}`], ...steps.map((x) => [x, number(x)])], change("step")),
+      el("button", { type: "button", title: "next step (])", onclick: () => step(1) }, "▶"),
+      el("span", { class: "dim" }, place >= 0 ? `reward ${number(about.steps[place].reward)}` : ""),
+    );
+  return el(
+    "form",
+    { class: "filters", onsubmit: (event) => event.preventDefault() },
+    select(
+      "run",
+      get("run"),
+      about.runs.map((one) => one.name),
+      (value) => set({ ...Object.fromEntries(FILTERS.map((x) => [x, ""])), run: value, at: "", of: "", prompt: "" }),
+    ),
     stepping,
-    input("search", get("text"), { type: "search", placeholder: "in questions and responses", "data-search": true }, change("text")),
-    el("div", { class: "pair" }, input("reward ≥", get("low"), { type: "number", step: "any" }, change("low")), input("≤", get("high"), { type: "number", step: "any" }, change("high"))),
-    el("div", { class: "pair" },
+    input(
+      "search",
+      get("text"),
+      { type: "search", placeholder: "in questions and responses", "data-search": true },
+      change("text"),
+    ),
+    el(
+      "div",
+      { class: "pair" },
+      input("reward ≥", get("low"), { type: "number", step: "any" }, change("low")),
+      input("≤", get("high"), { type: "number", step: "any" }, change("high")),
+    ),
+    el(
+      "div",
+      { class: "pair" },
       about.names.kind.length > 1 && select("of", get("kind"), any(about.names.kind), change("kind")),
       about.names.role.length > 1 && select("role", get("role"), any(about.names.role), change("role")),
       about.names.finish.length > 1 && select("finish", get("finish"), any(about.names.finish), change("finish")),
-      about.names.source.length > 1 && select("source", get("source"), any(about.names.source), change("source"))),
-    select("order", get("order"), ORDERS, change("order")));
+      about.names.source.length > 1 && select("source", get("source"), any(about.names.source), change("source")),
+    ),
+    select("order", get("order"), ORDERS, change("order")),
+  );
 }
 
 function item(group, current) {
   const here = group.prompt === current.prompt && String(group.step) === current.step && group.kind === current.kind;
-  return el("li", {}, el("a", { href: link(where(group)), class: "group", "aria-current": here && "true" },
-    el("span", { class: "line" }, el("code", {}, group.prompt), about.steps.length > 1 && !get("step") && el("span", { class: "dim" }, `step ${group.step}`),
-      group.kind.startsWith("eval/") && el("span", { class: "flag" }, group.kind.slice(5))),
-    el("span", { class: "excerpt" }, group.excerpt), strip(group.rewards, get("text") || get("low") || get("high") || get("finish") ? group.matched : null)));
+  return el(
+    "li",
+    {},
+    el(
+      "a",
+      { href: link(where(group)), class: "group", "aria-current": here && "true" },
+      el(
+        "span",
+        { class: "line" },
+        el("code", {}, group.prompt),
+        about.steps.length > 1 && !get("step") && el("span", { class: "dim" }, `step ${group.step}`),
+        group.kind.startsWith("eval/") && el("span", { class: "flag" }, group.kind.slice(5)),
+      ),
+      el("span", { class: "excerpt" }, group.excerpt),
+      strip(group.rewards, get("text") || get("low") || get("high") || get("finish") ? group.matched : null),
+    ),
+  );
 }
 
 const counted = (n, noun, more) => `${number(n)}${more ? "+" : ""} ${noun}${n === 1 && !more ? "" : "s"}`;
 
 function side(fresh) {
   const searching = get("text") && list.next !== null;
-  const count = get("text") ? `${counted(list.groups.length, "group", searching)} found` : `${counted(list.total, "group")}, ${counted(list.rows, "rollout")}`;
-  const more = async () => { await fetchList(true); if (fresh()) replaceSide(fresh); };
+  const count = get("text")
+    ? `${counted(list.groups.length, "group", searching)} found`
+    : `${counted(list.total, "group")}, ${counted(list.rows, "rollout")}`;
+  const more = async () => {
+    await fetchList(true);
+    if (fresh()) replaceSide(fresh);
+  };
   const current = chosen();
   return [
-    el("div", { class: "count", role: "status" }, about.growing ? `indexing ${Math.floor(100 * about.progress)}%: ` : "", count),
-    el("ol", { class: "groups" }, list.groups.map((group) => item(group, current))),
-    list.next !== null ? el("button", { type: "button", class: "more", onclick: more }, searching ? "search on" : "more") : null,
+    el(
+      "div",
+      { class: "count", role: "status" },
+      about.growing ? `indexing ${Math.floor(100 * about.progress)}%: ` : "",
+      count,
+    ),
+    el(
+      "ol",
+      { class: "groups" },
+      list.groups.map((group) => item(group, current)),
+    ),
+    list.next !== null
+      ? el("button", { type: "button", class: "more", onclick: more }, searching ? "search on" : "more")
+      : null,
     list.groups.length ? null : el("p", { class: "dim" }, "nothing passes these filters"),
   ];
 }
 
 const replaceSide = (fresh) => document.getElementById("side")?.replaceChildren(...side(fresh).filter(Boolean));
 
-export function toolbar(rows, redraw) {
+export function toolbar(rows) {
+  painted = rows;
   const names = available(rows);
   const colour = names.includes(get("colour")) ? get("colour") : "";
   const shade = scale(colour, rows);
   const folded = get("fold", "1") === "1";
   return [
     { shade, folded, sought: get("text") },
-    el("div", { class: "toolbar" },
-      names.length > 1 ? select("colour", colour, names.map((name) => [name, COLOURS[name].label]), (value) => set({ colour: value })) : el("span", { class: "dim" }, "no values of tokens were written for these"),
+    el(
+      "div",
+      { class: "toolbar" },
+      names.length > 1
+        ? select(
+            "colour",
+            colour,
+            names.map((name) => [name, COLOURS[name].label]),
+            (value) => set({ colour: value }),
+          )
+        : el("span", { class: "dim" }, "no values of tokens were written for these"),
       legend(shade),
-      el("label", {}, el("input", { type: "checkbox", checked: folded, onchange: () => set({ fold: folded ? "0" : "" }) }), "fold thoughts")),
+      el(
+        "label",
+        {},
+        el("input", { type: "checkbox", checked: folded, onchange: () => set({ fold: folded ? "0" : "" }) }),
+        "fold thoughts",
+      ),
+    ),
   ];
 }
 
@@ -123,8 +215,16 @@ async function content() {
   if (!opened.rows.length) return el("p", { class: "page" }, "This group is not there (any more).");
   const [options, tools] = toolbar(opened.rows);
   const first = Number(get("first") || 0);
-  const pages = opened.total > opened.rows.length && el("div", { class: "pages" }, `${first + 1} to ${first + opened.rows.length} of ${opened.total} `,
-    first > 0 && el("a", { href: link({ first: Math.max(0, first - 32) || "" }) }, "previous"), " ", first + opened.rows.length < opened.total && el("a", { href: link({ first: first + 32 }) }, "next"));
+  const pages =
+    opened.total > opened.rows.length &&
+    el(
+      "div",
+      { class: "pages" },
+      `${first + 1} to ${first + opened.rows.length} of ${opened.total} `,
+      first > 0 && el("a", { href: link({ first: Math.max(0, first - 32) || "" }) }, "previous"),
+      " ",
+      first + opened.rows.length < opened.total && el("a", { href: link({ first: first + 32 }) }, "next"),
+    );
   return [question(opened.rows[0]), tools, pages, cards(opened.rows, options)];
 }
 
@@ -143,9 +243,16 @@ export async function draw(main, fresh) {
   const old = main.querySelector(".split[data-view=rollouts]");
   const scrolled = document.getElementById("side")?.parentNode.scrollTop ?? 0;
   const focus = document.activeElement?.closest?.("aside form") ? document.activeElement : null;
-  const aside = el("aside", {}, focus ? focus.closest("form") : form(), el("div", { id: "side" }, side(fresh).filter(Boolean)));
+  const typing = focus?.matches("input"); // the form that is typed into stays; another one would lose the cursor
+  const aside = el(
+    "aside",
+    {},
+    typing ? focus.closest("form") : form(),
+    el("div", { id: "side" }, side(fresh).filter(Boolean)),
+  );
   main.replaceChildren(el("section", { class: "split", "data-view": "rollouts" }, aside, el("article", {}, shown)));
-  focus?.focus();
+  if (typing) focus.focus();
+  else if (focus?.name) aside.querySelector(`[name="${focus.name}"]`)?.focus();
   if (old) aside.scrollTop = scrolled;
   complete(fresh, () => replaceSide(fresh));
   if (about.growing) setTimeout(() => fresh() && draw(main, fresh), 1000);
@@ -160,9 +267,12 @@ export function step(by) {
   if (next !== undefined) set({ step: String(next), at: "", of: "", prompt: "", first: "" });
 }
 
-export function group(by) {
+export async function group(by) {
   const current = chosen();
-  const place = list.groups.findIndex((one) => one.prompt === current.prompt && String(one.step) === current.step && one.kind === current.kind);
+  const place = list.groups.findIndex(
+    (one) => one.prompt === current.prompt && String(one.step) === current.step && one.kind === current.kind,
+  );
+  if (place + by >= list.groups.length && list.next !== null) await fetchList(true);
   const next = list.groups[place + by];
   if (!next) return;
   set(where(next));
@@ -170,7 +280,7 @@ export function group(by) {
 }
 
 export function colour() {
-  const names = available(opened.rows ?? []);
+  const names = available(painted);
   set({ colour: names[(names.indexOf(all().colour ?? "") + 1) % names.length] });
 }
 

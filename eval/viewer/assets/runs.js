@@ -11,7 +11,12 @@ const measured = (one) => (one.kind === "run" ? one.held_out : one.metrics) ?? {
 function cell(one, name) {
   const value = measured(one)[name];
   const spread = one.ci95?.[name];
-  return el("td", { class: "value" }, number(value), spread ? el("span", { class: "dim" }, ` ±${number(spread)}`) : null);
+  return el(
+    "td",
+    { class: "value" },
+    number(value),
+    spread ? el("span", { class: "dim" }, ` ±${number(spread)}`) : null,
+  );
 }
 
 function row(one, columns) {
@@ -19,15 +24,41 @@ function row(one, columns) {
   return el(
     "tr",
     {},
-    el("th", { scope: "row" }, el("a", { href: link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
-      one.notices.map((notice) => el("div", { class: "notice" }, notice))),
-    el("td", { class: "value" }, one.rollouts ? number(one.rollouts) : "–",
-      one.progress < 1 ? el("progress", { value: one.progress, title: "indexed so far" }) : null),
-    one.kind === "run" ? [el("td", { class: "value" }, number(one.steps)), el("td", { class: "value" }, number(one.reward)), el("td", { class: "value" }, number(one.length))]
-      : [el("td", { title: one.model }, (one.model ?? "–").split("/").slice(-2).join("/")), el("td", { class: "value" }, one.throughput ? `${number(one.throughput, 0)}` : "–")],
+    el(
+      "th",
+      { scope: "row" },
+      el("a", { href: link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
+      one.notices.map((notice) => el("div", { class: "notice" }, notice)),
+    ),
+    el(
+      "td",
+      { class: "value" },
+      one.rollouts ? number(one.rollouts) : "–",
+      one.progress < 1 ? el("progress", { value: one.progress, title: "indexed so far" }) : null,
+    ),
+    one.kind === "run"
+      ? [
+          el("td", { class: "value" }, number(one.steps)),
+          el("td", { class: "value" }, number(one.reward)),
+          el("td", { class: "value" }, number(one.length)),
+        ]
+      : [
+          el("td", { title: one.model }, (one.model ?? "–").split("/").slice(-2).join("/")),
+          el("td", { class: "value" }, one.throughput ? `${number(one.throughput, 0)}` : "–"),
+        ],
     short.map((name) => cell(one, name)),
-    el("td", { class: "dim mono", title: one.commit }, one.commit ? one.commit.slice(0, 8) + (one.commit.includes("+") ? "+" : "") : "–"),
-    el("td", {}, one.kind === "run" ? el("a", { href: link({ view: "curves", runs: one.name }, {}) }, "curves") : el("a", { href: link({ view: "compare", run_a: one.name }, {}) }, "compare")),
+    el(
+      "td",
+      { class: "dim mono", title: one.commit },
+      one.commit ? one.commit.slice(0, 8) + (one.commit.includes("+") ? "+" : "") : "–",
+    ),
+    el(
+      "td",
+      {},
+      one.kind === "run"
+        ? el("a", { href: link({ view: "curves", runs: one.name }, {}) }, "curves")
+        : el("a", { href: link({ view: "compare", run_a: one.name }, {}) }, "compare"),
+    ),
   );
 }
 
@@ -37,13 +68,35 @@ function table(kind, runs) {
   const counts = new Map();
   for (const one of mine) for (const name of Object.keys(measured(one))) counts.set(name, (counts.get(name) ?? 0) + 1);
   const preferred = (name) => (/(_truncated|_length|_distinct)$/.test(name) || name.split("/").length > 3 ? 1 : 0);
-  const columns = [...counts.keys()].sort((a, b) => preferred(a) - preferred(b) || counts.get(b) - counts.get(a)).slice(0, 4);
+  const columns = [...counts.keys()]
+    .sort((a, b) => preferred(a) - preferred(b) || counts.get(b) - counts.get(a))
+    .slice(0, 4);
   const fixed = kind === "run" ? ["steps", "reward", "length"] : ["model", "tokens/s"];
   const heads = ["name", "rollouts", ...fixed, ...columns.map((name) => name.replace(/^eval\//, "")), "commit", ""];
   return [
     el("h2", {}, `${names[kind]}s `, el("span", { class: "dim" }, mine.length)),
-    el("div", { class: "scroll" }, el("table", { class: "runs" }, el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
-      el("tbody", {}, mine.map((one) => row(one, columns))))),
+    el(
+      "div",
+      { class: "scroll" },
+      el(
+        "table",
+        { class: "runs" },
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            heads.map((head) => el("th", { scope: "col" }, head)),
+          ),
+        ),
+        el(
+          "tbody",
+          {},
+          mine.map((one) => row(one, columns)),
+        ),
+      ),
+    ),
   ];
 }
 
@@ -51,9 +104,23 @@ export async function draw(main) {
   const runs = await ask("runs");
   const text = get("text").toLowerCase();
   const shown = runs.filter((one) => !text || `${one.name} ${one.model ?? ""}`.toLowerCase().includes(text));
-  const search = el("input", { type: "search", placeholder: "filter by name", value: get("text"), "data-search": true, oninput: (event) => set({ text: event.target.value }, { replace: true }) });
+  const search = el("input", {
+    type: "search",
+    placeholder: "filter by name",
+    value: get("text"),
+    "data-search": true,
+    oninput: (event) => set({ text: event.target.value }, { replace: true }),
+  });
   const focused = document.activeElement?.matches("[data-search]");
-  main.replaceChildren(el("section", { class: "page" }, el("div", { class: "bar-line" }, search), table("run", shown), table("evaluation", shown),
-    shown.length ? null : el("p", {}, "no run has such a name")));
+  main.replaceChildren(
+    el(
+      "section",
+      { class: "page" },
+      el("div", { class: "bar-line" }, search),
+      table("run", shown),
+      table("evaluation", shown),
+      shown.length ? null : el("p", {}, "no run has such a name"),
+    ),
+  );
   if (focused) main.querySelector("[data-search]").focus();
 }

@@ -23,14 +23,16 @@ export function stream(row, name) {
   return learner && sampler && learner.map((x, i) => (x === null || sampler[i] === null ? null : x - sampler[i]));
 }
 
-export const available = (rows) => Object.keys(COLOURS).filter((name) => !name || rows.some((row) => stream(row, name)));
+export const available = (rows) =>
+  Object.keys(COLOURS).filter((name) => !name || rows.some((row) => stream(row, name)));
 
 // One scale for all rows, so that colours can be compared.
 export function scale(name, rows) {
   const kind = COLOURS[name] ?? {};
   if (!name) return null;
   let largest = 0;
-  if (kind.diverging) for (const row of rows) for (const x of stream(row, name) ?? []) largest = Math.max(largest, Math.abs(x ?? 0));
+  if (kind.diverging)
+    for (const row of rows) for (const x of stream(row, name) ?? []) largest = Math.max(largest, Math.abs(x ?? 0));
   const [low, high] = kind.fixed ?? [-(largest || 1), largest || 1];
   return { name, low, high, ...kind };
 }
@@ -50,11 +52,21 @@ export function legend(shade) {
   if (!shade) return null;
   const names = Array.from({ length: LEVELS + 1 }, (_, i) => (i ? `s${i}` : "s0"));
   const down = Array.from({ length: LEVELS }, (_, i) => `n${LEVELS - i}`);
-  const classes = shade.diverging ? [...down, "s0", ...names.slice(1).map((x) => x.replace("s", "p"))] : shade.flip ? names.reverse() : names;
+  const classes = shade.diverging
+    ? [...down, "s0", ...names.slice(1).map((x) => x.replace("s", "p"))]
+    : shade.flip
+      ? names.reverse()
+      : names;
   return el(
     "span",
     { class: "legend", title: `${shade.label}${shade.unit ? `, ${shade.unit}` : ""}` },
-    number(shade.low, 2), el("span", { class: "ramp" }, classes.map((name) => el("i", { class: name }))), number(shade.high, 2),
+    number(shade.low, 2),
+    el(
+      "span",
+      { class: "ramp" },
+      classes.map((name) => el("i", { class: name })),
+    ),
+    number(shade.high, 2),
     shade.unit ? ` ${shade.unit}` : "",
   );
 }
@@ -78,7 +90,8 @@ function hits(text, sought) {
   const found = [];
   if (!sought) return found;
   const [lower, part] = [text.toLowerCase(), sought.toLowerCase()];
-  for (let at = lower.indexOf(part); at >= 0; at = lower.indexOf(part, at + part.length)) found.push([at, at + part.length]);
+  for (let at = lower.indexOf(part); at >= 0; at = lower.indexOf(part, at + part.length))
+    found.push([at, at + part.length]);
   return found;
 }
 
@@ -92,7 +105,12 @@ export function body(row, { shade, folded, sought }) {
   const cuts = [...new Set([...chains, ...marks].flat())].sort((a, b) => a - b);
   const root = el("div", { class: "text", lang: "" });
   const folds = chains.map(([a, b]) =>
-    el("details", { class: "thought", open: !folded || marks.some(([c, d]) => c < b && d > a) }, el("summary", {}, `thought · ${(b - a).toLocaleString("en")} characters`)));
+    el(
+      "details",
+      { class: "thought", open: !folded || marks.some(([c, d]) => c < b && d > a) },
+      el("summary", {}, `thought · ${(b - a).toLocaleString("en")} characters`),
+    ),
+  );
   let [at, cut, chain, mark] = [0, 0, 0, 0];
   pieces.forEach((piece, i) => {
     const end = at + piece.length;
@@ -107,7 +125,9 @@ export function body(row, { shade, folded, sought }) {
       const said = text.slice(at, stop);
       const name = values ? level(values[i], shade) : "";
       const plain = i >= tokens.length && !hit;
-      (inside ?? root).append(plain ? said : el(hit ? "mark" : "span", { class: name || null, "data-t": i < tokens.length ? i : null }, said));
+      (inside ?? root).append(
+        plain ? said : el(hit ? "mark" : "span", { class: name || null, "data-t": i < tokens.length ? i : null }, said),
+      );
       at = stop;
     }
   });
@@ -120,5 +140,9 @@ export function token(row, i) {
   const values = Object.keys(COLOURS)
     .filter((name) => name && stream(row, name))
     .map((name) => el("tr", {}, el("th", {}, COLOURS[name].label), el("td", {}, number(stream(row, name)[i], 4))));
-  return [el("code", {}, JSON.stringify(row.streams.token[i])), el("span", { class: "dim" }, ` token ${i}`), el("table", {}, values)];
+  return [
+    el("code", {}, JSON.stringify(row.streams.token[i])),
+    el("span", { class: "dim" }, ` token ${i}`),
+    el("table", {}, values),
+  ];
 }

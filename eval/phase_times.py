@@ -1,0 +1,123 @@
+"""How long an update of a layer policy takes, against the whole model's: `python -m jaxrl_llm.eval.phase_times --out FILE`.
+
+Where b is the time of a block and h that of the head, each forward and backward and measured apart, an update that reads
+layer k of L should take ((k + 1) b + h) / (L b + h) of the whole one. Prints JSON; times are the least of several.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.bupo import BuPO
+from jaxrl_llm.algorithms.sft import SFT
+from jaxrl_llm.batch import Batch
+from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.learner import Learner
+from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.optimizers import Optimizer
+
+SIZE = Qwen3(vocabulary_size=4096, width=256, layers=8, heads=8, kv_heads=4, head_width=32, mlp_width=768, tied=False)
+
+
+def least(run: Callable[[], Any], times: int) -> float:
+    """Seconds of the fastest of some runs, after one that compiles."""
+    jax.block_until_ready(run())
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - begin)
+    return min(found)
+
+
+def batch_of(rows: int, tokens: int) -> Batch:
+    """Random rows, each one sequence, all of it learned from."""
+    random = np.random.default_rng(0)
+    shape = (rows, tokens)
+    ids = random.integers(0, SIZE.vocabulary_size, shape).astype(np.int32)
+    zeros, ones = np.zeros(shape, np.float32), np.ones(shape, np.int32)
+    positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), shape)
+    numbers = np.broadcast_to(np.arange(rows, dtype=np.int32)[:, None], shape)
+    counts = {
+        "tokens": np.float32(rows * tokens),
+        "sequences": np.float32(rows),
+        "pairs": np.float32(1),
+        "constant": np.float32(1),
+        "one": np.float32(1),
+    }
+    batch = Batch(
+        tokens=ids, targets=ids, positions=positions, segments=ones, sequence=numbers, mask=ones.astype(bool), sampler_logprobs=zeros,
+        old_logprobs=zeros, advantages=zeros + 1, ref_logprobs=None, old_values=None, returns=None, weights=None, aux={},
+        group=numbers[:, 0], side=0 * numbers[:, 0], counts=counts,
+    )  # fmt: skip
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def measured(layer: int, rows: int, tokens: int, times: int) -> dict[str, float]:
+    """Seconds of a block, of the head and of both updates, their ratio and the one expected."""
+    partitioner = Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1])
+    batch = batch_of(rows, tokens)
+    places = (batch.tokens, batch.positions, batch.segments)
+
+    def of_layers(count: int) -> float:
+        policy = Policy(replace(SIZE, layers=count), partitioner)
+        params = policy.init(jax.random.key(0))
+        gradient = jax.jit(jax.grad(lambda p: jnp.sum(policy.hidden(p, *places) ** 2)))
+        return least(lambda: gradient(params), times)
+
+    block = (of_layers(5) - of_layers(1)) / 4
+    hidden = jax.random.normal(jax.random.key(1), (rows * tokens, SIZE.width))
+    head = 0.02 * jax.random.normal(jax.random.key(2), (SIZE.vocabulary_size, SIZE.width))
+    loss = lambda x, w: jnp.sum(token_stats(x, w, batch.targets.reshape(-1))["logprob"])  # noqa: E731
+    of_head = jax.jit(jax.grad(loss, argnums=(0, 1)))
+    head_s = least(lambda: of_head(hidden, head), times)
+    whole = Learner(
+        models={"policy": Policy(SIZE, partitioner)}, algorithm=SFT(), optimizers={"policy": Optimizer()}, updates=100
+    )
+    phase = BuPO(layer=layer).phases[0]
+    inner = replace(whole, capture=phase.view, trainable=phase.trainable)
+    state = whole.init({"policy": whole.policy.init(jax.random.key(0))})
+    found = {}
+    for name, learner in (("whole_s", whole), ("layer_s", inner)):
+
+        def update(learner: Learner = learner) -> Any:
+            nonlocal state
+            state, metrics = learner.update(state, [batch])
+            return metrics
+
+        found[name] = least(update, times)
+    expected = ((layer + 1) * block + head_s) / (SIZE.layers * block + head_s)
+    ratio = found["layer_s"] / found["whole_s"]
+    return {
+        "layer": layer, "layers": SIZE.layers, "block_s": block, "head_s": head_s, **found, "ratio": ratio, "expected": expected,
+        "off_by": ratio / expected - 1,
+    }  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_times", description=__doc__)
+    parser.add_argument("--layer", type=int, default=2, help="k, from 0")
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--times", type=int, default=5, help="runs of each, of which the fastest counts")
+    parser.add_argument("--out", type=Path, help="file that the JSON is written to as well")
+    given = parser.parse_args(argv)
+    text = json.dumps(measured(given.layer, given.rows, given.tokens, given.times), indent=1)
+    if given.out is not None:
+        given.out.write_text(text + "\n")
+    print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""A classifier of pairs of texts, same class or not: the binary cross-entropy of the value at the pair's last token.
+
+    L = -w_1 y log sigmoid(v) - w_0 (1 - y) log(1 - sigmoid(v)),    w_k = 1 / (2 share_k)        mean over pairs
+
+DARLING's partition classifier (arXiv 2509.02534) has two outputs and a softmax; one output v, their difference, is the same
+model. The weights are the paper's N / N_k but for a factor that makes their mean 1.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.masked import sequence_sum
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairClassifier:
+    """Trains the reward model's network as a classifier; the policy stays as it is.
+
+    Attributes:
+      similar_share: share of the training pairs that are of the same class; 0.5 weighs both kinds alike.
+    """
+
+    similar_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.similar_share < 1:
+            raise ValueError(
+                f"pair_classifier.PairClassifier.similar_share must be in (0, 1) (got {self.similar_share}): a classifier "
+                "needs pairs of both kinds"
+            )
+
+    @property
+    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+        return "pairs"
+
+    @property
+    def needs(self) -> frozenset[str]:
+        return frozenset({"reward_model"})
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1
+
+    @property
+    def constant(self) -> float:
+        """What a sequence adds to the count "constant"."""
+        return 1.0
+
+    @property
+    def controls(self) -> Mapping[str, float]:
+        """None."""
+        return {}
+
+    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
+        """Nothing moves."""
+        del metrics, sequences
+        return controls
+
+    def advantages(self, view: View) -> Credit:
+        """The last token of every labelled pair."""
+        labelled = view.learned & (view.side != 0)[:, None]
+        weight = on_last_token(jnp.ones(labelled.shape[0], jnp.float32), labelled)
+        return Credit(advantages=weight, loss_mask=weight > 0)
+
+    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+        total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
+        value = outputs["reward_model"]["value"]
+        score, present = total(value), total(jnp.ones_like(value)) > 0
+        similar = batch.side > 0
+        weight = jnp.where(similar, 0.5 / self.similar_share, 0.5 / (1.0 - self.similar_share))
+        losses = -weight * jax.nn.log_sigmoid(jnp.where(similar, score, -score))
+        streams = {
+            "loss/reward_model": losses,
+            "pairs/accuracy": (score > 0) == similar,
+            "pairs/similar": similar,
+            "pairs/similar_found": (score > 0) & similar,
+            "pairs/similar_said": score > 0,
+        }
+        metrics = {name: (jnp.sum(jnp.where(present, x, 0.0)), "sequences") for name, x in streams.items()}
+        return {"reward_model": metrics["loss/reward_model"]}, metrics

@@ -1,0 +1,132 @@
+"""How many requests a second a reward service answers, and how long they take.
+
+    python -m jaxrl_llm.rewards.load_test sandbox  [--url URL] [--requests 400] [--concurrency 16]
+    python -m jaxrl_llm.rewards.load_test score    --url URL | --model FOLDER
+    python -m jaxrl_llm.rewards.load_test classify --url URL | --model FOLDER
+
+Without --url the service is started on a free port of loopback and stopped at the end. Requests are sent by `concurrency`
+clients, each its next as soon as it has an answer. The result is one line of JSON: requests_per_s, p50_ms, p99_ms, failed.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+
+STARTUP_S = 120.0
+TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 8
+# {name: (path, body, module of the server)}.
+SERVICES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
+    "sandbox": (
+        "/test_program",
+        {"program": "def f(x):\n    return x + 1\n", "tests": ["assert f(1) == 2", "assert f(2) == 3"]},
+        "jaxrl_llm.rewards.sandbox",
+    ),
+    "score": ("/score", {"texts": [TEXT]}, "jaxrl_llm.rewards.classifier_server"),
+    "classify": ("/classify", {"input": [[TEXT, TEXT[::-1]]]}, "jaxrl_llm.rewards.classifier_server"),
+}
+
+
+async def load(
+    url: str, path: str, body: Mapping[str, Any], requests: int, concurrency: int, token: str = ""
+) -> dict[str, float]:
+    """Latencies and throughput of `requests` equal calls; a status other than 200 is a failure.
+
+    Raises:
+      ValueError: nothing to send.
+    """
+    if requests < 1 or concurrency < 1:
+        raise ValueError(f"requests and concurrency must be >= 1 (got {requests} and {concurrency})")
+    taken: list[float] = []
+    left, failed = iter(range(requests)), 0
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+
+    async def client(session: aiohttp.ClientSession) -> None:
+        nonlocal failed
+        for _ in left:
+            begin = time.perf_counter()
+            try:
+                async with session.post(url.rstrip("/") + path, json=body) as answer:
+                    await answer.read()
+                    failed += answer.status != 200
+            except aiohttp.ClientError:
+                failed += 1
+            taken.append(time.perf_counter() - begin)
+
+    connector = aiohttp.TCPConnector(limit=concurrency)
+    async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
+        begin = time.perf_counter()
+        await asyncio.gather(*(client(session) for _ in range(concurrency)))
+        seconds = time.perf_counter() - begin
+    p50, p99 = np.percentile(taken, [50, 99]) * 1000
+    return {
+        "requests": float(requests), "concurrency": float(concurrency), "requests_per_s": requests / seconds,
+        "p50_ms": float(p50), "p99_ms": float(p99), "failed": float(failed),
+    }  # fmt: skip
+
+
+@contextlib.contextmanager
+def started(module: str, arguments: Sequence[str]) -> Iterator[str]:
+    """The address of a service that runs meanwhile.
+
+    Raises:
+      TimeoutError: it does not answer within two minutes.
+      ChildProcessError: it ended.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + STARTUP_S
+        while not _answers(port):
+            if process.poll() is not None:
+                raise ChildProcessError(f"{' '.join(command)} ended with code {process.returncode}")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{' '.join(command)} does not answer within {STARTUP_S:g} s")
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answers(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.load_test", description=__doc__)
+    parser.add_argument("service", choices=sorted(SERVICES))
+    parser.add_argument("--url", default="", help="a service that runs already")
+    parser.add_argument("--model", default="", help="folder of the classifier to start")
+    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--token_env", default="", help="environment variable that holds the service's token")
+    given = parser.parse_args(argv)
+    path, body, module = SERVICES[given.service]
+    if not given.url and given.service != "sandbox" and not given.model:
+        parser.error("--url of a classifier that runs, or --model of one to start, is needed")
+    token = os.environ.get(given.token_env, "") if given.token_env else ""
+    arguments = ["--model", given.model] if given.model else []
+    with contextlib.nullcontext(given.url) if given.url else started(module, arguments) as url:
+        asyncio.run(load(url, path, body, min(8, given.requests), 1, token))  # what is loaded at the first call
+        found = asyncio.run(load(url, path, body, given.requests, given.concurrency, token))
+    print(json.dumps({"service": given.service, **found}))
+    return 1 if found["failed"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,34 @@
+"""The load test counts what it sent, what failed, and how long answers took."""
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from fastapi import FastAPI, Response
+
+from jaxrl_llm.rewards.load_test import load, main
+
+Serve = Callable[[FastAPI], str]
+
+
+def test_latency_throughput_and_failures_are_counted(serve: Serve) -> None:
+    app, seen = FastAPI(), []
+
+    @app.post("/score")
+    async def score() -> Response:
+        seen.append(1)
+        await asyncio.sleep(0.02)
+        return Response(status_code=500 if len(seen) % 5 == 0 else 200)
+
+    found = asyncio.run(load(serve(app), "/score", {"texts": ["a"]}, 20, 4))
+    assert len(seen) == 20 and found["failed"] == 4
+    assert found["p50_ms"] > 19 and found["p99_ms"] >= found["p50_ms"]
+    assert found["requests_per_s"] < 1.1 * 4 / 0.02
+
+
+def test_nothing_to_send_and_nobody_to_ask_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be >= 1"):
+        asyncio.run(load("http://127.0.0.1:1", "/x", {}, 0, 1))
+    assert asyncio.run(load("http://127.0.0.1:1", "/x", {}, 2, 1))["failed"] == 2
+    with pytest.raises(SystemExit):
+        main(["score"])
