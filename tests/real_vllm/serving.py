@@ -1,5 +1,6 @@
 """A vLLM server of the tests as a child process, and what a learner asks of it, in plain requests."""
 
+import ctypes
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+_LIBC = ctypes.CDLL(None)
 READY_S = 300.0
 STEP_S = 120.0
 
@@ -140,11 +142,18 @@ def serving(
         yield server
 
 
+def _end_with_parent() -> None:
+    """A run of the tests that is cut off leaves no server behind (PR_SET_PDEATHSIG)."""
+    _LIBC.prctl(1, signal.SIGTERM)
+
+
 @contextmanager
 def running(command: list[str], log: Path, variables: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     """A child process and its own children, ended with the context."""
     with log.open("wb") as out:
-        process = subprocess.Popen(command, env=variables, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=variables, stdout=out, stderr=out, start_new_session=True, preexec_fn=_end_with_parent
+        )
     try:
         yield process
     finally:
