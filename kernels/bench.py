@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm import xla_flags
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
@@ -323,6 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
       SystemExit: status 1 where a backend of this project failed.
     """
+    xla_flags.apply()
     args = parse(argv)
     rows = []
     for row in rows_of(args):
