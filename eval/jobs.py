@@ -4,6 +4,7 @@ A job is a list of commands, each an argument list, started when the jobs it wai
 holds what it printed, OUT/ended/NAME says that it is done: after a stop, the same jobs go on where they were.
 """
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -106,3 +107,21 @@ def core_set(number: int, threads: int) -> list[int]:
     """The cores of the job in slot `number`; slots share cores where there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [cores[(number * threads + i) % len(cores)] for i in range(min(threads, len(cores)))]
+
+
+def options(parser: argparse.ArgumentParser, runs: str) -> None:
+    """The flags of a command that runs jobs: --out, --runs (`runs` by default), --jobs, --threads, --minutes, --gin."""
+    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--runs", type=Path, default=Path(runs), help="folder of the run folders")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--threads", type=int, default=2, help="CPU cores of a run")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
+
+
+def runner_of(given: argparse.Namespace, environment: Mapping[str, str]) -> Runner:
+    """The runner that the flags of `options` ask for, with one compilation cache for all runs."""
+    return Runner(
+        out=given.out.absolute(), jobs=given.jobs, threads=given.threads, deadline=time.monotonic() + 60 * given.minutes,
+        environment={"JAX_COMPILATION_CACHE_DIR": str(given.runs.absolute() / "compiled"), **environment},
+    )  # fmt: skip

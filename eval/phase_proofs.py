@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.eval.jobs import Job, Runner
+from jaxrl_llm.eval.jobs import Job, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "bupo")
@@ -288,14 +288,9 @@ def plot(found: Mapping[str, Any], file: Path) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_proofs", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--runs", type=Path, default=Path("runs/phases"), help="folder of the run folders")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores of a run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    options(parser, "runs/phases")
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, with commas between")
     parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")
-    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
     given = parser.parse_args(argv)
     runs, out, only = given.runs.absolute(), given.out.absolute(), given.only.split(",")
     seeds = [int(seed) for seed in given.seeds.split(",")]
@@ -303,10 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no system {unknown}; there are {', '.join(SYSTEMS)}")
     out.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    runner = Runner(
-        out=out, jobs=given.jobs, threads=given.threads, deadline=begin + 60 * given.minutes,
-        environment={"JAX_COMPILATION_CACHE_DIR": str(runs / "compiled"), **ENVIRONMENT},
-    )  # fmt: skip
+    runner = runner_of(given, ENVIRONMENT)
 
     def ended(name: str, well: bool) -> None:
         print(f"{time.monotonic() - begin:6.0f} s  {name}: {'done' if well else 'no result yet'}", flush=True)

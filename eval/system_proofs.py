@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.eval.jobs import Job, Runner
+from jaxrl_llm.eval.jobs import Job, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
 from jaxrl_llm.eval.system_plots import plot
 
@@ -215,21 +215,13 @@ def write(out: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.system_proofs", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--runs", type=Path, default=Path("runs/systems"), help="folder of the run folders")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores of a run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    options(parser, "runs/systems")
     parser.add_argument("--only", default="darling,classmate,cs336", help="systems, with commas between")
-    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
     arguments = parser.parse_args(argv)
     runs, out = arguments.runs.absolute(), arguments.out.absolute()
     (out / "runs").mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
-    runner = Runner(
-        out=out, jobs=arguments.jobs, threads=arguments.threads, deadline=begin + 60 * arguments.minutes,
-        environment={"JAX_COMPILATION_CACHE_DIR": str(runs / "compiled"), **ENVIRONMENT},
-    )  # fmt: skip
+    runner = runner_of(arguments, ENVIRONMENT)
     arms = {folder_name(a, s): (a, s) for a in (*DARLING, *CLASSMATE, *ABLATIONS) for s in SEEDS}
 
     def ended(name: str, well: bool) -> None:

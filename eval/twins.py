@@ -11,14 +11,13 @@ was found; the exit code is 0 where every twin ran and moved.
 import argparse
 import json
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.eval.jobs import Job, Runner
+from jaxrl_llm.eval.jobs import Job, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
@@ -88,19 +87,11 @@ def markdown(found: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.twins", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
-    parser.add_argument("--runs", type=Path, default=Path("runs/twins"), help="folder of the run folders")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
-    parser.add_argument("--threads", type=int, default=2, help="CPU cores of a run")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    options(parser, "runs/twins")
     parser.add_argument("--only", default="", help="twins whose names begin so, such as darling_")
-    parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
     arguments = parser.parse_args(argv)
     runs, out = arguments.runs.absolute(), arguments.out.absolute()
-    runner = Runner(
-        out=out, jobs=arguments.jobs, threads=arguments.threads, deadline=time.monotonic() + 60 * arguments.minutes,
-        environment={"JAX_COMPILATION_CACHE_DIR": str(runs / "compiled"), **ENVIRONMENT},
-    )  # fmt: skip
+    runner = runner_of(arguments, ENVIRONMENT)
     wanted = names(arguments.only)
     missing = runner.run(
         [job(name, runs, arguments.gin) for name in wanted], lambda name, well: print(name, well, flush=True)

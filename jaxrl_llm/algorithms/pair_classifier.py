@@ -8,18 +8,20 @@ model. The weights are the paper's N / N_k but for a factor that makes their mea
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import sequence_sum
+from jaxrl_llm.protocols import Learns
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairClassifier:
+class PairClassifier(Objective):
     """Trains the reward model's network as a classifier; the policy stays as it is.
 
     Attributes:
@@ -36,31 +38,12 @@ class PairClassifier:
             )
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "pairs"]:
+    def learns_from(self) -> Learns:
         return "pairs"
 
     @property
     def needs(self) -> frozenset[str]:
         return frozenset({"reward_model"})
-
-    @property
-    def group_size_at_least(self) -> int:
-        return 1
-
-    @property
-    def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
-        return 1.0
-
-    @property
-    def controls(self) -> Mapping[str, float]:
-        """None."""
-        return {}
-
-    def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """Nothing moves."""
-        del metrics, sequences
-        return controls
 
     def advantages(self, view: View) -> Credit:
         """The last token of every labelled pair."""
