@@ -143,18 +143,16 @@ def markdown(found: Sequence[Result]) -> str:
 def plot(found: Sequence[Result], file: Path) -> bool:
     """Held-out greedy accuracy by step, a panel an algorithm and a line a seed; False without matplotlib or results."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     if not (groups := by_algorithm(found)):
         return False
     columns = 6
-    figure, axes = pyplot.subplots(
-        -(-len(groups) // columns), columns, figsize=(14, 2 * -(-len(groups) // columns)), squeeze=False, sharey=True
-    )
+    lines = -(-len(groups) // columns)
+    figure = Figure(figsize=(14, 2 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in axes.flat[len(groups) :]:
         panel.axis("off")
     for panel, (name, rows) in zip(axes.flat, groups.items(), strict=False):
@@ -171,9 +169,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
         "held-out accuracy by step, a line a seed: greedy (blue), sampled (orange), pairs told apart (green)",
         fontsize=9,
     )
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
     return True
 
 
