@@ -14,10 +14,12 @@ import subprocess
 import tarfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -102,12 +104,15 @@ class Runner:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[Job], ended: Callable[[str], object]) -> list[str]:
-        """Runs every job, says how each went, calls `ended(name)` of one that is done; returns the names of the others."""
+        """Runs every job, says how each went, calls `ended(name)` of one that is done; returns the names of the others.
+
+        A job whose `ended` raises is among the others: the error is printed, and the rest goes on.
+        """
         begin = time.monotonic()
         for folder in (self.logs, self.marks):
             folder.mkdir(parents=True, exist_ok=True)
         futures: dict[str, Future[Outcome]] = {}
-        urgency = chains(jobs)
+        urgency, unread = chains(jobs), []
         with ThreadPoolExecutor(max(len(jobs), 1)) as pool:  # a thread that waits costs nothing; cores are what counts
             for job in jobs:
                 after = [futures[name] for name in job.after]
@@ -116,12 +121,12 @@ class Runner:
             try:
                 for future in as_completed(names):
                     self._say(names[future], future.result(), time.monotonic() - begin)
-                    if future.result() == "done":
-                        ended(names[future])
+                    if future.result() == "done" and not survives(partial(ended, names[future])):
+                        unread.append(names[future])
             except BaseException:
                 self.cores.stopped.set()  # or the pool, which waits for its threads, would start the other jobs
                 raise
-        return [name for name, future in futures.items() if future.result() != "done"]
+        return [name for name, future in futures.items() if name in unread or future.result() != "done"]
 
     def _say(self, name: str, outcome: Outcome, elapsed: float) -> None:
         log = self.logs / f"{name}.txt"
@@ -158,6 +163,16 @@ class Runner:
                 process.kill()
                 process.wait()
                 return "stopped"
+
+
+def survives(call: Callable[[], object]) -> bool:
+    """Whether a call returned; the error of one that raised is printed, so that it stops nothing else."""
+    try:
+        call()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
 
 
 def chains(jobs: Sequence[Job]) -> dict[str, int]:

@@ -7,6 +7,7 @@ reads the results NAME-SEED.json of OUT and writes learning.json, learning.md an
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,10 +79,11 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 def closed(rows: Sequence[Result], teacher: Result | None, kind: str) -> list[float]:
-    """The share of the gap to the teacher that each run closed."""
+    """The share of the gap to the teacher that each run closed; NaN where there is none."""
     if teacher is None:
         return []
-    return [(r[f"{kind}_after"] - r[f"{kind}_before"]) / (teacher[f"{kind}_after"] - r[f"{kind}_before"]) for r in rows]
+    gaps = [teacher[f"{kind}_after"] - r[f"{kind}_before"] for r in rows]
+    return [(r[f"{kind}_after"] - r[f"{kind}_before"]) / gap if gap else math.nan for r, gap in zip(rows, gaps)]
 
 
 def reached(name: str, rows: Sequence[Result], teacher: Result | None) -> str:

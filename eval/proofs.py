@@ -8,10 +8,11 @@ goes on, on another machine too, where OUT/results.tgz, which holds results/ and
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 
 from jaxrl_llm.eval import learning_runs, phase_proofs, system_proofs, twins
-from jaxrl_llm.eval.jobs import Cores, archive, options
+from jaxrl_llm.eval.jobs import Cores, archive, options, survives
 
 # Those first whose runs wait for others.
 PARTS: Mapping[str, Callable[[Sequence[str], Cores], int]] = {
@@ -29,14 +30,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no part {unknown}; there are {', '.join(PARTS)}")
     cores = Cores(given.jobs, given.threads)
     shared = [f"--minutes={given.minutes}", *(f"--gin={binding}" for binding in given.gin)]
+    well: set[str] = set()
+
+    def carry_out(part: str) -> None:
+        if PARTS[part]([f"--out={given.out / part}", f"--runs={given.runs / part}", *shared], cores) == 0:
+            well.add(part)
+
     with ThreadPoolExecutor(len(only)) as pool:
-        flags = {part: [f"--out={given.out / part}", f"--runs={given.runs / part}", *shared] for part in only}
-        codes = {part: pool.submit(PARTS[part], flags[part], cores) for part in only}
+        ends = [pool.submit(survives, partial(carry_out, part)) for part in only]
         try:
-            failed = [part for part, code in codes.items() if code.result()]
+            wait(ends)
         except BaseException:
             cores.stopped.set()
             raise
+    failed = [part for part in only if part not in well]
     print(
         f"{archive(given.out, given.runs)}"
         + (f"; not all of {', '.join(failed)} is there or as it should be" if failed else "")

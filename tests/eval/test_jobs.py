@@ -41,6 +41,15 @@ def test_a_failure_leaves_the_others_running_and_what_ended_is_not_run_again(
     assert (tmp_path / "count").read_text() == "xx"
 
 
+def test_results_that_cannot_be_read_stop_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ended(name: str) -> None:
+        if name == "odd":
+            raise KeyError("reward/mean")
+
+    assert runner(tmp_path).run([job("odd", "pass"), job("behind", "pass", after=("odd",))], ended) == ["odd"]
+    assert "KeyError: 'reward/mean'" in capsys.readouterr().err
+
+
 def test_a_job_without_its_folder_is_run_again(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     made = [job("export", f"import os; os.mkdir({str(folder)!r})", folder=folder)]
@@ -112,18 +121,20 @@ def test_all_parts_share_the_cores_and_a_failed_one_is_named(
 ) -> None:
     seen: dict[str, tuple[list[str], Cores]] = {}
 
-    def part(name: str, code: int) -> object:
+    def part(name: str, code: int | None) -> object:
         def main(argv: list[str], cores: Cores) -> int:
             seen[name] = argv, cores
+            if code is None:
+                raise KeyError("no such row")
             return code
 
         return main
 
-    monkeypatch.setattr(proofs, "PARTS", {"one": part("one", 0), "two": part("two", 1)})
+    monkeypatch.setattr(proofs, "PARTS", {"one": part("one", 0), "two": part("two", 1), "three": part("three", None)})
     folders = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     (tmp_path / "out").mkdir()
     (tmp_path / "runs").mkdir()
-    assert proofs.main([*folders, "--only", "one,two", "--minutes", "9", "--gin", "STEPS=2"]) == 1
+    assert proofs.main([*folders, "--only", "three,one,two", "--minutes", "9", "--gin", "STEPS=2"]) == 1
     assert seen["one"][1] is seen["two"][1]
     assert seen["two"][0] == [
         f"--out={tmp_path}/out/two",
@@ -131,4 +142,4 @@ def test_all_parts_share_the_cores_and_a_failed_one_is_named(
         "--minutes=9.0",
         "--gin=STEPS=2",
     ]
-    assert "not all of two" in capsys.readouterr().out
+    assert "not all of three, two" in capsys.readouterr().out
