@@ -207,11 +207,15 @@ def runner_of(given: argparse.Namespace, environment: Mapping[str, str], cores: 
 
 
 def archive(out: Path, runs: Path) -> Path:
-    """OUT/results.tgz: all of OUT as results/, and as runs/ the small files of the run folders and what has ended."""
+    """OUT/results.tgz: all of OUT as results/, and as runs/ what has ended, with the small files of its run folders."""
     file = out / ARCHIVE
+    small: list[Path] = []
+    for marks in sorted(runs.rglob("ended")):
+        small += sorted(marks.parent.glob("*.json"))
+        for mark in sorted(marks.iterdir()):
+            small += [mark, *(path for name in KEPT if (path := marks.parent / mark.name / name).is_file())]
     with tarfile.open(file, "w:gz") as tar:
         tar.add(out, "results", filter=lambda member: None if member.name.endswith(ARCHIVE) else member)
-        small = [path for path in sorted(runs.rglob("*")) if path.name in KEPT or path.parent.name == "ended"]
         for path in small:
             tar.add(path, Path("runs") / path.relative_to(runs))
     return file

@@ -101,19 +101,15 @@ def test_cores_of_jobs_are_disjoint_where_there_are_enough(monkeypatch: pytest.M
 
 
 def test_the_archive_holds_results_and_what_a_restart_reads(tmp_path: Path) -> None:
-    for name in (
-        "out/a/x.json",
-        "out/a/results.tgz",
-        "runs/p/r/metrics.jsonl",
-        "runs/p/r/checkpoints/1/state",
-        "runs/p/ended/r",
-    ):
+    there = ("out/a/x.json", "out/a/results.tgz", "runs/p/ended/r", "runs/p/times.json")
+    folders = ("runs/p/r/metrics.jsonl", "runs/p/r/checkpoints/1/state", "runs/p/stopped/metrics.jsonl")
+    for name in (*there, *folders):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("x")
     file = jobs.archive(tmp_path / "out", tmp_path / "runs")
     with tarfile.open(file) as tar:
         held = {member.name for member in tar.getmembers() if member.isfile()}
-    assert held == {"results/a/x.json", "runs/p/r/metrics.jsonl", "runs/p/ended/r"}
+    assert held == {"results/a/x.json", "runs/p/r/metrics.jsonl", "runs/p/ended/r", "runs/p/times.json"}
 
 
 def test_all_parts_share_the_cores_and_a_failed_one_is_named(
