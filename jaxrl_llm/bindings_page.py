@@ -34,7 +34,7 @@ INTERNAL = (
     "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
-    "eval.learning_runs",
+    "eval.jobs",
 )
 # A name that a file imports, a dot, and what it names there.
 IMPORT = re.compile(
