@@ -31,7 +31,9 @@ def states(folder: Path, text: str, tokens: int, row_tokens: int) -> dict[str, n
     opened = Model(path=str(folder), compute_dtype="bfloat16").open(Partitioner.create(MeshConfig()))
     ids = np.asarray(opened.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     if len(ids) <= tokens:
-        raise ValueError(f"the text has {len(ids)} tokens, and {tokens} with their targets take one more: name more files")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, and {tokens} with their targets take one more: name more files"
+        )
     rows, params = ids[:tokens].reshape(-1, row_tokens), opened.params()
     positions = jnp.broadcast_to(jnp.arange(row_tokens, dtype=jnp.int32), rows.shape)
 
