@@ -159,10 +159,11 @@ class Transformer(nnx.Module):
         return self.norm(x), cache
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Gathered in float32, so that the gradient of a frequent token is summed in float32; whole along the width, so
-        # that the lookup needs no exchange of activations.
-        table = self.partitioner.constrain(self.embedding[...], ("vocabulary", None))
-        return table[tokens].astype(self.dtype)
+        # Gathered in float32, so that the gradient of a frequent token is summed in float32. Each device looks up its share
+        # of the width for all rows and they exchange activations, fewer bytes than the table and its gradient have.
+        table = self.partitioner.constrain(self.embedding[...], ("vocabulary", "embed"))
+        found = table[self.partitioner.constrain(tokens, ("lookup", "length"))]
+        return self.partitioner.constrain(found.astype(self.dtype), ("lookup", "length", "embed"))
 
     def _by_window(self, index: jax.Array, attend: Callable[[int | None], jax.Array]) -> jax.Array:
         """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""
