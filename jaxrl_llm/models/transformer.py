@@ -38,6 +38,14 @@ class Running:
     unroll: int
 
 
+def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """`x` as the cache keeps it; one of 8 bits has a largest value, which stands for all beyond it."""
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -141,14 +149,14 @@ class Transformer(nnx.Module):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
-                new = {"k": k, "v": v}
+                new = {name: stored(x, cache[name].dtype) for name, x in (("k", k), ("v", v))}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
                 if fresh:
                     return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
                     return self._by_window(index, one)[:, None], entries
-                k, v = (jax.lax.dynamic_index_in_dim(entries[name], index, keepdims=False) for name in ("k", "v"))
+                k, v = (jax.lax.dynamic_index_in_dim(entries[n], index, keepdims=False).astype(q.dtype) for n in "kv")
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
             x, cache = layer(x, rotation, attend)
