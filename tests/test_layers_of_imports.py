@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench",
         "bench_case",
         "hidden_states",
+        "mesh_check",
         "memory",
         "export",
         "chat",

@@ -50,6 +50,7 @@ class Engine:
       slots: most sequences decoded at a time.
       decode_chunk: decode steps between two looks of the host.
       prefill_tokens: most tokens of a block of prompts, padding included.
+      cache: dtype of cached keys and values; None is the policy's.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -60,6 +61,7 @@ class Engine:
     slots: int
     decode_chunk: int
     prefill_tokens: int
+    cache: str | None = None
     version: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -156,9 +158,8 @@ class Engine:
                     if not self._waiting:
                         return
                     batch = None  # its cache goes before the next one comes
-                    batch = SlotBatch(
-                        self.policy, self._capacity({request for request, _ in self._waiting}), self._programs
-                    )
+                    wanted = self._capacity({request for request, _ in self._waiting})
+                    batch = SlotBatch(self.policy, wanted, self._programs, self.cache)
                 await self._advance(batch)
         except asyncio.CancelledError:
             self._fail(RuntimeError("the sampler was closed, or its event loop ended, while it was sampling"))
