@@ -21,6 +21,7 @@ from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
+from jaxrl_llm.watch import Watch, Watching
 
 _log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Run:
       checkpoints: when to save and what to keep.
       writers: where metrics go.
       profile_steps: steps that are traced for TensorBoard's profile tab.
+      watch: when a run that stands still is reported or stopped.
     """
 
     run_dir: str
@@ -54,6 +56,7 @@ class Run:
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
     profile_steps: Sequence[int] = ()
+    watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -81,8 +84,9 @@ class Run:
         for stage in self.stages:
             stage.check_devices(partitioner.batch_shards)
         provenance(run_dir, self.seed, config)
-        with asyncio.Runner() as runner:
-            training = Training(self, run_dir, partitioner)
+        with self.watch.open(run_dir, jax.process_index()) as watching, asyncio.Runner() as runner:
+            watching.loop = runner.get_loop()
+            training = Training(self, run_dir, partitioner, watching)
             try:
                 runner.run(training.run(config))
             finally:
@@ -92,8 +96,8 @@ class Run:
 class Training:
     """A run in progress."""
 
-    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner) -> None:
-        self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
+    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner, watching: Watching) -> None:
+        self.config, self.run_dir, self.partitioner, self.watching = run, run_dir, partitioner, watching
         self.tokenizer = run.tokenizer.load()
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
@@ -131,6 +135,7 @@ class Training:
         """All stages from where the run stands."""
         restored = self.checkpoints.latest()
         total = self.config.starts[-1]
+        self.watching.at("opening", step=restored or 0)
         self.writers = Writers.open(self.config.writers, self.run_dir, restored, total)
         if config and restored is None:
             self.writers.text("config", f"```\n{config}\n```")
@@ -142,6 +147,7 @@ class Training:
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         state: TrainState | None = None
         for number in range(first, len(self.config.stages)):
+            self.watching.at("beginning", stage=self.config.stages[number].name)
             stage = StageRun.open(self.config.stages[number], self, number)
             if restored is not None and number == first:
                 state, start = self._restore(stage, restored), restored - self.config.starts[number]
@@ -150,6 +156,7 @@ class Training:
             state = await self._stage(stage, state, start)
             if self.stopped:
                 break
+        self.watching.at("saving")
         self.checkpoints.wait()
 
     async def _initial(self) -> Any:
@@ -166,6 +173,7 @@ class Training:
 
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files, whatever happened."""
+        self.watching.at("closing")
         await self.sampler.close()
         for companion in self.companions:
             await companion.stop()
@@ -183,6 +191,7 @@ class Training:
     async def _stage(self, stage: StageRun, state: TrainState, start: int) -> TrainState:
         assert self.writers is not None
         offset = self.config.starts[stage.number]
+        _log.info("stage %s goes on after step %d", stage.config.name, offset + start)
         await stage.refresh(state, start)
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
@@ -209,13 +218,16 @@ class Training:
         begin = time.perf_counter()
         clock = Clock()
         within = step - self.config.starts[stage.number]
+        self.watching.at("publishing", step=step)
         stage.phases.enter(within, stage.controls)
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
         await stage.refresh(state, within - 1)
+        self.watching.at("collecting")
         groups = await stage.feed.next(step)
         clock.lap("collect")
+        self.watching.at("scoring")
         # A sampler that overlaps needs the event loop while the learner computes.
         aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
         batch = await aside(stage.pack, groups)
@@ -224,6 +236,7 @@ class Training:
             batch = await stage.rescore(batch, streams)
         credit = await aside(stage.credit, batch, streams)
         clock.lap("score")
+        self.watching.at("updating")
         state, metrics = await aside(stage.update, state, batch, streams, credit)
         clock.lap("update")
         metrics |= stage.describe(batch, streams, credit)
@@ -245,6 +258,7 @@ class Training:
         metrics |= stage.feed.take() | {"compilations": float(stage.phases.compilations)}
         metrics["compilations/step"] = float(self.compilations.take())
         stage.adapt(within, metrics, len(batch.rollouts))
+        self.watching.at("saving", version=self.sampler.version)
         self.writers.write(step, metrics)
         self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)
         return state
@@ -256,6 +270,7 @@ class Training:
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
         assert self.writers is not None
+        self.watching.at("evaluating")
         metrics = stage.measure(state)
         if stage.config.evaluations:
             await self._publish(state, step)
