@@ -98,7 +98,7 @@ class PretrainedTokenizer:
         try:
             if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
                 raise OSError(f"It has none of {', '.join(FILES)}.")
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError) as error:
             where = f"{sorted(p.name for p in folder.iterdir())}" if folder.is_dir() else "no such folder here"
             raise FileNotFoundError(

@@ -34,6 +34,7 @@ INTERNAL = (
     "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
+    "eval.jobs",
     "eval.learning_runs",
 )
 # A name that a file imports, a dot, and what it names there.
