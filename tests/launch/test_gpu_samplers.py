@@ -19,7 +19,7 @@ case "$2" in *" tar -x"*) cat >/dev/null; mkdir -p jaxrl_llm && ln -sfn "$LAUNCH
 # vLLM's Python: vLLM and the proxy wait until they are ended.
 VLLM_PYTHON = """
 case "$*" in
-  *"importlib.metadata"*) echo 0.32.1 ;;
+  *importlib*) echo 0.32.1 ;;
   "-m pip"*) ;;
   "-m vllm"*) [ -z "${JAXRL_LLM_TOKEN:-}" ] || touch "$ANSWERS/leaked"; exec sleep 60 ;;
   *) exec sleep 60 ;;
