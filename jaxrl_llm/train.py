@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
-from jaxrl_llm.watch import Watch, Watching
+from jaxrl_llm.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Run:
       checkpoints: when to save and what to keep.
       writers: where metrics go.
       profile_steps: steps that are traced for TensorBoard's profile tab.
-      watch: when a run that stands still is reported or stopped.
+      watch: where the run's health is written, and when one that stands still is reported or stopped.
     """
 
     run_dir: str
@@ -84,9 +85,8 @@ class Run:
         for stage in self.stages:
             stage.check_devices(partitioner.batch_shards)
         provenance(run_dir, self.seed, config)
-        with self.watch.open(run_dir, jax.process_index()) as watching, asyncio.Runner() as runner:
-            watching.loop = runner.get_loop()
-            training = Training(self, run_dir, partitioner, watching)
+        with asyncio.Runner() as runner:
+            training = Training(self, run_dir, partitioner)
             try:
                 runner.run(training.run(config))
             finally:
@@ -96,8 +96,8 @@ class Run:
 class Training:
     """A run in progress."""
 
-    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner, watching: Watching) -> None:
-        self.config, self.run_dir, self.partitioner, self.watching = run, run_dir, partitioner, watching
+    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner) -> None:
+        self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
         self.tokenizer = run.tokenizer.load()
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
@@ -108,6 +108,7 @@ class Training:
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
+        self.watching = run.watch.start(run_dir, jax.process_index())
         self.bases: dict[str, Any] = {}
         self.companions: list[Companion] = []
         self.writers: Writers | None = None
@@ -135,10 +136,10 @@ class Training:
         """All stages from where the run stands."""
         restored = self.checkpoints.latest()
         total = self.config.starts[-1]
-        self.watching.at("opening", step=restored or 0)
         self.writers = Writers.open(self.config.writers, self.run_dir, restored, total)
         if config and restored is None:
             self.writers.text("config", f"```\n{config}\n```")
+        self.watching.at("opening", step=restored or 0)
         if restored == total:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, total)
             return
@@ -185,6 +186,7 @@ class Training:
         self.checkpoints.close()
         if self.writers is not None:
             self.writers.close()
+        self.watching.end(sys.exception())
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -223,8 +225,8 @@ class Training:
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
-        await stage.refresh(state, within - 1)
         self.watching.at("collecting")
+        await stage.refresh(state, within - 1)
         groups = await stage.feed.next(step)
         clock.lap("collect")
         self.watching.at("scoring")

@@ -5,6 +5,7 @@ any change of what the run does: publishing, collecting, scoring, updating, eval
 """
 
 import asyncio
+import contextlib
 import faulthandler
 import json
 import logging
@@ -20,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from traceback import FrameSummary as Frame
-from types import TracebackType
 from typing import Any
 
 from jaxrl_llm.run_log import JsonLines
@@ -61,8 +61,8 @@ class Watch:
       every_s: seconds between looks, and between health files.
       warn_after_s: seconds without progress after which a warning names the wait, and every stack goes to RUN_DIR/stacks.txt;
         None never warns. A first compilation counts as a wait.
-      stop_after_s: seconds without progress after which the run is interrupted, and its process ended (exit code 75) where
-        it does not react within half a minute; None never stops it.
+      stop_after_s: seconds without progress after which the run is told to end by SIGTERM, as at a preemption, and its process
+        ended (exit code 75) where it does not within half a minute; None never stops it.
     """
 
     every_s: float = 10.0
@@ -75,52 +75,47 @@ class Watch:
             if value is not None and value <= 0:
                 raise ValueError(f"watch.Watch.{name} must be > 0 seconds (got {value})")
 
-    def open(self, run_dir: Path, rank: int = 0) -> "Watching":
-        """The watching of a run in `run_dir` by process `rank`; it begins and ends as a context."""
+    def start(self, run_dir: Path, rank: int = 0) -> "Watching":
+        """Begins to watch a run in `run_dir`, of which this is process `rank`."""
         return Watching(self, run_dir, rank)
 
 
 class Watching:
-    """A run that is watched. `loop` may be set to the event loop whose tasks are to be named."""
+    """A run that is watched, from its making to `end`."""
 
     def __init__(self, config: Watch, run_dir: Path, rank: int) -> None:
         suffix = f".{rank}" if rank else ""
         self.config, self.rank, self.place = config, rank, Place()
         self.health, self.stacks = run_dir / f"health{suffix}.json", run_dir / f"stacks{suffix}.txt"
-        self.loop: asyncio.AbstractEventLoop | None = None
-        self.stalled = ""
         self.outcome: str | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stalled = ""
         self._handler = JsonLines(run_dir / f"log{suffix}.jsonl", rank, lambda: asdict(self.place))
         self._progress = (time.monotonic(), time.time())
         self._warned: tuple[float, float] | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._handler.attach()
+        _log.info("the run begins: process %d on %s", os.getpid(), socket.gethostname())
+        self._thread.start()
 
     def at(self, doing: str, **known: Any) -> None:
         """The run does `doing` from now on; `known` are other fields of its place."""
         self.place = replace(self.place, doing=doing, **known)
         self._progress = (time.monotonic(), time.time())
+        if self._loop is None:
+            with contextlib.suppress(RuntimeError):  # before the run's loop there is none
+                self._loop = asyncio.get_running_loop()
 
-    def __enter__(self) -> "Watching":
-        self._handler.attach()
-        _log.info("the run begins: process %d on %s", os.getpid(), socket.gethostname())
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
+    def end(self, error: BaseException | None = None) -> None:
+        """Writes how the run ended: by `error`, or as it should."""
         self._over.set()
         self._thread.join(GRACE_S)
         text = " ".join(str(error).split())
-        self.outcome = "ended" if kind is None else f"{kind.__name__}: {text}"[:500]
-        if stopped := bool(self.stalled) and kind is KeyboardInterrupt:
-            self.outcome = self.stalled
+        self.outcome = self._stalled or ("ended" if error is None else f"{type(error).__name__}: {text}"[:500])
         _log.info("the run is over: %s", self.outcome)
         self._write()
         self._handler.detach()
-        if stopped:
-            raise TimeoutError(self.stalled) from error
 
     # -- in the thread -------------------------------------------------------------------------------------------------
 
@@ -142,15 +137,15 @@ class Watching:
                     return
 
     def _stop(self, wait: str) -> None:
-        self.stalled = (
+        self._stalled = (
             f"{wait}; stacks are in {self.stacks}. Stopped by watch.Watch.stop_after_s = {self.config.stop_after_s:g}: the same "
             "command goes on from the last checkpoint"
         )
-        signal.pthread_kill(_main(), signal.SIGINT)  # asyncio cancels the run's task; a call into C goes on
+        self.outcome = self._stalled
+        self._write()
+        print(f"error: {self._stalled}", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
         if not self._over.wait(GRACE_S):
-            self.outcome = self.stalled
-            self._write()
-            print(f"error: {self.stalled}", file=sys.stderr, flush=True)
             os._exit(STALLED)
 
     def _write(self) -> None:
@@ -168,7 +163,9 @@ class Watching:
 
     def _wait(self) -> str:
         """Where the main thread is, or, where it waits for events, where the run's tasks are."""
-        frames = list(traceback.extract_stack(sys._current_frames()[_main()]))
+        main = threading.main_thread().ident
+        assert main is not None
+        frames = list(traceback.extract_stack(sys._current_frames()[main]))
         if not frames[-1].filename.endswith("selectors.py"):
             return f"in {innermost(frames)}"
         waits = list(dict.fromkeys(innermost(chain) for chain in self._tasks() if chain))
@@ -176,11 +173,11 @@ class Watching:
 
     def _tasks(self) -> list[list[Frame]]:
         """The chain of awaits of each task, outermost first; the longest chains come first."""
-        if self.loop is None:
+        if self._loop is None:
             return []
         for _ in range(5):
             try:
-                tasks = asyncio.all_tasks(self.loop)
+                tasks = asyncio.all_tasks(self._loop)
                 return sorted((list(awaits(task.get_coro())) for task in tasks), key=len, reverse=True)
             except RuntimeError:  # the loop goes on meanwhile
                 continue
@@ -221,9 +218,3 @@ def innermost(frames: Sequence[Frame]) -> str:
 
 def _named(frame: Frame) -> str:
     return f"{frame.name} ({frame.filename.removeprefix(_PACKAGE + os.sep)}:{frame.lineno})"
-
-
-def _main() -> int:
-    found = threading.main_thread().ident
-    assert found is not None
-    return found

@@ -31,10 +31,11 @@ def until(true: Callable[[], object]) -> None:
 def test_the_health_file_says_where_the_run_stands_and_how_it_ended(tmp_path):
     file = tmp_path / "health.json"
     began = time.time()
-    with Watch(every_s=0.01).open(tmp_path) as watching:
-        watching.at("collecting", stage="rl", step=7, version=6)
-        until(lambda: file.exists() and json.loads(file.read_text())["step"] == 7)
-        found = json.loads(file.read_text())
+    watching = Watch(every_s=0.01).start(tmp_path)
+    watching.at("collecting", stage="rl", step=7, version=6)
+    until(lambda: file.exists() and json.loads(file.read_text())["step"] == 7)
+    found = json.loads(file.read_text())
+    watching.end()
     place = {"doing": "collecting", "stage": "rl", "step": 7, "version": 6}
     assert {name: found[name] for name in place} == place
     assert (found["rank"], found["pid"], found["outcome"]) == (0, os.getpid(), None)
@@ -44,22 +45,21 @@ def test_the_health_file_says_where_the_run_stands_and_how_it_ended(tmp_path):
 
 
 def test_a_run_that_fails_leaves_the_reason(tmp_path):
-    with pytest.raises(ValueError, match="no rows"), Watch().open(tmp_path) as watching:
-        watching.at("beginning", stage="sft")
-        raise ValueError("no rows in\n  data.jsonl")
+    Watch().start(tmp_path).end(ValueError("no rows in\n  data.jsonl"))
     assert json.loads((tmp_path / "health.json").read_text())["outcome"] == "ValueError: no rows in data.jsonl"
 
 
 def test_log_lines_carry_process_stage_and_step_and_errors_their_stack(tmp_path):
     before = logging.getLogger("jaxrl_llm").level
-    with Watch().open(tmp_path, rank=3) as watching:
-        watching.at("updating", stage="rl", step=4)
-        logging.getLogger("jaxrl_llm.stage_run").info("gap of %g", 0.5)
-        try:
-            raise OSError("disk\nfull")
-        except OSError:
-            logging.getLogger("orbax").warning("a save failed", exc_info=True)
-        logging.getLogger("orbax").info("of no interest")
+    watching = Watch().start(tmp_path, rank=3)
+    watching.at("updating", stage="rl", step=4)
+    logging.getLogger("jaxrl_llm.stage_run").info("gap of %g", 0.5)
+    try:
+        raise OSError("disk\nfull")
+    except OSError:
+        logging.getLogger("orbax").warning("a save failed", exc_info=True)
+    logging.getLogger("orbax").info("of no interest")
+    watching.end()
     logging.getLogger("jaxrl_llm").warning("after the run")
     assert not (tmp_path / "log.jsonl").exists(), "files of other processes carry their number"
     found = lines(tmp_path / "log.3.jsonl")
@@ -81,19 +81,20 @@ def test_a_wait_is_named_once_with_every_stack_and_progress_ends_it(tmp_path):
         await asyncio.Event().wait()
 
     async def run() -> None:
+        watching.at("collecting", stage="rl", step=2)
         task = asyncio.create_task(asks_a_sampler())
         await asyncio.to_thread(until, warnings)
         await asyncio.sleep(0.3)  # several looks later there is still one warning
         task.cancel()
 
-    with asyncio.Runner() as runner, Watch(every_s=0.02, warn_after_s=0.2).open(tmp_path) as watching:
-        watching.loop = runner.get_loop()
-        watching.at("collecting", stage="rl", step=2)
+    watching = Watch(every_s=0.02, warn_after_s=0.2).start(tmp_path)
+    with asyncio.Runner() as runner:
         runner.run(run())
         assert len(warnings()) == 1
         watching.at("updating")
         time.sleep(0.05)
         until(lambda: len(warnings()) == 2)
+    watching.end()
     first, second = warnings()
     assert (
         "while collecting (stage rl, step 2): awaits" in first
@@ -107,29 +108,27 @@ def test_a_wait_is_named_once_with_every_stack_and_progress_ends_it(tmp_path):
 
 
 HANGS = """
-import asyncio, signal, sys, time
+import signal, sys, time
 from pathlib import Path
 from jaxrl_llm import watch
 
 watch.GRACE_S = 0.3
-how, folder = sys.argv[1], Path(sys.argv[2])
+watching = watch.Watch(every_s=0.02, stop_after_s=0.2).start(Path(sys.argv[2]))
+watching.at("updating", stage="rl", step=5)
+if sys.argv[1] == "ends":
+    def end(number, frame):
+        watching.end()
+        sys.exit(7)
 
-async def awaits():
-    await asyncio.Event().wait()
-
-with watch.Watch(every_s=0.02, stop_after_s=0.2).open(folder) as watching, asyncio.Runner() as runner:
-    watching.loop = runner.get_loop()
-    watching.at("updating", stage="rl", step=5)
-    if how == "awaits":
-        runner.run(awaits())
-    else:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # as a call into C that never returns
-        time.sleep(60)
+    signal.signal(signal.SIGTERM, end)
+else:
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+time.sleep(60)
 """
 
 
-@pytest.mark.parametrize(("how", "code"), [("awaits", 1), ("does not react", STALLED)])
-def test_a_run_that_stands_still_is_stopped_with_the_wait_in_its_error(tmp_path, how, code):
+@pytest.mark.parametrize(("how", "code"), [("ends", 7), ("does not react", STALLED)])
+def test_a_run_that_stands_still_is_told_to_end_or_ended_with_the_wait_in_its_error(tmp_path, how, code):
     began = time.monotonic()
     command = [sys.executable, "-c", HANGS, how, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -137,8 +136,7 @@ def test_a_run_that_stands_still_is_stopped_with_the_wait_in_its_error(tmp_path,
     assert time.monotonic() - began < 20
     said = done.stderr.strip().splitlines()[-1]
     assert "while updating (stage rl, step 5)" in said and "watch.Watch.stop_after_s = 0.2" in said
-    outcome = json.loads((tmp_path / "health.json").read_text())["outcome"]
-    assert said.endswith(outcome)
+    assert said == "error: " + json.loads((tmp_path / "health.json").read_text())["outcome"]
     assert "Current thread 0x" in (tmp_path / "stacks.txt").read_text()
 
 
