@@ -19,11 +19,11 @@ KEEP=${KEEP:-$HOME/.jaxrl_llm} STOP_S=${STOP_S:-120}
 number=$KEEP/$NAME.pid log=$KEEP/$NAME.log
 boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || true) # numbers of processes mean nothing after it
 
-# The process group, if any of it lives.
+# The number of the process, which its group has too, if it lives. A zombie, which nobody may take away in a container, does not.
 group() {
-  local found began
+  local found began facts
   [ -r "$number" ] && read -r found began <"$number" && [ "$began" = "$boot" ] &&
-    kill -0 -- "-$found" 2>/dev/null && printf '%s' "$found"
+    read -r facts 2>/dev/null <"/proc/$found/stat" && [[ ${facts##*) } != [ZX]* ]] && printf '%s' "$found"
 }
 
 case $action in
@@ -57,7 +57,8 @@ case $action in
       group >/dev/null || { say "$NAME has ended"; exit 0; }
       sleep 0.1
     done
-    kill -KILL -- "-$found"
+    kill -KILL -- "-$found" 2>/dev/null || true
+    while group >/dev/null; do sleep 0.1; done
     say "$NAME did not end within $STOP_S s and was killed"
     ;;
   *) usage 2 >&2 ;;

@@ -1,8 +1,9 @@
 """launch/gpu_samplers.sh, with an ssh that runs commands here: samplers are started, kept, asked and stopped for real."""
 
-import os
+import contextlib
 import shlex
 import time
+from pathlib import Path
 
 import pytest
 from stand_ins import LAUNCH, ROOT, Machine, commands
@@ -52,14 +53,16 @@ def machine(tmp_path):
     made.run("gpu_samplers.sh", "stop")
 
 
-def alive(machine: Machine, host: str) -> int:
-    """The process group that the host's sampler was started as; 0 where it does not live."""
-    group = int((machine.home / "hosts" / host / ".jaxrl_llm" / "sampler.pid").read_text().split()[0])
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return 0
-    return group
+def living(machine: Machine, host: str) -> set[str]:
+    """The processes of the host's sampler: those of its group that are no zombies."""
+    group = (machine.home / "hosts" / host / ".jaxrl_llm" / "sampler.pid").read_text().split()[0]
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            number, facts = stat.read_text().split(" ", 1)
+            state, _, its_group = facts.rpartition(") ")[2].split()[:3]
+            found |= {number} if its_group == group and state not in "ZX" else set()
+    return found
 
 
 def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(machine):
@@ -77,11 +80,11 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     for host in ("me@gpu1", "gpu2"):
         secret = machine.home / "hosts" / host / ".jaxrl_llm_token"
         assert secret.read_text() == TOKEN and secret.stat().st_mode & 0o777 == 0o600
-    groups = [alive(machine, host) for host in ("me@gpu1", "gpu2")]
-    assert all(groups)
+    running = [living(machine, host) for host in ("me@gpu1", "gpu2")]
+    assert all(running)
     again = machine.run("gpu_samplers.sh", "start")
     assert again.stderr.count("sampler runs already") == 2
-    assert [alive(machine, host) for host in ("me@gpu1", "gpu2")] == groups
+    assert all(before & living(machine, host) for before, host in zip(running, ("me@gpu1", "gpu2"), strict=True))
 
     served = wait_for_servers(machine, calls)
     vllm = next(call for call in served if "vllm.entrypoints.openai.api_server" in call)
@@ -98,7 +101,10 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     status = machine.run("gpu_samplers.sh", "status")
     assert status.stderr.count("sampler runs (process") == 2 and "http://gpu2:9000 answers" in status.stderr
     assert machine.run("gpu_samplers.sh", "stop").returncode == 0
-    assert not any(alive(machine, host) for host in ("me@gpu1", "gpu2"))
+    deadline = time.monotonic() + 5
+    while any(living(machine, host) for host in ("me@gpu1", "gpu2")):
+        assert time.monotonic() < deadline, "vLLM and proxy end with the sampler"
+        time.sleep(0.02)
 
 
 def wait_for_servers(machine: Machine, calls: list[list[str]]) -> list[list[str]]:

@@ -1,9 +1,11 @@
 """What every script and image of launch/ has to keep."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,3 +92,34 @@ def test_the_samplers_image_adds_to_vllm_what_reads_weights_and_no_jax():
         r"pip install --no-cache-dir --no-deps \. && .*pip install --no-cache-dir (.*)$", text, re.MULTILINE
     )
     assert set(added.split()) == {"numpy", "tensorstore", "ml_dtypes"}
+
+
+def test_a_command_in_the_background_is_kept_followed_and_ended(tmp_path):
+    machine = Machine(home=tmp_path, variables={"STOP_S": "1"})
+    machine.tool("stubborn", "trap '' TERM; echo deaf; for _ in $(seq 600); do sleep 0.1; done")
+    keep = "background.sh"
+    assert machine.run(keep, "status", "job").returncode == 1
+    assert machine.run(keep, "stop", "job").returncode == 0
+    assert machine.run(keep, "start", "job", "stubborn", "a b").returncode == 0
+    again = machine.run(keep, "start", "job", "stubborn", "a b")
+    assert again.returncode == 0 and "job runs already" in again.stderr
+    log = tmp_path / ".jaxrl_llm" / "job.log"
+    deadline = time.monotonic() + 10
+    while "deaf" not in log.read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert machine.calls("stubborn") == [["stubborn", "a b"]]
+    stopped = machine.run(keep, "stop", "job")
+    assert stopped.returncode == 0 and "did not end within 1 s and was killed" in stopped.stderr
+    assert machine.run(keep, "status", "job").returncode == 1
+    tail = machine.run(keep, "tail", "job", "1")
+    assert tail.stdout == "deaf\n"
+
+
+def test_a_number_of_before_the_last_boot_is_nobodys(tmp_path):
+    machine = Machine(home=tmp_path)
+    folder = tmp_path / ".jaxrl_llm"
+    folder.mkdir()
+    (folder / "job.pid").write_text(f"{os.getpgid(0)} another-boot\n")
+    assert machine.run("background.sh", "status", "job").returncode == 1
+    assert machine.run("background.sh", "stop", "job").stderr == "job does not run\n"
