@@ -18,7 +18,8 @@
 #   TPU_NETWORK, TPU_SUBNETWORK, TPU_ACCOUNT   network, subnetwork and service account, where not the defaults
 #   PYTHON_VERSION   of the hosts' environment (3.12)
 #   WAIT_S           most seconds until the pod is ready (86400)
-#   ENVIRONMENT      names of variables to hand to the hosts (of those that are set here), such as "HF_HOME GSM8K_PATH"
+#   ENVIRONMENT      names of variables to hand to the hosts (of those that are set here), such as "HF_HOME GSM8K_PATH"; not of
+#                    secrets: they go on a command line
 #   JAXRL_LLM_TOKEN  the samplers' token, where there are samplers; it is copied to a file that its owner alone can read
 #
 # RUN_DIR must be a place that every host sees: a mounted file system, or a bucket.

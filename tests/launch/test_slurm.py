@@ -74,7 +74,7 @@ def test_an_allocation_starts_samplers_waits_for_them_and_starts_the_learner(mac
     )
     assert serve[1:3] == ["--het-group=1", "--kill-on-bad-exit=0"]
     assert serve[-3:-1] == ["bash", "-c"]
-    assert serve[-1] == f"LISTEN=$SLURMD_NODENAME exec env TENSOR_PARALLEL=4 {LAUNCH / 'sampler.sh'}"
+    assert serve[-1] == f"LISTEN=$SLURMD_NODENAME exec env TENSOR_PARALLEL=4 PORT=9000 {LAUNCH / 'sampler.sh'}"
     assert [call[-1] for call in asked] == ["http://s1:9000/health", "http://s2:9000/health"]
     assert not any(TOKEN in word for call in calls for word in call), "lists of processes show words"
     assert learn == [
