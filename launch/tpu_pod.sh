@@ -98,12 +98,13 @@ create() {
 }
 
 await() {
-  local found until=$((SECONDS + WAIT_S))
+  local found until=$((SECONDS + WAIT_S)) listed=$((SECONDS + 120))
   while :; do
     found=$(state ACTIVE)
     case $found in
       ACTIVE) say "$TPU_NAME is ready" && return ;;
-      SUSPENDED | FAILED | GONE) die "$TPU_NAME is $found: '$0 resume' makes it anew, '$0 delete' removes it" ;;
+      SUSPENDED | FAILED) die "$TPU_NAME is $found: '$0 resume' makes it anew, '$0 delete' removes it" ;;
+      GONE) [ "$SECONDS" -lt "$listed" ] || die "$TPU_NAME is not listed: was it deleted meanwhile?" ;;
     esac
     [ "$SECONDS" -lt "$until" ] || die "$TPU_NAME is still $found after $WAIT_S s; it stays in the queue: try again, or '$0 delete'"
     say "$TPU_NAME is $found"

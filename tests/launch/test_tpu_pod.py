@@ -127,6 +127,27 @@ def test_what_became_of_the_run_is_asked_of_the_hosts(machine):
     assert done.returncode == 0 and "there is no pod" in done.stderr and changes(machine) == []
 
 
+def test_a_pod_is_waited_for_until_it_is_ready(machine):
+    states = "GONE PROVISIONING ACTIVE"
+    machine.tool(
+        "gcloud",
+        f"""
+case "$*" in *list*)
+  echo >>"$HOME/asked"; set -- {states}; shift $(($(wc -l <"$HOME/asked") - 1))
+  [ "$1" = GONE ] || echo "$1" ;;
+esac""",
+    )
+    done = machine.run("tpu_pod.sh", "create", POLL_S="0.01")
+    assert done.returncode == 0, done.stderr
+    assert "pod is there already: PROVISIONING" not in done.stderr and done.stderr.endswith("pod is ready\n")
+    machine.tool("gcloud", 'case "$*" in *list*) echo PROVISIONING ;; esac')
+    done = machine.run("tpu_pod.sh", "create", POLL_S="0.01", WAIT_S="0")
+    assert done.returncode == 2 and "still PROVISIONING after 0 s" in done.stderr
+    machine.tool("gcloud", 'case "$*" in *list*) echo "no permission" >&2; exit 1 ;; esac')
+    done = machine.run("tpu_pod.sh", "create")
+    assert done.returncode == 1 and "no permission" in done.stderr
+
+
 def test_a_dry_run_prints_the_commands_and_calls_nothing(machine):
     done = machine.run("tpu_pod.sh", "--dry_run", "resume", *GIN)
     assert done.returncode == 0, done.stderr
