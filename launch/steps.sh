@@ -1,6 +1,12 @@
 # shellcheck shell=bash
 # What the scripts of this folder share; they source it.
 
+if ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] < 404)); then
+  echo "error: these scripts need bash 4.4 or newer (this is $BASH_VERSION)" >&2
+  exit 2
+fi
+shopt -s inherit_errexit
+
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 ROOT=$(dirname "$LAUNCH")
 TOKEN_FILE=${TOKEN_FILE:-$HOME/.jaxrl_llm_token}

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "launch"
 
 PROGRAM = """#!/bin/bash
-{ printf '%s\\0' "${0##*/}" "$@"; printf '\\n\\0'; } >>"$CALLS"
+printf '%s\\0' "${0##*/}" "$@" $'\\n' >>"$CALLS"  # one write: others may write at the same time
 file=$ANSWERS/${0##*/}
 if [ -e "$file" ]; then . "$file"; fi
 """
@@ -23,10 +23,12 @@ class Machine:
     Attributes:
       home: its home folder.
       variables: environment variables, beside PATH and HOME.
+      seen: characters of the calls that were asked for.
     """
 
     home: Path
     variables: dict[str, str] = field(default_factory=dict)
+    seen: int = 0
 
     def tool(self, name: str, answer: str = "") -> None:
         """Puts a tool on PATH; `answer` is what it does, in bash, with its arguments as "$@"."""
@@ -61,9 +63,10 @@ class Machine:
     def calls(self, *tools: str) -> list[list[str]]:
         """What was called since the last time, in order; of `tools` alone where some are named."""
         file = self.home / "calls"
-        text = file.read_text() if file.exists() else ""
-        file.unlink(missing_ok=True)
-        found = [line.strip("\0").split("\0") for line in text.split("\n\0") if line]
+        text = file.read_text()[self.seen :] if file.exists() else ""
+        whole = text[: text.rfind("\n\0") + 2]
+        self.seen += len(whole)
+        found = [line.strip("\0").split("\0") for line in whole.split("\n\0") if line]
         return [call for call in found if not tools or call[0] in tools]
 
 

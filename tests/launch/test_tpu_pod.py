@@ -24,7 +24,7 @@ GIN = ["--gin_file=gin/grpo_gsm8k.gin", "--gin=RUN_DIR='gs://bucket/my run'"]
 # The state is what the file says; a creation makes it ACTIVE, a deletion empties it.
 CLOUD = """
 case "$*" in
-  *"queued-resources list"*) cat "$HOME/state" 2>/dev/null ;;
+  *"queued-resources list"*) cat "$HOME/state" 2>/dev/null || : ;;
   *"queued-resources create"*) echo ACTIVE >"$HOME/state" ;;
   *"queued-resources delete"*) : >"$HOME/state" ;;
   *"tpu-vm list"*) cat "$HOME/nodes" 2>/dev/null || echo READY ;;
