@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 GIN = Path(__file__).parent / "gin"
-COMPOSED_FROM = ("algorithms", "models", "samplers", "rewards", "data", "eval", "metrics", "console")
+COMPOSED_FROM = ("algorithms", "models", "samplers", "rewards", "data", "eval", "metrics", "console", "prometheus")
 # Frozen records that code alone builds.
 INTERNAL = (
     "data.pipeline",

@@ -80,7 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     xla_flags.apply()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it is used for tokenizers, without PyTorch
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)  # what is told at lower levels goes to the run's log
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
     try:
         run, config = build(arguments.gin_file, arguments.gin)
         if argv is None and "jaxrl_llm.rewards.hf_classifier" not in sys.modules:

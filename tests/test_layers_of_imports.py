@@ -45,6 +45,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "run_folder",
         "metrics",
         "console",
+        "prometheus",
+        "run_log",
+        "watch",
         "event_files",
         "profiling",
         "compilations",
@@ -53,7 +56,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "phases", "shapes", "xla_flags", ""),
+    ("experience", "protocols", "phases", "shapes", "xla_flags", "child_environment", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
