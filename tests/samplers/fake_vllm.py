@@ -38,6 +38,8 @@ class FakeVllm:
       commit_error: why nothing can be committed.
       commit_adds: what is added to the version that a commit says it loaded.
       off: added to every log-prob of a prompt.
+      off_drawn: {version: what is added to the log-probs of tokens that it draws}.
+      host: address to listen on.
       bodies: generations that were asked for.
       calls: control calls in order.
       counts: answered requests by route.
@@ -53,6 +55,8 @@ class FakeVllm:
     commit_error: str = ""
     commit_adds: int = 0
     off: float = 0.0
+    off_drawn: dict[int, float] = field(default_factory=dict)
+    host: str = "127.0.0.1"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -71,7 +75,7 @@ class FakeVllm:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def spans(self) -> bool:
@@ -86,20 +90,23 @@ class FakeVllm:
         if self.dev:
             for name in ("collective_rpc", "pause", "resume", "update_weight_version"):
                 app.router.add_post(f"/{name}", getattr(self, f"_{name}"))
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)  # as vLLM does
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self.runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self.runner.addresses[0][1]
         return self
 
     async def kill(self) -> None:
         """Breaks every connection and forgets everything, as a killed process does."""
-        assert self.runner is not None
+        if self.runner is None:
+            return
+        assert self.runner.server is not None
         for connection in list(self.runner.server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
         await self.runner.cleanup()
+        self.runner = None
         self.version, self.staged, self.label = -1, (-1, "idle"), "none"
         self.going.set()
 
@@ -250,7 +257,7 @@ class Choice:
         else:
             token = int(np.argmax(log + self.rng.gumbel(size=VOCABULARY)))
         self.tokens.append(token)
-        self.logprobs.append(float(log[token]))
+        self.logprobs.append(float(log[token]) + self.server.off_drawn.get(self.server.version, 0.0))
         self.labels.append(self.server.label)
         self.last = token
         if token in self.sampling["stop_token_ids"]:
