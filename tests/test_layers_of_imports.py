@@ -53,7 +53,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "algorithms.": ("flax", "transformers"),
     **{
         f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
-        for module in ("manifest", "cuda_ipc", "orbax_reader", "stager", "vllm_targets", "vllm_plugin", "vllm_engine")
+        for module in (
+            "manifest",
+            "cuda_ipc",
+            "object_store",
+            "orbax_reader",
+            "stager",
+            "vllm_targets",
+            "vllm_plugin",
+            "vllm_engine",
+        )
     },
 }
 MAY_IMPORT_GIN = ("launch",)

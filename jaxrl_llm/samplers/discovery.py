@@ -37,7 +37,9 @@ class Discovery:
 
     def __post_init__(self) -> None:
         if self.file and self.dns:
-            raise ValueError(f"Discovery takes a file or a name, not both (got {self.file!r} and {self.dns!r}): set one to None")
+            raise ValueError(
+                f"Discovery takes a file or a name, not both (got {self.file!r} and {self.dns!r}): set one to None"
+            )
         if self.dns is not None:
             parts = urlsplit(self.dns)
             if parts.scheme != "http" or not parts.hostname or parts.port is None:

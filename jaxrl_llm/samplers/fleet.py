@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -173,9 +174,10 @@ class Fleet:
     async def _raced(self, running: Running) -> list[Piece]:
         """The answer of the server that was asked, or of the second one where that is sooner."""
         first = self._attempt(running, running.server)
+        awaited: list[asyncio.Future[Any]] = [first, running.more]
         self._running.add(running)
         try:
-            await asyncio.wait({first, running.more}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
             running.more.cancel()
             pending, fault = set(running.attempts), None
             while pending:
@@ -219,7 +221,7 @@ class Fleet:
         except ServerFault as error:
             self._blame(server, error)
             self.counters["retries"] += 1
-            if not any([_cut(piece, server.suspect) for piece in pieces]):  # every one is cut
+            if sum(_cut(piece, server.suspect) for piece in pieces) == 0:
                 raise
             return pieces
         server.strikes = 0

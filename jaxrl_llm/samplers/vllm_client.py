@@ -106,11 +106,12 @@ class VllmClient:
         """
         if self._publication is not None:
             await self._publication
-        path, manifest = self.publisher.start(params, version)
+        _, manifest = self.publisher.start(params, version)
         self.version = version
         self._begun.clear()
         memory = self.publisher.described()
-        published = Published(path=str(path), version=version, canary=manifest.canary, memory=memory)
+        place = self.publisher.place(version)
+        published = Published(path=place, version=version, canary=manifest.canary, memory=memory)
         self._publication = asyncio.create_task(self._deliver(published))
 
     async def _deliver(self, published: Published) -> None:

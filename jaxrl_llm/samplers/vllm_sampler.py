@@ -15,7 +15,7 @@ from jaxrl_llm.samplers.cuda_ipc import Cuda
 from jaxrl_llm.samplers.discovery import Discovery, Membership
 from jaxrl_llm.samplers.fleet import Fleet
 from jaxrl_llm.samplers.fleet_update import Limits
-from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_folder
+from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
 from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.samplers.vllm_http import VllmHttp
@@ -42,7 +42,8 @@ class VllmSampler:
       model: the name under which the servers of `urls` serve the policy.
       dtype: element type that is served, "bfloat16", "float32" or "float16".
       transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
-      publication: folder for published weights that learner and servers see; None is a folder of the run.
+      publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
+        "s3://BUCKET/PATH"); None is a folder of the run.
       keep: published versions kept.
       inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
         "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
@@ -131,6 +132,7 @@ class VllmSampler:
         servers = [Server(http=h) for h in http]
         for server, child in zip(servers, children):
             server.revive = child.revive
+
         async def connect() -> Fleet:
             for child in children:
                 await child.ready()
@@ -179,6 +181,7 @@ class VllmSampler:
         return Publisher(
             policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
+            address=default_address(self.publication, run_dir),
         )  # fmt: skip
 
     def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:

@@ -86,13 +86,15 @@ def test_a_server_that_left_finishes_its_requests_or_hands_their_tokens_on(start
             write(file, servers[:1])
             checked(prefixes, await asked)
             await until(lambda: client._fleet is not None and not client._fleet.leaves(servers[1].url))
-            assert len(servers[1].bodies) == before and counted(client, "left") == 1 and counted(client, "set_aside") == 0
-            asked_for = [len(b["token_ids"]) for b in servers[0].bodies]
+            assert (
+                len(servers[1].bodies) == before and counted(client, "left") == 1 and counted(client, "set_aside") == 0
+            )
+            asked_for = {tuple(b["token_ids"]) for b in servers[0].bodies} - {tuple(p.tolist()) for p in prefixes}
             if leave_s:
                 assert counted(client, "aborted") == 0
             else:
                 assert servers[1].calls[-1] == "pause abort true" and counted(client, "aborted") >= 3
-                assert max(asked_for) > max(len(p) for p in prefixes), "a prefix and the tokens that the other one drew"
+                assert asked_for, "a prefix and the tokens that the other one drew"
             write(file, servers)  # it comes back, and gets weights and requests as a new one does
             await client.publish({}, 1)
             await until(lambda: counted(client, "joined") and servers[1].version == 1)
@@ -142,7 +144,7 @@ def test_a_name_stands_for_all_the_addresses_that_it_resolves_to(start, prefixes
 def test_a_list_that_names_no_server_or_no_address_says_so(tmp_path):
     file = tmp_path / "servers.txt"
     look = lambda: asyncio.run(by_file(file).look())  # noqa: E731
-    with pytest.raises(OSError, match="servers.txt"):
+    with pytest.raises(OSError, match=r"servers\.txt"):
         look()
     file.write_text("# none yet\n")
     with pytest.raises(OSError, match="names no server"):

@@ -10,7 +10,7 @@ import pytest
 from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import PLAIN, checked, collect, until
 from fleet_cases import running as start_running
-from sampler_cases import Letters, Tiny
+from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.samplers.publication import Publisher
