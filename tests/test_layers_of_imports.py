@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "global_batch",
         "samplers.",
         "checkpoint",
+        "tree_sums",
         "run_folder",
         "metrics",
         "console",

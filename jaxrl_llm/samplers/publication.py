@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.samplers.cuda_ipc import Memory, describe
-from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits, weights_of
+from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
 from jaxrl_llm.samplers.object_store import Store, is_stored
+from jaxrl_llm.tree_sums import word_sum
 
 DTYPES = ("bfloat16", "float32", "float16")
 # Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
@@ -246,15 +247,7 @@ def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, A
     """Every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (samplers.manifest)."""
     del policy  # two policies of one shape compile apart
     tensors = {name: x.astype(dtype) for name, x in hf_names.export(params).items()}
-    return tensors, {name: _checksum(x) for name, x in tensors.items()}
-
-
-def _checksum(x: Array) -> UInt32[Array, ""]:
-    """The manifest's checksum, on the device: a sum over elements, so shards add up theirs."""
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-    words = words.reshape(-1, words.shape[-1])
-    rows, columns = (jnp.arange(n, dtype=jnp.uint32) * 2 for n in words.shape)
-    return jnp.sum(words * weights_of(rows)[:, None] * weights_of(columns + 1)[None], dtype=jnp.uint32)
+    return tensors, {name: word_sum(x) for name, x in tensors.items()}
 
 
 @partial(jax.jit, static_argnames=("policy",))
