@@ -65,7 +65,9 @@ def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "
         if want.partition(":")[0] in ("", text.partition(":")[0]) and want != text:
             wrong.append(path)
     if wrong:
-        raise Damaged(f"{len(wrong)} of {len(found)} arrays of {where} are not what was written, the first is {wrong[0]}")
+        raise Damaged(
+            f"{len(wrong)} of {len(found)} arrays of {where} are not what was written, the first is {wrong[0]}"
+        )
 
 
 def signed(host: Mapping[str, Any], trees: Any) -> dict[str, Any]:

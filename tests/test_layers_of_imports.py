@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "phases", "shapes", "xla_flags", ""),
+    ("experience", "protocols", "phases", "shapes", "xla_flags", "out_of_memory", "slow_clients", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 

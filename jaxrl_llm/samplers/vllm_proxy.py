@@ -16,12 +16,15 @@ import ipaddress
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+
+from jaxrl_llm import slow_clients
+from jaxrl_llm.slow_clients import Patience
 
 TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
 _SHORTEST_TOKEN = 16
@@ -42,6 +45,7 @@ class Proxy:
       api_key: vLLM's own key, or "" where it has none.
       generate_s: most seconds that a generation may take.
       control_s: most seconds that any other step may take.
+      patience: with connections that do not get a request through.
     """
 
     server: str
@@ -49,6 +53,7 @@ class Proxy:
     api_key: str = ""
     generate_s: float = 3600.0
     control_s: float = 600.0
+    patience: Patience = field(default_factory=Patience, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.token) < _SHORTEST_TOKEN:
@@ -64,7 +69,9 @@ class Proxy:
 
     def application(self) -> web.Application:
         """The routes, each behind the token."""
-        app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._check_token])
+        app = web.Application(
+            client_max_size=_LARGEST_BODY, middlewares=[slow_clients.middleware(self.patience), self._check_token]
+        )
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_post("/generate", self._generate)
@@ -171,8 +178,8 @@ _SESSION = web.AppKey("session", aiohttp.ClientSession)
 
 async def _json(request: web.Request) -> Mapping[str, Any]:
     try:
-        content = json.loads(await request.read())
-    except ValueError as wrong:
+        content = json.loads(await slow_clients.body(request))
+    except (ValueError, RecursionError) as wrong:
         raise web.HTTPBadRequest(text=f"the body is no JSON: {wrong}") from None
     if not isinstance(content, dict):
         raise web.HTTPBadRequest(text="the body is no JSON object")
@@ -203,7 +210,7 @@ def main() -> None:
         )
     except ValueError as wrong:
         parser.error(str(wrong))
-    web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
+    slow_clients.serve(proxy.application(), proxy.patience, given.host, given.port)
 
 
 if __name__ == "__main__":
