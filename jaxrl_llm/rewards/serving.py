@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from jaxrl_llm.slow_clients import BODY_S, Patience
+from jaxrl_llm.slow_clients import Patience
 
 MOST_BYTES = 32 * 2**20
 
@@ -68,12 +68,13 @@ def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES)
 
 async def body_of(request: Request) -> dict[str, Any]:
     """The JSON object of a request; raises Refused for anything else."""
+    limit_s = request.app.state.patience.body_s
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(limit_s):
             text = await request.body()
         body = json.loads(text)
     except TimeoutError as error:
-        raise Refused(f"the body was not whole within {BODY_S:g} s", 408) from error
+        raise Refused(f"the body was not whole within {limit_s:g} s", 408) from error
     except (ValueError, RecursionError) as error:
         raise Refused(f"the body is no JSON: {error}") from error
     except Exception as error:
@@ -166,17 +167,27 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             batch = await self._next()
-            try:
-                results = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self.work, [item for item, _ in batch]
-                )
-                for (_, future), result in zip(batch, results, strict=True):
-                    if not future.done():
-                        future.set_result(result)
-            except Exception as error:  # concerns the requests of this batch alone
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(Refused(f"{type(error).__name__}: {error}", 500))
+            found = await self._worked([item for item, _ in batch])
+            for (_, future), result in zip(batch, found, strict=True):
+                if future.done():
+                    continue
+                if isinstance(result, Refused):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+    async def _worked(self, items: list[Any]) -> list[Any]:
+        """The result of each item, or its error: where a batch fails, each of its items is worked on alone."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = list(await loop.run_in_executor(self._thread, self.work, items))
+            if len(found) != len(items):
+                raise RuntimeError(f"{len(found)} results of {len(items)} texts")
+            return found
+        except Exception as error:
+            if len(items) == 1:
+                return [Refused(f"{type(error).__name__}: {error}", 500)]
+        return [found for item in items for found in await self._worked([item])]
 
     async def _next(self) -> list[tuple[Any, "asyncio.Future[Any]"]]:
         batch = [await self._queue.get()]
