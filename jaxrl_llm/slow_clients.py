@@ -16,7 +16,6 @@ from aiohttp import web
 HEAD_S = 15.0  # seconds until the head of a request is whole; idle connections end after them too
 BODY_S = 60.0  # seconds until its body is
 _LOOK_S = 0.5
-_BODY_S = "jaxrl_llm.body_s"
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -69,7 +68,6 @@ def middleware(patience: Patience) -> Any:
     async def waits(request: web.Request, handler: Handler) -> web.StreamResponse:
         place = None if request.transport is None else request.transport.get_extra_info("peername")
         peer = tuple(place or ())
-        request[_BODY_S] = patience.body_s
         patience.begin(peer)
         try:
             return await handler(request)
@@ -79,9 +77,8 @@ def middleware(patience: Patience) -> Any:
     return waits
 
 
-async def body(request: web.Request) -> bytes:
+async def body(request: web.Request, limit_s: float) -> bytes:
     """The body of a request; 408 where it is not whole within the limit, 413 where it is too large."""
-    limit_s = request.get(_BODY_S, BODY_S)
     try:
         async with asyncio.timeout(limit_s):
             return await request.read()

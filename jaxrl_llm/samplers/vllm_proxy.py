@@ -113,7 +113,7 @@ class Proxy:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Passes the answer on as it comes; where the client goes away, so does the request to vLLM, which ends it."""
-        content = await _json(request)
+        content = await self._json(request)
         route = "/inference/v1/generate" if "token_ids" in content else "/v1/completions"
         limit = aiohttp.ClientTimeout(total=self.generate_s, sock_connect=_CONNECT_S)
         async with request.app[_SESSION].post(route, json=content, timeout=limit) as answer:
@@ -141,7 +141,7 @@ class Proxy:
         """Calls a method of the plugin on every rank."""
 
         async def handler(request: web.Request) -> web.Response:
-            content = await _json(request) if arguments else {}
+            content = await self._json(request) if arguments else {}
             missing = [argument for argument in arguments if argument not in content]
             if missing:
                 raise web.HTTPBadRequest(text=f"{request.path} needs {missing} in its JSON body")
@@ -161,11 +161,20 @@ class Proxy:
         """Commits and, where vLLM keeps a number of its weights (0.30 and newer), sets that too."""
         answer = await self._method("commit", "version")(request)
         if answer.status == 200 and not any(rank["error"] for rank in json.loads(answer.text or "{}")["results"]):
-            version = str((await _json(request))["version"])
+            version = str((await self._json(request))["version"])
             label = await self._ask(request, "POST", "/update_weight_version", json={"new_version": version})
             if label.status not in (200, 404, 405):
                 return label
         return answer
+
+    async def _json(self, request: web.Request) -> Mapping[str, Any]:
+        try:
+            content = json.loads(await slow_clients.body(request, self.patience.body_s))
+        except (ValueError, RecursionError) as wrong:
+            raise web.HTTPBadRequest(text=f"the body is no JSON: {wrong}") from None
+        if not isinstance(content, dict):
+            raise web.HTTPBadRequest(text="the body is no JSON object")
+        return content
 
     async def _ask(self, request: web.Request, verb: str, route: str, **content: Any) -> web.Response:
         limit = aiohttp.ClientTimeout(total=self.control_s, sock_connect=_CONNECT_S)
@@ -174,16 +183,6 @@ class Proxy:
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
-
-
-async def _json(request: web.Request) -> Mapping[str, Any]:
-    try:
-        content = json.loads(await slow_clients.body(request))
-    except (ValueError, RecursionError) as wrong:
-        raise web.HTTPBadRequest(text=f"the body is no JSON: {wrong}") from None
-    if not isinstance(content, dict):
-        raise web.HTTPBadRequest(text="the body is no JSON object")
-    return content
 
 
 def _on_loopback(address: str) -> bool:
