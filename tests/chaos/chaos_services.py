@@ -31,7 +31,7 @@ from jaxrl_llm.slow_clients import Patience
 
 TOKEN = "a token of more than sixteen letters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
-IMPATIENT_S = 1.0  # what connections may take where slow ones are tried
+IMPATIENT_S = 0.5  # what connections may take where slow ones are tried
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,8 +32,9 @@ class FakeVllm:
       step_s: seconds a token takes.
       dev: whether the development endpoints are there.
       status: {route: HTTP status} that is answered in place of the work.
-      slow: {route: seconds} before the answer.
+      slow: {route, or "*" for any: seconds} before the answer.
       garbage: answers generations with something else.
+      noise: what everything but /health is answered with, as it stands.
       stage_error: why nothing can be staged.
       commit_error: why nothing can be committed.
       commit_adds: what is added to the version that a commit says it loaded.
@@ -51,6 +52,7 @@ class FakeVllm:
     status: dict[str, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     garbage: bool = False
+    noise: bytes | None = None
     stage_error: str = ""
     commit_error: str = ""
     commit_adds: int = 0
@@ -114,10 +116,11 @@ class FakeVllm:
     async def _fault(self, request: web.Request, handler: Any) -> web.StreamResponse:
         route = request.path
         self.counts[route] += 1
-        if route in self.slow:
-            await asyncio.sleep(self.slow[route])
+        await asyncio.sleep(self.slow.get(route, self.slow.get("*", 0.0)))
         if route in self.status:
             return web.Response(status=self.status[route], text="a fault of the test")
+        if self.noise is not None and route != "/health":
+            return web.Response(body=self.noise, content_type="application/json")
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:

@@ -81,7 +81,7 @@ async def until(true: Callable[[], Any]) -> None:
 
 def checked(prefixes: list[np.ndarray], groups: dict[int, list[Completion]]) -> list[int]:
     """Versions of all tokens, after comparing each log-prob with the table of its version."""
-    tables = {v: table(v) for v in range(20)}
+    tables = {v: table(v) for v in {v for group in groups.values() for one in group for v in one.versions.tolist()}}
     versions = []
     for index, group in groups.items():
         for one in group:
