@@ -142,7 +142,7 @@ def spelled(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         changed = [f for f in dataclasses.fields(value) if f.repr and getattr(value, f.name) != f.default]
         return f"{type(value).__name__}({', '.join(f'{f.name}={spelled(getattr(value, f.name))}' for f in changed)})"
-    return repr(value)
+    return f"{type(value).__name__}()" if " object at 0x" in repr(value) else repr(value)
 
 
 def type_name(annotation: Any) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
-from jaxrl_llm import xla_flags
+from jaxrl_llm import out_of_memory, xla_flags
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
 # Errors of the user's making: one line says what to do, and a stack would hide it.
-EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError)
+EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -100,6 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if arguments.debug or not out_of_memory.ran_out(error):
+            raise
+        print(f"error: {out_of_memory.advice(error, 'it ran')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -42,6 +42,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "global_batch",
         "samplers.",
         "checkpoint",
+        "tree_sums",
         "run_folder",
         "metrics",
         "console",
@@ -56,7 +57,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "phases", "shapes", "xla_flags", "child_environment", ""),
+    ("experience", "protocols", "phases", "shapes", "xla_flags", "child_environment", "out_of_memory", "slow_clients", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
@@ -69,7 +70,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "algorithms.": ("flax", "transformers"),
     **{
         f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
-        for module in ("manifest", "cuda_ipc", "orbax_reader", "stager", "vllm_targets", "vllm_plugin", "vllm_engine")
+        for module in (
+            "manifest",
+            "cuda_ipc",
+            "object_store",
+            "orbax_reader",
+            "stager",
+            "vllm_targets",
+            "vllm_plugin",
+            "vllm_engine",
+        )
     },
 }
 MAY_IMPORT_GIN = ("launch",)
