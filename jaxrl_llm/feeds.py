@@ -32,7 +32,8 @@ class SharedStream(PromptStream[Row]):
     """
 
     def __init__(self, part: Sequence[Row], processes: Processes, *, seed: int) -> None:
-        self._part, self._processes = part, processes
+        self._part: Sequence[Row] = part
+        self._processes = processes
         self._starts = np.cumsum([0, *processes.gathered(len(part))]).tolist()
         super().__init__(range(self._starts[-1]), seed=seed)  # type: ignore[arg-type]
 

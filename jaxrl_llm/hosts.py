@@ -5,6 +5,7 @@ runs. One that is silent for `Hosts.lost_s`, or that says it has ended, ends the
 collectives between devices have no limit of time of their own, and a process that waits in one cannot be told otherwise.
 """
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -239,24 +240,34 @@ def joined(limits: Hosts, arguments: Mapping[str, Any] | None) -> Iterator[Proce
 
 def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
     """Joins the others; JAX's own limits stand behind those of the watch, which names who was lost."""
-    _answer_aborts()
-    try:
-        jax.distributed.initialize(
-            **arguments,
-            initialization_timeout=int(limits.start_s),
-            heartbeat_timeout_seconds=int(2 * limits.lost_s) + 5,
-            shutdown_timeout_seconds=int(limits.lost_s),
-        )
-        processes = Processes(limits=limits, index=jax.process_index(), count=jax.process_count())
-        processes.names = [""] * processes.count
-        processes.names = processes.gathered(socket.gethostname())
-    except jax.errors.JaxRuntimeError as error:
-        who = {name: arguments.get(name) for name in ("coordinator_address", "num_processes", "process_id")}
-        raise TimeoutError(
-            f"the processes of the run did not come together within {limits.start_s:g} s (hosts.Hosts.start_s): {who}; "
-            f"is each host started, and does it reach the address? {str(error).splitlines()[0][:300]}"
-        ) from error
+    where = {name: value for name, value in arguments.items() if name in ("coordinator_address", "process_id")}
+    _answer_aborts(
+        f"the {arguments.get('num_processes', 'processes')} processes of the run did not come together within "
+        f"{limits.start_s:g} s (hosts.Hosts.start_s), as seen from {where or 'here'}: is each host started, and does it "
+        "reach the address? The message above may name those that are absent"
+    )
+    jax.distributed.initialize(
+        **arguments,
+        initialization_timeout=int(limits.start_s),
+        heartbeat_timeout_seconds=int(2 * limits.lost_s) + 5,
+        shutdown_timeout_seconds=int(limits.lost_s),
+    )
+    processes = Processes(limits=limits, index=jax.process_index(), count=jax.process_count())
+    processes.names = [""] * processes.count
+    processes.names = processes.gathered(socket.gethostname())
+    _answer_aborts(f"{processes.named(0)} or its network is gone, by the message above; {_AGAIN}")
     return processes
+
+
+def _may_be_of_a_loss(error: BaseException) -> bool:
+    """Whether the error is one that breaks a collective or a save when another process is gone."""
+    words = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, TimeoutError) or any(word in str(cause) for word in words):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def end(status: int, message: str) -> NoReturn:
@@ -266,17 +277,18 @@ def end(status: int, message: str) -> NoReturn:
     os._exit(status)
 
 
-def _answer_aborts() -> None:
-    """JAX aborts a process whose coordination service is gone, which is where process 0 was: says so, with our status.
+def _answer_aborts(message: str, status: int = LOST) -> None:
+    """What is said where JAX aborts the process, as it does when its coordination service is not there or gone.
 
     The handler is C's: the abort comes in a thread that is none of Python's, and Python's own handlers would run too late.
     """
-    if not hasattr(_answer_aborts, "kept"):
-        kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
-        gone = f"process 0 or its network is gone, by the message above; {_AGAIN}"
-        _answer_aborts.kept = kind(lambda number: end(LOST, gone))  # type: ignore[attr-defined]
-    handler = ctypes.cast(_answer_aborts.kept, ctypes.c_void_p)  # type: ignore[attr-defined]
-    c_signal()(signal.SIGABRT, handler)
+    kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
+    handler = kind(lambda number: end(status, message))
+    _handlers.append(handler)
+    c_signal()(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+
+_handlers: list[Any] = []  # C calls them: they must not be collected
 
 
 def c_signal() -> Any:
@@ -311,12 +323,15 @@ class _Watch:
 
     def failed(self, error: BaseException) -> None:
         """An error of this process ends the others too; where it comes of another's loss, this one ends with that."""
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
-            # A collective that broke is the first that is seen of a loss; the watch is about to find out whose it is.
-            time.sleep(self._all.limits.lost_s + 3 * self._beat)
+        if _may_be_of_a_loss(error):
+            time.sleep(self._all.limits.lost_s + 3 * self._beat)  # the watch is about to find out whose it is
+        status = 130 if isinstance(error, KeyboardInterrupt) else 1
+        _answer_aborts(f"{type(error).__name__}: {error}", status)  # the others end now, and the service with them
         self.end(f"ended: {type(error).__name__}: {error}"[:500])
         if self._all.main:  # with it goes the service, and the others are to read why
             time.sleep(2 * self._beat)
+        sys.stdout.flush() if sys.stdout else None
+        atexit.register(os._exit, status)  # JAX's own way out waits for the others
 
     def _exchange(self) -> dict[int, str]:
         key = "jaxrl_llm/alive"

@@ -36,11 +36,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "profiling",
         "compilations",
         "offload",
+        "preemption",
     ),
-    ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops"),
+    ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops", "hosts"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "phases", "shapes", "xla_flags", ""),
+    ("experience", "protocols", "wire", "phases", "shapes", "xla_flags", ""),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
