@@ -1,19 +1,31 @@
 """Jobs that run several at a time, each on CPU cores of its own, and that are not run again once they have ended.
 
 A job is a list of commands, each an argument list, started when the jobs it waits for have ended well. OUT/logs/NAME.txt
-holds what it printed, OUT/ended/NAME says that it is done: after a stop, the same jobs go on where they were.
+holds what it printed; RUNS/ended/NAME says that it is done: after a stop, the same jobs go on where they were. A job that
+fails leaves the others running.
 """
 
 import argparse
+import heapq
+import itertools
 import os
 import shutil
 import subprocess
+import tarfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from queue import Queue
+from typing import Literal
+
+Outcome = Literal["done", "failed", "stopped", "waits"]
+ARCHIVE = "results.tgz"
+KEPT = ("metrics.jsonl", "run.json", "config.gin")  # of a run folder, in the archive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +36,8 @@ class Job:
       name: unique; names its log.
       commands: argument lists.
       after: names of the jobs that must have ended well.
-      folder: a folder that a command refuses to find, such as that of an export; what a stopped job left there is removed.
+      folder: a folder that a command refuses to find, such as that of an export; what a stopped job left there is removed,
+        and a job whose folder has gone is run again.
     """
 
     name: str
@@ -33,80 +46,145 @@ class Job:
     folder: Path | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Runner:
-    """Runs jobs.
+class Cores:
+    """CPU cores in slots of a job each, which runners in several threads may share.
 
-    Attributes:
-      out: folder of logs and marks.
+    Args:
       jobs: how many at a time.
       threads: CPU cores of each.
-      deadline: time.monotonic() at which what still runs is stopped.
-      environment: variables of every command, beside those of this process.
     """
 
-    out: Path
-    jobs: int = 1
-    threads: int = 2
-    deadline: float = float("inf")
-    environment: Mapping[str, str] = field(default_factory=dict)
+    def __init__(self, jobs: int = 1, threads: int = 2) -> None:
+        self._free = [core_set(number, threads) for number in reversed(range(jobs))]
+        self._waiting: list[tuple[int, int]] = []
+        self._numbers = itertools.count()
+        self._changed = threading.Condition()
+        self.stopped = threading.Event()
 
-    def run(self, jobs: Sequence[Job], ended: Callable[[str, bool], None]) -> list[str]:
-        """Runs every job; calls `ended(name, well)` as each ends, and returns the names of those that did not end well."""
-        for folder in ("logs", "ended"):
-            (self.out / folder).mkdir(parents=True, exist_ok=True)
-        cores: Queue[list[int]] = Queue()
-        for number in range(self.jobs):
-            cores.put(core_set(number, self.threads))
-        futures: dict[str, Future[bool]] = {}
-        with ThreadPoolExecutor(
-            max(len(jobs), 1)
-        ) as pool:  # a thread that waits costs nothing; cores are what is counted
-            for job in jobs:
-                futures[job.name] = pool.submit(self._job, job, [futures[name] for name in job.after], cores)
-            names = {future: name for name, future in futures.items()}
-            for future in as_completed(names):
-                ended(names[future], future.result())
-        return [name for name, future in futures.items() if not future.result()]
-
-    def _job(self, job: Job, after: Sequence["Future[bool]"], cores: "Queue[list[int]]") -> bool:
-        if not all(future.result() for future in after):
-            return False
-        mark = self.out / "ended" / job.name
-        if mark.is_file():
-            return True
-        own = cores.get()
+    @contextmanager
+    def slot(self, urgency: int) -> Iterator[list[int]]:
+        """The cores of a slot; the most urgent waits the least, the first of equals first."""
+        with self._changed:
+            mine = (-urgency, next(self._numbers))
+            heapq.heappush(self._waiting, mine)
+            self._changed.wait_for(lambda: self._free and self._waiting[0] == mine)
+            heapq.heappop(self._waiting)
+            own = self._free.pop()
+            self._changed.notify_all()
         try:
-            if job.folder is not None:
-                shutil.rmtree(job.folder, ignore_errors=True)
-            well = all(self._command(command, own, self.out / "logs" / f"{job.name}.txt") for command in job.commands)
+            yield own
         finally:
-            cores.put(own)
-        if well:
-            mark.touch()
-        return well
-
-    def _command(self, command: Sequence[str], cores: Sequence[int], log: Path) -> bool:
-        """Whether the command ended well before the deadline."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            return False
-        pinned = ["taskset", "-c", ",".join(map(str, cores))] if shutil.which("taskset") else []
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads), **self.environment}
-        with log.open("a") as output:
-            process = subprocess.Popen([*pinned, *command], env=environment, stdout=output, stderr=output)
-            try:
-                return process.wait(min(left, 1e6)) == 0
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-                return False
+            with self._changed:
+                self._free.append(own)
+                self._changed.notify_all()
 
 
 def core_set(number: int, threads: int) -> list[int]:
     """The cores of the job in slot `number`; slots share cores where there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [cores[(number * threads + i) % len(cores)] for i in range(min(threads, len(cores)))]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Runner:
+    """Runs jobs.
+
+    Attributes:
+      logs: folder of what jobs print.
+      marks: folder that says which have ended.
+      cores: where they run.
+      deadline: time.monotonic() at which what still runs is stopped.
+      environment: variables of every command, beside those of this process.
+    """
+
+    logs: Path
+    marks: Path
+    cores: Cores = field(default_factory=Cores)
+    deadline: float = float("inf")
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def run(self, jobs: Sequence[Job], ended: Callable[[str], object]) -> list[str]:
+        """Runs every job, says how each went, calls `ended(name)` of one that is done; returns the names of the others.
+
+        A job whose `ended` raises is among the others: the error is printed, and the rest goes on.
+        """
+        begin = time.monotonic()
+        for folder in (self.logs, self.marks):
+            folder.mkdir(parents=True, exist_ok=True)
+        futures: dict[str, Future[Outcome]] = {}
+        urgency, unread = chains(jobs), []
+        with ThreadPoolExecutor(max(len(jobs), 1)) as pool:  # a thread that waits costs nothing; cores are what counts
+            for job in jobs:
+                after = [futures[name] for name in job.after]
+                futures[job.name] = pool.submit(self._job, job, after, urgency[job.name])
+            names = {future: name for name, future in futures.items()}
+            try:
+                for future in as_completed(names):
+                    self._say(names[future], future.result(), time.monotonic() - begin)
+                    if future.result() == "done" and not survives(partial(ended, names[future])):
+                        unread.append(names[future])
+            except BaseException:
+                self.cores.stopped.set()  # or the pool, which waits for its threads, would start the other jobs
+                raise
+        return [name for name, future in futures.items() if name in unread or future.result() != "done"]
+
+    def _say(self, name: str, outcome: Outcome, elapsed: float) -> None:
+        log = self.logs / f"{name}.txt"
+        lines = log.read_text(errors="replace").splitlines() if outcome == "failed" else []
+        why = f": {lines[-1] if lines else 'it printed nothing'} (all of it in {log})" if outcome == "failed" else ""
+        print(f"{elapsed:6.0f} s  {name}: {outcome}{why}", flush=True)
+
+    def _job(self, job: Job, after: Sequence["Future[Outcome]"], urgency: int) -> Outcome:
+        if any(future.result() != "done" for future in after):
+            return "waits"
+        mark = self.marks / job.name
+        if mark.is_file() and (job.folder is None or job.folder.is_dir()):
+            return "done"
+        with self.cores.slot(urgency) as own:
+            if job.folder is not None:
+                shutil.rmtree(job.folder, ignore_errors=True)
+            for command in job.commands:
+                if (outcome := self._command(command, own, self.logs / f"{job.name}.txt")) != "done":
+                    return outcome
+        mark.touch()
+        return "done"
+
+    def _command(self, command: Sequence[str], cores: Sequence[int], log: Path) -> Outcome:
+        left = self.deadline - time.monotonic()
+        if left <= 0 or self.cores.stopped.is_set():
+            return "stopped"
+        pinned = ["taskset", "-c", ",".join(map(str, cores))] if shutil.which("taskset") else []
+        environment = {**os.environ, "OMP_NUM_THREADS": str(len(cores)), **self.environment}
+        with log.open("a") as output:
+            process = subprocess.Popen([*pinned, *command], env=environment, stdout=output, stderr=output)
+            try:
+                return "failed" if process.wait(min(left, 1e6)) else "done"
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                return "stopped"
+
+
+def survives(call: Callable[[], object]) -> bool:
+    """Whether a call returned; the error of one that raised is printed, so that it stops nothing else."""
+    try:
+        call()
+    except Exception:
+        traceback.print_exc()
+        return False
+    return True
+
+
+def chains(jobs: Sequence[Job]) -> dict[str, int]:
+    """{job: how many jobs the longest chain through it has, of jobs that wait for each other}; jobs come after those they await."""
+    before: dict[str, int] = {}
+    for job in jobs:
+        before[job.name] = 1 + max((before[name] for name in job.after), default=0)
+    behind = dict.fromkeys(before, 0)
+    for job in reversed(jobs):
+        for name in job.after:
+            behind[name] = max(behind[name], 1 + behind[job.name])
+    return {name: before[name] + behind[name] for name in before}
 
 
 def options(parser: argparse.ArgumentParser, runs: str) -> None:
@@ -119,9 +197,25 @@ def options(parser: argparse.ArgumentParser, runs: str) -> None:
     parser.add_argument("--gin", action="append", default=[], metavar="BINDING", help="binding of every run")
 
 
-def runner_of(given: argparse.Namespace, environment: Mapping[str, str]) -> Runner:
-    """The runner that the flags of `options` ask for, with one compilation cache for all runs."""
+def runner_of(given: argparse.Namespace, environment: Mapping[str, str], cores: Cores | None = None) -> Runner:
+    """The runner that the flags of `options` ask for, with one compilation cache for all runs; `cores` instead of its own."""
     return Runner(
-        out=given.out.absolute(), jobs=given.jobs, threads=given.threads, deadline=time.monotonic() + 60 * given.minutes,
+        logs=given.out.absolute() / "logs", marks=given.runs.absolute() / "ended", deadline=time.monotonic() + 60 * given.minutes,
+        cores=Cores(given.jobs, given.threads) if cores is None else cores,
         environment={"JAX_COMPILATION_CACHE_DIR": str(given.runs.absolute() / "compiled"), **environment},
     )  # fmt: skip
+
+
+def archive(out: Path, runs: Path) -> Path:
+    """OUT/results.tgz: all of OUT as results/, and as runs/ what has ended, with the small files of its run folders."""
+    file = out / ARCHIVE
+    small: list[Path] = []
+    for marks in sorted(runs.rglob("ended")):
+        small += sorted(marks.parent.glob("*.json"))
+        for mark in sorted(marks.iterdir()):
+            small += [mark, *(path for name in KEPT if (path := marks.parent / mark.name / name).is_file())]
+    with tarfile.open(file, "w:gz") as tar:
+        tar.add(out, "results", filter=lambda member: None if member.name.endswith(ARCHIVE) else member)
+        for path in small:
+            tar.add(path, Path("runs") / path.relative_to(runs))
+    return file

@@ -7,6 +7,7 @@ reads the results NAME-SEED.json of OUT and writes learning.json, learning.md an
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -78,10 +79,11 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 def closed(rows: Sequence[Result], teacher: Result | None, kind: str) -> list[float]:
-    """The share of the gap to the teacher that each run closed."""
+    """The share of the gap to the teacher that each run closed; NaN where there is none."""
     if teacher is None:
         return []
-    return [(r[f"{kind}_after"] - r[f"{kind}_before"]) / (teacher[f"{kind}_after"] - r[f"{kind}_before"]) for r in rows]
+    gaps = [teacher[f"{kind}_after"] - r[f"{kind}_before"] for r in rows]
+    return [(r[f"{kind}_after"] - r[f"{kind}_before"]) / gap if gap else math.nan for r, gap in zip(rows, gaps)]
 
 
 def reached(name: str, rows: Sequence[Result], teacher: Result | None) -> str:
@@ -143,18 +145,16 @@ def markdown(found: Sequence[Result]) -> str:
 def plot(found: Sequence[Result], file: Path) -> bool:
     """Held-out greedy accuracy by step, a panel an algorithm and a line a seed; False without matplotlib or results."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     if not (groups := by_algorithm(found)):
         return False
     columns = 6
-    figure, axes = pyplot.subplots(
-        -(-len(groups) // columns), columns, figsize=(14, 2 * -(-len(groups) // columns)), squeeze=False, sharey=True
-    )
+    lines = -(-len(groups) // columns)
+    figure = Figure(figsize=(14, 2 * lines), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in axes.flat[len(groups) :]:
         panel.axis("off")
     for panel, (name, rows) in zip(axes.flat, groups.items(), strict=False):
@@ -171,9 +171,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
         "held-out accuracy by step, a line a seed: greedy (blue), sampled (orange), pairs told apart (green)",
         fontsize=9,
     )
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
     return True
 
 

@@ -11,12 +11,11 @@ command again and it goes on. OUT/phases.json, phases.md and phases.png hold wha
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.eval.jobs import Job, options, runner_of
+from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "bupo")
@@ -61,7 +60,7 @@ def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequ
     return found
 
 
-def bupo_jobs(runs: Path, out: Path, seed: int, more: Sequence[str]) -> list[Job]:
+def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
     """BuPO and GRPO of a seed, and what the first phase changed."""
     switch = SFT_STEPS + BUPO_STEPS
     kept = [f"SAVE_EVERY={switch // 2}", "checkpoint.Checkpointing.keep=9"]
@@ -76,22 +75,22 @@ def bupo_jobs(runs: Path, out: Path, seed: int, more: Sequence[str]) -> list[Job
         "--after",
         str(switch),
     ]
-    check += ["--out", str(out / f"switch-{seed}.json")]
+    check += ["--out", str(runs / f"switch-{seed}.json")]
     return [
         Job(name=folder.name, commands=[launch("bupo_qwen_tiny", folder, [f"SEED={seed}", *kept, *more]), check]),
         Job(name=f"grpo-{seed}", commands=[launch("bupo_grpo_tiny", runs / f"grpo-{seed}", [f"SEED={seed}", *more])]),
     ]
 
 
-def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, out: Path, more: Sequence[str]) -> list[Job]:
+def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, more: Sequence[str]) -> list[Job]:
     """Every job; those that others wait for first."""
     found: list[Job] = []
     if "tokenbuncher" in only:
         chains = [token_buncher_jobs(runs, s, more, ATTACKS if s == seeds[0] else ATTACKS[:1]) for s in seeds]
         found += [job for part in (slice(0, 2), slice(2, 4), slice(4, None)) for chain in chains for job in chain[part]]
     if "bupo" in only:
-        found += [job for seed in seeds for job in bupo_jobs(runs, out, seed, more)]
-        times = [sys.executable, "-m", "jaxrl_llm.eval.phase_times", "--out", str(out / "times.json")]
+        found += [job for seed in seeds for job in bupo_jobs(runs, seed, more)]
+        times = [sys.executable, "-m", "jaxrl_llm.eval.phase_times", "--out", str(runs / "times.json")]
         found.append(
             Job(name="bupo_times", commands=[times], after=[job.name for job in found])
         )  # alone on the machine
@@ -143,17 +142,17 @@ def token_buncher(read: Callable[[str], Sequence[Row]], seed: int) -> dict[str, 
     }  # fmt: skip
 
 
-def bupo(read: Callable[[str], Sequence[Row]], out: Path, seed: int) -> dict[str, Any]:
+def bupo(read: Callable[[str], Sequence[Row]], runs: Path, seed: int) -> dict[str, Any]:
     """One seed's numbers; raises FileNotFoundError where a run has not ended."""
-    runs = {"bupo": read(f"bupo-{seed}"), "grpo": read(f"grpo-{seed}")}
-    curves = {name: [p for p in curve(found, BENIGN) if p[0] >= SFT_STEPS] for name, found in runs.items()}
+    arms = {"bupo": read(f"bupo-{seed}"), "grpo": read(f"grpo-{seed}")}
+    curves = {name: [p for p in curve(found, BENIGN) if p[0] >= SFT_STEPS] for name, found in arms.items()}
     before = {
         name: dict(curve(found, BENIGN)).get(SFT_STEPS, points[0][1])
-        for (name, found), points in zip(runs.items(), curves.values())
+        for (name, found), points in zip(arms.items(), curves.values())
     }
     after = {name: points[-1][1] for name, points in curves.items()}
-    switch = json.loads((out / f"switch-{seed}.json").read_text())
-    phases = [row["phase"] for row in runs["bupo"] if "phase" in row]
+    switch = json.loads((runs / f"switch-{seed}.json").read_text())
+    phases = [row["phase"] for row in arms["bupo"] if "phase" in row]
     updates = BUPO_STEPS * 4  # of MINIBATCHES = 4
     exact = {"embedding": True, "head": True, "layers": [True, True, True, False], "norm": False}
     counts = {"embedding": updates, "head": updates, "layers": [updates] * 3 + [0], "norm": 0}
@@ -162,35 +161,35 @@ def bupo(read: Callable[[str], Sequence[Row]], out: Path, seed: int) -> dict[str
         and switch["moments"] == exact,
         "counts per partition right at the switch": switch["counts"] == counts,
         "phases as asked": phases == [0.0] * BUPO_STEPS + [1.0] * (len(phases) - BUPO_STEPS),
-        "both gain 0.1 held out": all(after[name] - before[name] >= 0.1 for name in runs),
+        "both gain 0.1 held out": all(after[name] - before[name] >= 0.1 for name in arms),
     }
     return {
         "before": before, "after": after, "switch": switch, "reached": reached, "curves": curves,
-        "seconds": {name: seconds(found) for name, found in runs.items()},
+        "seconds": {name: seconds(found) for name, found in arms.items()},
     }  # fmt: skip
 
 
-def collect(seeds: Sequence[int], runs: Path, out: Path) -> dict[str, Any]:
+def collect(seeds: Sequence[int], runs: Path) -> dict[str, Any]:
     """All that has a result: {"tokenbuncher": {seed: ...}, "bupo": {seed: ...}, "times": ...}."""
-    read = lambda name: _ended(runs, out, name)  # noqa: E731
+    read = lambda name: _ended(runs, name)  # noqa: E731
     found: dict[str, Any] = {"tokenbuncher": {}, "bupo": {}}
     for seed in seeds:
         for system, one in (
             ("tokenbuncher", lambda s=seed: token_buncher(read, s)),
-            ("bupo", lambda s=seed: bupo(read, out, s)),
+            ("bupo", lambda s=seed: bupo(read, runs, s)),
         ):
             try:
                 found[system][seed] = one()
             except FileNotFoundError:
                 continue
-    if (out / "times.json").is_file():
-        times = json.loads((out / "times.json").read_text())
+    if (runs / "times.json").is_file():
+        times = json.loads((runs / "times.json").read_text())
         found["times"] = {**times, "reached": {"update time within 15%": abs(times["off_by"]) <= 0.15}}
     return found
 
 
-def _ended(runs: Path, out: Path, name: str) -> Sequence[Row]:
-    if not (out / "ended" / name).is_file():
+def _ended(runs: Path, name: str) -> Sequence[Row]:
+    if not (runs / "ended" / name).is_file():
         raise FileNotFoundError(name)
     return rows(runs / name)
 
@@ -250,13 +249,12 @@ def markdown(found: Mapping[str, Any]) -> str:
 def plot(found: Mapping[str, Any], file: Path) -> bool:
     """Entropy, benign accuracy, attacks and BuPO's accuracy by step, a line a seed; False without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 4, figsize=(18, 4), layout="constrained")
+    figure = Figure(figsize=(18, 4), layout="constrained")
+    axes = figure.subplots(1, 4)
     for seed, one in found["tokenbuncher"].items():
         for panel, name in zip(axes, ("entropy", "benign")):
             panel.plot(*zip(*one["curves"][name]), label=f"seed {seed}")
@@ -282,11 +280,10 @@ def plot(found: Mapping[str, Any], file: Path) -> bool:
         if panel.lines:
             panel.legend(fontsize="x-small")
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
     return True
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_proofs", description=__doc__)
     options(parser, "runs/phases")
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, with commas between")
@@ -297,18 +294,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := sorted(set(only) - set(SYSTEMS)):
         parser.error(f"no system {unknown}; there are {', '.join(SYSTEMS)}")
     out.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    runner = runner_of(given, ENVIRONMENT)
 
-    def ended(name: str, well: bool) -> None:
-        print(f"{time.monotonic() - begin:6.0f} s  {name}: {'done' if well else 'no result yet'}", flush=True)
-        (out / "phases.json").write_text(json.dumps(collect(seeds, runs, out), indent=1) + "\n")
+    def write() -> dict[str, Any]:
+        found = collect(seeds, runs)
+        (out / "phases.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "phases.md").write_text(markdown(found))
+        return found
 
-    missing = runner.run(jobs(only, seeds, runs, out, given.gin), ended)
-    found = collect(seeds, runs, out)
-    (out / "phases.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "phases.md").write_text(markdown(found))
+    missing = runner_of(given, ENVIRONMENT, cores).run(jobs(only, seeds, runs, given.gin), lambda _: write())
+    found = write()
     plot(found, out / "phases.png")
+    archive(out, runs)
     print(markdown(found))
     return 1 if missing else 0
 

@@ -16,13 +16,12 @@ PANELS = (
 def plot(results: Results, file: Path, ablations: Sequence[str]) -> bool:
     """Curves of DARLING and Classmate-CoT, and the ablations' accuracy; False without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(PANELS) + 1, figsize=(4 * (len(PANELS) + 1), 3.4))
+    figure = Figure(figsize=(4 * (len(PANELS) + 1), 3.4), layout="constrained")
+    axes = figure.subplots(1, len(PANELS) + 1)
     for panel, (title, name, arms) in zip(axes, PANELS):
         panel.set_title(title, fontsize=9)
         for color, arm in enumerate(arms):
@@ -39,7 +38,5 @@ def plot(results: Results, file: Path, ablations: Sequence[str]) -> bool:
         axes[-1].plot(after, [place] * len(after), "o", color="C0", markersize=4)
     axes[-1].set_yticks(range(len(shown)), shown, fontsize=7)
     axes[-1].set_title("CS336: sampled accuracy after GRPO", fontsize=9)
-    figure.tight_layout()
     figure.savefig(file, dpi=110)
-    pyplot.close(figure)
     return True

@@ -11,14 +11,13 @@ A run is JSON of its own as soon as it has ended (OUT/runs/NAME.json), and is no
 import argparse
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.eval.jobs import Job, options, runner_of
+from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
 from jaxrl_llm.eval.system_plots import plot
 
@@ -213,26 +212,25 @@ def write(out: Path) -> dict[str, Any]:
     return verdicts
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.system_proofs", description=__doc__)
     options(parser, "runs/systems")
     parser.add_argument("--only", default="darling,classmate,cs336", help="systems, with commas between")
     arguments = parser.parse_args(argv)
     runs, out = arguments.runs.absolute(), arguments.out.absolute()
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    runner = runner_of(arguments, ENVIRONMENT)
     arms = {folder_name(a, s): (a, s) for a in (*DARLING, *CLASSMATE, *ABLATIONS) for s in SEEDS}
 
-    def ended(name: str, well: bool) -> None:
-        print(f"{time.monotonic() - begin:6.0f} s  {name}: {'done' if well else 'no result yet'}", flush=True)
-        if well and name in arms:
+    def ended(name: str) -> None:
+        if name in arms:
             arm, seed = arms[name]
             one = {"arm": arm, "seed": seed, **summary(rows(runs / name))}
             (out / "runs" / f"{name}.json").write_text(json.dumps(one, indent=1) + "\n")
 
-    missing = runner.run(jobs(arguments.only.split(","), runs, arguments.gin), ended)
+    wanted = jobs(arguments.only.split(","), runs, arguments.gin)
+    missing = runner_of(arguments, ENVIRONMENT, cores).run(wanted, ended)
     print(json.dumps(write(out), indent=1))
+    archive(out, runs)
     print(
         f"{out / 'systems.md'}"
         + (f" ({len(missing)} runs without a result: the same command goes on)" if missing else "")

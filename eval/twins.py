@@ -11,13 +11,13 @@ was found; the exit code is 0 where every twin ran and moved.
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.eval.jobs import Job, options, runner_of
+from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
@@ -85,28 +85,33 @@ def markdown(found: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.twins", description=__doc__)
     options(parser, "runs/twins")
     parser.add_argument("--only", default="", help="twins whose names begin so, such as darling_")
     arguments = parser.parse_args(argv)
     runs, out = arguments.runs.absolute(), arguments.out.absolute()
-    runner = runner_of(arguments, ENVIRONMENT)
     wanted = names(arguments.only)
-    missing = runner.run(
-        [job(name, runs, arguments.gin) for name in wanted], lambda name, well: print(name, well, flush=True)
-    )
-    found = [{"twin": name, **({} if name in missing else result(runs / name))} for name in sorted(wanted)]
-    (out / "twins.json").write_text(json.dumps(found, indent=1) + "\n")
-    (out / "twins.md").write_text(markdown(found))
+    results: dict[str, Row] = {}
+
+    def ended(name: str) -> None:
+        lines = rows(runs / name)
+        results[name] = {**moved(lines), "seconds": seconds(lines)}
+        write(out, wanted, results)
+
+    runner_of(arguments, ENVIRONMENT, cores).run([job(name, runs, arguments.gin) for name in wanted], ended)
+    found = write(out, wanted, results)
+    archive(out, runs)
     print(markdown(found))
     return 0 if found and all(one.get("moved") for one in found) else 1
 
 
-def result(folder: Path) -> dict[str, Any]:
-    """What became of a twin that has come to its end."""
-    lines = rows(folder)
-    return {**moved(lines), "seconds": seconds(lines)}
+def write(out: Path, wanted: Sequence[str], results: Mapping[str, Row]) -> list[Row]:
+    """twins.json and twins.md of what has ended, which is returned with the names of the others."""
+    found: list[Row] = [{"twin": name, **results.get(name, {})} for name in sorted(wanted)]
+    (out / "twins.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "twins.md").write_text(markdown(found))
+    return found
 
 
 if __name__ == "__main__":

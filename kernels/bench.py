@@ -30,6 +30,7 @@ from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
 from jaxrl_llm.kernels.log_softmax_entropy import api as logits_api
 from jaxrl_llm.kernels.log_softmax_entropy import specs as logits_specs
+from jaxrl_llm.kernels.log_softmax_entropy import triton as logits_triton
 from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats import api as stats_api
 from jaxrl_llm.kernels.token_stats import fused, mosaic_gpu
@@ -121,7 +122,7 @@ def token_stats_functions(
             continue  # its logits and their gradients would take several GiB
         yield backend, functools.partial(stats_api.token_stats, soft_cap=spec.soft_cap, backend=backend)
     for text in tiles:
-        kernels = mosaic_gpu.Kernels(tiles=tiles_of(text))
+        kernels = mosaic_gpu.Kernels(tiles=tiles_of(mosaic_gpu.Tiles, text))
 
         def forward(hidden: Any, head: Any, targets: Any, kernels: Any = kernels) -> Any:
             return fused.compute(kernels, (hidden, head, targets), None, jnp.zeros(2, jnp.uint32), call, None)
@@ -129,18 +130,17 @@ def token_stats_functions(
         yield f"mosaic_gpu {text}", forward
 
 
-def tiles_of(text: str) -> mosaic_gpu.Tiles:
-    """Tiles of "rows=128,columns=128": fields of mosaic_gpu.Tiles, the others as they are by default.
+def tiles_of(kind: Callable[..., Any], text: str) -> Any:
+    """Tiles of "rows=128,columns=128": fields of `kind`, a backend's Tiles, the others as they are by default.
 
     Raises:
       ValueError: an unknown field, or tiles that do not fit.
     """
-    known = {field.name for field in dataclasses.fields(mosaic_gpu.Tiles)}
+    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     pairs = dict(item.partition("=")[::2] for item in text.split(","))
     if not set(pairs) <= known:
         raise ValueError(f"unknown tile sizes {sorted(set(pairs) - known)}: use {sorted(known)}")
-    sizes: dict[str, Any] = {name: int(value) for name, value in pairs.items()}
-    return mosaic_gpu.Tiles(**sizes)
+    return kind(**{name: int(value) for name, value in pairs.items()})
 
 
 def gradients(forward: Callable[..., Any], hidden: Any, head: Any, targets: Any, g: Any) -> tuple[Any, Any]:
@@ -196,15 +196,22 @@ def errors(forward: Callable[..., Any], args: tuple[jax.Array, ...], want: Any) 
 def log_softmax_entropy_work(
     spec: logits_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
 ) -> Iterator[Work]:
-    """log_softmax_entropy of each backend, and a copy of its logits."""
+    """log_softmax_entropy of each backend, `triton` with other `tiles`, and a copy of its logits."""
     logits = jax.random.normal(jax.random.key(0), (spec.tokens, spec.vocabulary), dtype) * 2
     targets = jax.random.randint(jax.random.key(1), (spec.tokens,), 0, spec.vocabulary)
     size = float(logits.size * logits.dtype.itemsize)
     # Negation reads and writes all, and cannot be elided.
     yield Work(backend="copy", passes="forward", function=lambda x: -x, args=(logits,), amount=2 * size, unit="GB/s")
     call = logits_api.call_of(logits, 1.0)
-    for backend in [b for b in logits_api.BACKENDS if dispatch.supports("log_softmax_entropy", b, call)]:
-        forward = functools.partial(logits_api.log_softmax_entropy, backend=backend)
+    functions: list[tuple[str, Callable[..., Any]]] = [
+        (backend, functools.partial(logits_api.log_softmax_entropy, backend=backend))
+        for backend in logits_api.BACKENDS
+        if dispatch.supports("log_softmax_entropy", backend, call)
+    ]
+    for text in tiles:
+        sizes = tiles_of(logits_triton.Tiles, text)
+        functions.append((f"triton {text}", functools.partial(logits_triton.compute, call=call, tiles=sizes)))
+    for backend, forward in functions:
 
         def loss(logits: Any, targets: Any, forward: Any = forward) -> jax.Array:
             logprob, entropy = forward(logits, targets)
@@ -268,7 +275,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True, help="measure peers too")
     parser.add_argument("--check", action="store_true", help="token_stats: errors against reference in float32")
     parser.add_argument(
-        "--tiles", action="append", default=[], help="token_stats: mosaic_gpu with rows=128,columns=128"
+        "--tiles",
+        action="append",
+        default=[],
+        help="other sizes: rows=128,columns=128 of mosaic_gpu, depth=16 of triton",
     )
     parser.add_argument("--output", help="a file that gets all rows as one JSON list")
     args = parser.parse_args(argv)
@@ -278,8 +288,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"unknown --spec={name} of {args.op}: use some of {', '.join(specs)}")
     if args.runs < 10:
         parser.error(f"--runs={args.runs} is too few for a median: use at least 10")
-    if args.op != "token_stats" and (args.check or args.tiles):
-        parser.error("--check and --tiles are of --op=token_stats")
+    if (args.op != "token_stats" and args.check) or (args.op == "attention" and args.tiles):
+        parser.error("--check is of --op=token_stats, --tiles of it and of --op=log_softmax_entropy")
     return args
 
 

@@ -13,7 +13,19 @@ ROOT = Path(__file__).parent.parent
 
 # From the top down. A module may import its own layer and those below. A name ending in a dot is a whole folder.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("launch", "plan", "doctor", "bench", "bench_case", "memory", "export", "chat", "loading", "bindings_page"),
+    (
+        "launch",
+        "plan",
+        "doctor",
+        "bench",
+        "bench_case",
+        "hidden_states",
+        "memory",
+        "export",
+        "chat",
+        "loading",
+        "bindings_page",
+    ),
     ("train", "stage_run", "stage_parts", "phase_run", "stages", "teaching", "feeds", "ahead", "cs336"),
     ("eval.",),
     (

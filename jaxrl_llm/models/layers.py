@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import linear
+from jaxrl_llm.models.linear import gated_linear, linear
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
@@ -43,11 +43,23 @@ def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
     return jnp.cos(angles), jnp.sin(angles)
 
 
+@jax.custom_vjp
 def rotate(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T heads C"]:
-    """Rotates the pairs (i, i + C/2) of each head."""
-    cos, sin = (part[:, :, None, :] for part in rotation)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    """Rotates the pairs (i, i + C/2) of each head; angles have no gradient, and that of `x` is rotated back."""
+    # Written without a concatenation, which XLA would not join to what comes before and after it.
+    cos, sin = (part[:, :, None, None, :] for part in rotation)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
+    signs = jnp.array([-1.0, 1.0])[:, None]
+    turned = halves * cos + jnp.flip(halves, -2) * (signs * sin)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+def _rotate_back(rotation: Rope, g: Float[Array, "B T heads C"]) -> tuple[Float[Array, "B T heads C"], None]:
+    cos, sin = rotation
+    return rotate(g, (cos, -sin)), None
+
+
+rotate.defvjp(lambda x, rotation: (rotate(x, rotation), rotation), _rotate_back)
 
 
 class RMSNorm(nnx.Module):
@@ -114,4 +126,4 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return linear(jax.nn.silu(linear(x, self.gate[...])) * linear(x, self.up[...]), self.down[...])
+        return gated_linear(linear(x, self.gate[...]), linear(x, self.up[...]), self.down[...])

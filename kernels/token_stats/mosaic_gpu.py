@@ -50,7 +50,8 @@ class Tiles:
       cluster: blocks that share the head's tiles, 1 or 2.
       slice: columns that the end of a tile works on at once.
       cached: bytes of hidden states that the L2 cache keeps while the head goes by.
-      buffer: bytes of the logits' gradient in memory.
+      buffer: bytes of the logits' gradient in memory, for so many tokens that it holds `entries` entries.
+      entries: least entries of the vocabulary in that buffer: with few, the hidden states' gradient is summed too often.
       multiprocessors: of the chip; None asks the device.
       head_columns: the head is given as [D, V].
     """
@@ -63,6 +64,7 @@ class Tiles:
     slice: int = 32
     cached: int = 24 * 2**20
     buffer: int = 128 * 2**20
+    entries: int = 4096
     multiprocessors: int | None = None
     head_columns: bool = False
 
@@ -232,7 +234,7 @@ class Kernels:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
         else:
             dhidden = jnp.zeros(hidden.shape, jnp.float32)
-        most = self.tiles.buffer // (hidden.shape[0] * 2)
+        most = max(self.tiles.buffer // (hidden.shape[0] * 2), self.tiles.entries)
         dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
         dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias

@@ -1,7 +1,6 @@
 """The learning proof: a run of every algorithm from one checkpoint, and the table of what the runs measured."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -113,34 +112,12 @@ def test_the_table_says_what_the_worst_seed_reaches(tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "learning.json").read_text())) == 6
 
 
-def plan_of(tmp_path: Path, script: str) -> learning_runs.Plan:
-    """A plan whose runs are a script of their own."""
-
-    class Scripted(learning_runs.Plan):
-        def command(self, name: str, seed: int) -> list[str]:
-            return [sys.executable, "-c", script, str(self.folder(name, seed)), name]
-
-    plan = Scripted(runs=tmp_path / "runs", out=tmp_path / "out")
-    (tmp_path / "out" / "logs").mkdir(parents=True)
-    (tmp_path / "runs").mkdir()
-    plan.cores.put(learning_runs.core_sets(1, 1)[0])
-    return plan
-
-
-def test_a_run_that_ended_is_not_run_again_and_one_that_failed_is(tmp_path: Path) -> None:
-    count = "import sys,pathlib; p=pathlib.Path(sys.argv[1]); (p/'count').open('a').write('x'); sys.exit(sys.argv[2]=='opo')"
-    plan = plan_of(tmp_path, count)
-    for name in ("grpo", "opo"):
-        run_folder(plan.folder(name, 0), [0.1, 0.2])
-    assert [learning_runs.run(plan, "grpo", 0) for _ in range(2)] == [True, True]
-    assert [learning_runs.run(plan, "opo", 0) for _ in range(2)] == [False, False]
-    assert (plan.folder("grpo", 0) / "count").read_text() == "x"
-    assert (plan.folder("opo", 0) / "count").read_text() == "xx"
-    assert (plan.out / "grpo-0.json").is_file() and not (plan.out / "opo-0.json").exists()
-
-
-def test_cores_of_jobs_are_disjoint_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)), raising=False)
-    sets = learning_runs.core_sets(8, 2)
-    assert sorted(core for cores in sets for core in cores) == list(range(16))
-    assert learning_runs.core_sets(9, 2)[8] == [0, 1]
+def test_every_run_stands_after_what_it_begins_from() -> None:
+    made = {job.name: job for job in learning_runs.jobs(["grpo", "distill"], [0, 1], Path("/runs"), ["STEPS=2"])}
+    assert list(made) == ["start-0", "teacher-0", "grpo-0", "grpo-1", "distill-0", "distill-1"]
+    assert made["start-0"].folder == Path("/runs/start-0/model") and len(made["start-0"].commands) == 2
+    assert list(made["grpo-1"].after) == ["start-0"] and list(made["distill-0"].after) == ["start-0", "teacher-0"]
+    (command,) = made["distill-1"].commands
+    assert {"--gin=START='/runs/start-0/model'", "--gin=TEACHER_PATH='/runs/teacher-0'"} <= set(command)
+    assert {"--gin=SEED=1", "--gin=RUN_DIR='/runs/distill-1'", "--gin=STEPS=2"} <= set(command)
+    assert not any("TEACHER_PATH" in flag for flag in made["grpo-0"].commands[0])

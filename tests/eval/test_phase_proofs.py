@@ -84,7 +84,7 @@ def test_what_differs_in_a_single_bit_has_changed():
 
 
 def test_a_seed_s_jobs_begin_from_its_base_and_the_times_are_taken_last(tmp_path):
-    made = proofs.jobs(["tokenbuncher", "bupo"], [0, 1], tmp_path, tmp_path, ["X=1"])
+    made = proofs.jobs(["tokenbuncher", "bupo"], [0, 1], tmp_path, ["X=1"])
     names = [job.name for job in made]
     assert len(set(names)) == len(names) and set(made[-1].after) == set(names[:-1])
     after = {job.name: list(job.after) for job in made}

@@ -102,9 +102,9 @@ def test_a_failure_is_a_row_and_the_exit_status(capsys, monkeypatch):
 
 
 def test_tiles_are_read_from_the_command_line():
-    assert bench.tiles_of("rows=128,columns=128,slice=16") == Tiles(rows=128, columns=128, slice=16)
+    assert bench.tiles_of(Tiles, "rows=128,columns=128,slice=16") == Tiles(rows=128, columns=128, slice=16)
     with pytest.raises(ValueError, match=r"\['height'\]"):
-        bench.tiles_of("height=3")
+        bench.tiles_of(Tiles, "height=3")
 
 
 def test_random_logits_spread_by_two():

@@ -41,7 +41,7 @@ def step(z, targets, *, backend, temperature=1.0):
     def total(z):
         if backend == "triton, interpreted":
             call = Call(platform="gpu", dtype="", tokens=T, vocabulary=V, temperature=temperature)
-            out = triton._compute(call, True, z, targets)
+            out = triton._compute(call, True, triton.TILES, z, targets)
         else:
             out = log_softmax_entropy(z, targets, temperature=temperature, backend=backend)
         return (out[0] * G[0] + out[1] * G[1]).sum(), out
@@ -101,13 +101,13 @@ def test_the_backward_keeps_no_array_of_the_size_of_the_logits_but_them():
     assert sorted(n for n in sizes if n > spec.tokens) == [spec.tokens * spec.vocabulary]
 
 
-def test_triton_reads_rows_of_several_blocks_and_runs_on_nvidia_alone(monkeypatch):
-    monkeypatch.setattr(triton, "WIDTH", 4)
+@pytest.mark.parametrize("tiles", [triton.Tiles(width=4), triton.Tiles(depth=2, width=2, ahead=2)])
+def test_triton_reads_rows_of_several_blocks_and_runs_on_nvidia_alone(tiles):
     call = Call(platform="gpu", dtype="float32", tokens=3, vocabulary=37, temperature=0.5)
     z = np.random.default_rng(1).normal(size=(3, 37)).astype(np.float32) * 4
     z[0, :16], z[1, 16:] = -np.inf, -1e4
     z = np.sort(z, axis=1)  # the maximum grows from block to block
-    logprob, entropy = triton._compute(call, True, jnp.asarray(z), jnp.array([36, 0, 17]))
+    logprob, entropy = triton._compute(call, True, tiles, jnp.asarray(z), jnp.array([36, 0, 17]))
     for t, target in enumerate([36, 0, 17]):
         value, _ = of_token(np.float64(z[t]) / 0.5, target, None, ["logprob", "entropy"])
         np.testing.assert_allclose([logprob[t], entropy[t]], [value["logprob"], value["entropy"]], rtol=1e-6, atol=1e-5)

@@ -41,6 +41,7 @@ def test_values_and_gradients_are_right_in_the_interpreter():
         cluster=cluster,
         multiprocessors=2 * cluster,
         buffer=2 * 128 * cluster * 64 * 2,
+        entries=64,
         head_columns=not NEW_INTERPRETER,
     )
     rng = np.random.default_rng(0)
