@@ -1,6 +1,7 @@
 """What a step learns from: the policy's own samples, or demonstrations and pairs that a dataset gives."""
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -12,6 +13,7 @@ from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup
 from jaxrl_llm.global_batch import unscored
 from jaxrl_llm.hosts import Processes
+from jaxrl_llm.preemption import Notice, Stopping
 from jaxrl_llm.protocols import Algorithm
 
 Row = TypeVar("Row", Prompt, ScoredGroup)
@@ -120,16 +122,23 @@ class LedFeed:
 
     Attributes:
       feed: that of process 0; None on the others.
-      processes: those of the run.
+      notice: of signals, at which process 0 gives up what it is sampling.
     """
 
     feed: SampleFeed | Any
-    processes: Processes
+    notice: Notice
 
     async def next(self, step: int) -> list[ScoredGroup]:
-        groups = None if self.feed is None else await self.feed.next(step)
+        """The groups of a step; raises Stopping on every process where a signal came first."""
+        groups: list[ScoredGroup] | None = None
+        if self.feed is not None:
+            with contextlib.suppress(Stopping):
+                groups = await self.notice.unless(self.feed.next(step))
         # The thread leaves the event loop to what is being published and sampled.
-        return await asyncio.to_thread(self.processes.broadcast, groups)
+        groups = await asyncio.to_thread(self.notice.processes.broadcast, groups)
+        if groups is None:
+            raise Stopping
+        return groups
 
     def state(self) -> dict[str, Any]:
         return {} if self.feed is None else self.feed.state()

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +27,7 @@ from jaxrl_llm import wire, xla_flags
 
 LOST = 76  # exit status: another process of the run was lost; start the same command on every host again
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_SIGNAL = " signalled"
 _AGAIN = "start the same command on every host again: the run goes on from its last checkpoint"
 
 
@@ -61,12 +62,16 @@ class Processes:
       index: which one this is; process 0 writes, prints and asks samplers.
       count: how many there are.
       names: their hosts' names.
+      signalled: whether this process was asked to stop, which it tells the others.
+      when_signalled: called, in a thread, when another one was.
     """
 
     limits: Hosts = field(default_factory=Hosts)
     index: int = 0
     count: int = 1
     names: list[str] = field(default_factory=lambda: [socket.gethostname()])
+    signalled: bool = False
+    when_signalled: Callable[[], None] | None = None
     _round: int = 0
 
     @property
@@ -306,8 +311,8 @@ class _Watch:
 
     def __init__(self, processes: Processes) -> None:
         self._all = processes
-        self._beat = min(5.0, processes.limits.lost_s / 10)
-        self._said = "0"
+        self._beat = min(1.0, processes.limits.lost_s / 10)
+        self._beats, self._said = 0, "0"
         self._heard: dict[int, str] = {}
         self._silent_s = dict.fromkeys(range(processes.count), 0.0)
         self._over = threading.Event()
@@ -340,7 +345,8 @@ class _Watch:
 
     def _talk(self) -> None:
         while not self._over.wait(self._beat):
-            self._said = str(int(self._said) + 1)
+            self._beats += 1
+            self._said = f"{self._beats}{_SIGNAL if self._all.signalled else ''}"
             try:
                 heard = self._exchange()
             except jax.errors.JaxRuntimeError:
@@ -350,6 +356,8 @@ class _Watch:
                     end(LOST, f"{self._all.named(process)} {word}")
                 if self._heard.get(process) != word or word == "done":
                     self._silent_s[process] = 0.0
+                if word.endswith(_SIGNAL) and self._all.when_signalled is not None:
+                    self._all.when_signalled()
             self._silent_s[self._all.index] = 0.0
             self._heard |= heard
 

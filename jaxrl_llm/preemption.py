@@ -41,7 +41,7 @@ class Notice:
 
     def __init__(self, limit_s: float, processes: hosts.Processes) -> None:
         self._limit_s, self.processes = limit_s, processes
-        self._given = threading.Event()
+        self._given, self._elsewhere = threading.Event(), threading.Event()
         self._before: dict[int, object] = {}
         self._interrupts = 0
         self._woken: asyncio.Event | None = None
@@ -58,6 +58,7 @@ class Notice:
         jaxs = hosts.c_signal()(signal.SIGTERM, None) if self.processes.count > 1 else None
         self._tell_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(jaxs) if jaxs else lambda number: None
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self.processes.when_signalled = self._hear_of
         self._fd = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._hear, daemon=True, name="preemption")
         self._thread.start()
@@ -66,6 +67,7 @@ class Notice:
         """Gives the signals back; no limit ends the process any more."""
         if not self._before:
             return
+        self.processes.when_signalled = None
         signal.set_wakeup_fd(self._fd)
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
@@ -84,12 +86,10 @@ class Notice:
         """The result of `work`, which may be given up at any moment.
 
         Raises:
-          Stopping: a signal came first; several processes give up nothing, since they stop after the same step.
+          Stopping: a signal came first, to this process or to another one of the run.
         """
-        if self.processes.count > 1:
-            return await work
         self._loop, self._woken = asyncio.get_running_loop(), asyncio.Event()
-        if self._given.is_set():
+        if self._given.is_set() or self._elsewhere.is_set():
             self._woken.set()
         task, signalled = asyncio.ensure_future(work), asyncio.ensure_future(self._woken.wait())
         try:
@@ -133,7 +133,16 @@ class Notice:
         limit = f"at most {self._limit_s:g} s (train.Run.stop_limit_s)"
         os.write(2, f"{number.name}: saves and ends, after the step where one is being learned; {limit}\n".encode())
         self._given.set()
+        self.processes.signalled = True
         self._tell_jax(signal.SIGTERM)
+        self._wake()
+
+    def _hear_of(self) -> None:
+        """Another process was signalled."""
+        self._elsewhere.set()
+        self._wake()
+
+    def _wake(self) -> None:
         loop, woken = self._loop, self._woken
         if loop is not None and woken is not None:
             with contextlib.suppress(RuntimeError):  # the loop has ended since

@@ -94,7 +94,7 @@ def feed_of(
         prompts = part_of(processes, lambda: encoder.prompts(processes.part(rows)))
         return SampleFeed(stream=SharedStream(prompts, processes, seed=seed), collector=collector, prompts=count)
     if not processes.main:
-        return LedFeed(feed=None, processes=processes)
+        return LedFeed(feed=None, notice=training.notice)
     feed: SampleFeed | AheadFeed
     stream = PromptStream(encoder.prompts(rows), seed=seed)
     if config.max_staleness:
@@ -104,7 +104,7 @@ def feed_of(
         )  # fmt: skip
     else:
         feed = SampleFeed(stream=stream, collector=collector, prompts=count)
-    return feed if processes.count == 1 else LedFeed(feed=feed, processes=processes)
+    return feed if processes.count == 1 else LedFeed(feed=feed, notice=training.notice)
 
 
 def joins(config: Stage) -> bool:

@@ -252,7 +252,8 @@ class Training:
             await self._publish(state, step - 1)
             clock.lap("publish")
         await stage.refresh(state, within - 1)
-        groups = await self.notice.unless(stage.feed.next(step))
+        coming = stage.feed.next(step)
+        groups = await (coming if self.processes.count > 1 else self.notice.unless(coming))
         clock.lap("collect")
         # A sampler that overlaps needs the event loop while the learner computes.
         aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
