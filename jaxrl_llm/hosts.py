@@ -51,6 +51,10 @@ class Hosts:
                 raise ValueError(f"hosts.Hosts.{name} must be >= {least} (got {getattr(self, name)})")
 
 
+class Absent(TimeoutError):
+    """Another process, which lives, was waited for in vain."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Processes:
     """The processes of a run, as one of them sees them; by default it is the only one.
@@ -86,7 +90,7 @@ class Processes:
         """The value of process 0 on all of them; what the others give does not matter.
 
         Raises:
-          TimeoutError: it said nothing within `limits.wait_s`.
+          Absent: it said nothing within `limits.wait_s`.
         """
         if self.count == 1:
             return value
@@ -143,7 +147,7 @@ class Processes:
         """Returns when all processes are here.
 
         Raises:
-          TimeoutError: names those that did not come within `limits.wait_s`.
+          Absent: names those that did not come within `limits.wait_s`.
         """
         if self.count == 1:
             return
@@ -154,7 +158,7 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             came = {int(name.rpartition("/")[2]) for name, _ in _client().key_value_dir_get(f"{key}/")}
             absent = ", ".join(self.named(i) for i in range(self.count) if i not in came)
-            raise TimeoutError(
+            raise Absent(
                 f"{absent or 'a process'} did not come to {what!r} within {self.limits.wait_s:g} s "
                 f"(hosts.Hosts.wait_s): look at its output, then {_AGAIN}"
             ) from error
@@ -171,7 +175,7 @@ class Processes:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-            raise TimeoutError(
+            raise Absent(
                 f"{self.named(owner)} said nothing within {self.limits.wait_s:g} s (hosts.Hosts.wait_s), and lives: raise the "
                 f"limit where steps are that long, else look at what it waits for; {_AGAIN}"
             ) from error
@@ -222,10 +226,8 @@ def place(environment: Mapping[str, str], wanted: bool) -> dict[str, Any] | None
 def joined(limits: Hosts, arguments: Mapping[str, Any] | None) -> Iterator[Processes]:
     """The processes of the run, together from here to the end; a single one where `arguments` is None.
 
-    An error of this process ends the others; one that comes of the loss of another is said as that.
-
-    Raises:
-      TimeoutError: not all came within `limits.start_s`.
+    An error of this process ends the others; one that comes of the loss of another is said as that. Where not all come within
+    `limits.start_s`, the process ends with status LOST.
     """
     if arguments is None:
         yield Processes(limits=limits)
@@ -267,7 +269,7 @@ def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
 def _may_be_of_a_loss(error: BaseException) -> bool:
     """Whether the error is one that breaks a collective or a save when another process is gone."""
     words = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
-    cause: BaseException | None = error
+    cause: BaseException | None = None if isinstance(error, Absent) else error
     while cause is not None:
         if isinstance(cause, TimeoutError) or any(word in str(cause) for word in words):
             return True

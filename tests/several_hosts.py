@@ -37,6 +37,30 @@ with hosts.joined(hosts.Hosts(lost_s=float(sys.argv[1]), wait_s=30), hosts.place
         multihost_utils.process_allgather(np.ones(3))
 """
 
+# What the processes of a run ask of each other, once each.
+ASKING = """
+import os, pathlib, sys, time, numpy as np
+from jaxrl_llm import hosts
+own = pathlib.Path(sys.argv[1]) / os.environ["JAX_PROCESS_ID"]
+own.mkdir()
+with hosts.joined(hosts.Hosts(wait_s=2, lost_s=30), hosts.place(os.environ, False)) as processes:
+    i = processes.index
+    said = processes.broadcast({"x": np.arange(3) + i})
+    assert said["x"].tolist() == [0, 1, 2]
+    assert [x["i"] for x in processes.gathered({"i": i})] == [0, 1]
+    assert processes.summed({"kept": i + 1, "lost": 0}) == {"kept": 3}
+    assert processes.part(range(5)) == [[0, 1], [2, 3, 4]][i]
+    processes.share(own.parent)
+    try:
+        processes.share(own)
+    except OSError as error:
+        print(error, file=sys.stderr)
+    print("out", i)
+    if i == 1:
+        processes.meet("a late supper")
+    time.sleep(20)
+"""
+
 
 def port() -> int:
     with socket.socket() as free:

@@ -142,12 +142,16 @@ def test_two_addresses_that_are_cut_off_from_each_other_both_end(namespaces: tup
     assert time.monotonic() - begin < 15
 
 
-def test_an_error_of_one_process_ends_the_other_with_what_it_was() -> None:
-    broken = "        if processes.index: raise ValueError('bad row 7')\n"
-    program = several_hosts.TALKER.replace("        multihost_utils", f"{broken}        multihost_utils")
-    first, second = several_hosts.ended(several_hosts.start([sys.executable, "-c", program, "20"], 2, 1))
-    assert second[0] == 1 and "bad row 7" in second[1]
-    assert first[0] == hosts.LOST and "process 1 (" in first[1] and "ended: ValueError: bad row 7" in first[1], first[1]
+def test_processes_exchange_values_and_the_error_of_one_ends_the_other_with_what_it_was(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", several_hosts.ASKING, str(tmp_path)]
+    (first, first_said), (second, second_said) = several_hosts.ended(several_hosts.start(command, 2, 1))
+    assert (
+        second == 1 and "process 0 (" in second_said and "did not come to 'a late supper' within 2 s" in second_said
+    ), second_said
+    for said in (first_said, second_said):
+        assert "process 1 (" in said and "set RUN_DIR to a folder that all hosts share" in said, said
+    assert "out 0" in first_said and "out 1" not in second_said, "process 0 alone prints"
+    assert first == hosts.LOST and "ended: Absent: process 0 (" in first_said, first_said
 
 
 def test_experience_travels_whole() -> None:
