@@ -15,9 +15,9 @@ import tiny_run
 # A run of one stage that samples, small enough to be started many times.
 SMALL = {
     "train.Run.stages": "[@rl/stages.Stage()]",
-    "STEPS": 30,
+    "STEPS": 14,
     "SAVE_EVERY": 5,
-    "EVALUATE_EVERY": 10,
+    "EVALUATE_EVERY": 7,
     "qwen3.Qwen3.layers": 1,
     "evaluate.Evaluation.samples": 0,
     "grpo.GRPO.kl_coef": 0.0,
