@@ -23,6 +23,10 @@ COUNTS = (
 )
 
 
+class NoRows(ValueError):
+    """No row is left after encoding."""
+
+
 class PromptStream(Generic[Row]):
     """Rows in one global order; each host reads its share of every global batch.
 
@@ -217,7 +221,7 @@ class Encoder:
     def _all(self, encode: Callable[[Prompt], Any], rows: Sequence[Prompt]) -> list[Any]:
         encoded = [row for row in map(encode, rows) if row is not None]
         if not encoded:
-            raise ValueError(
+            raise NoRows(
                 f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise Encoder.max_prompt_tokens "
                 f"(now {self.max_prompt_tokens}) or Encoder.max_response_tokens (now {self.max_response_tokens}), "
                 "or check the data"

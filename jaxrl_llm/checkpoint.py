@@ -75,8 +75,10 @@ class Checkpoints:
           host: the host's state, JSON-like.
           best: save as the best checkpoint, not as the last.
         """
-        manager = self._best if best else self._last
+        manager, other = (self._best, self._last) if best else (self._last, self._best)
         assert manager is not None
+        if other is not None and jax.process_count() > 1:
+            other.wait_until_finished()  # two managers' saves would meet at one barrier of the processes
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
         try:

@@ -76,7 +76,7 @@ class Collector:
         self.seconds["reward"] += time.perf_counter() - sampled
         groups = [ScoredGroup(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
         self._count_invalid(groups)
-        return groups
+        return self.asking.processes.broadcast(groups)
 
     async def rescore(self, groups: Sequence[ScoredGroup], stats: Sequence[dict[str, np.ndarray]]) -> list[ScoredGroup]:
         """The groups scored by a reward that needs the learner's statistics, {name: [G]} of each group."""
@@ -86,7 +86,7 @@ class Collector:
         return scored
 
     async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
-        if self.reward.needs_stats:
+        if self.reward.needs_stats or not self.asking.processes.main:
             return Scores(parts={}, valid={})
         return await self.reward.score(rollouts)
 

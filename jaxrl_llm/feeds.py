@@ -1,16 +1,51 @@
 """What a step learns from: the policy's own samples, or demonstrations and pairs that a dataset gives."""
 
+import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from jaxrl_llm.collect import Collector
-from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup
 from jaxrl_llm.global_batch import unscored
+from jaxrl_llm.hosts import Processes
+from jaxrl_llm.preemption import Notice, Stopping
 from jaxrl_llm.protocols import Algorithm
+
+Row = TypeVar("Row", Prompt, ScoredGroup)
+
+
+class SharedStream(PromptStream[Row]):
+    """Encoded rows in one global order, of which each process of a run holds a part; all ask for the same batches.
+
+    A batch is the same on any number of processes, which is why the processes exchange what each of them holds of it.
+
+    Args:
+      part: this process's rows; those of all processes, one after the other, are the rows.
+      processes: those of the run.
+      seed: names the order.
+
+    Raises:
+      ValueError: no process has a row.
+    """
+
+    def __init__(self, part: Sequence[Row], processes: Processes, *, seed: int) -> None:
+        self._part: Sequence[Row] = part
+        self._processes = processes
+        self._starts = np.cumsum([0, *processes.gathered(len(part))]).tolist()
+        super().__init__(range(self._starts[-1]), seed=seed)  # type: ignore[arg-type]
+
+    def next_batch(self, n: int) -> list[Row]:
+        """The next `n` rows, whole on every process."""
+        wanted: list[Any] = super().next_batch(n)
+        first, end = self._starts[self._processes.index : self._processes.index + 2]
+        held = [[i, self._part[i - first]] for i in wanted if first <= i < end]
+        found = {i: row for part in self._processes.gathered(held) for i, row in part}
+        return [found[i] for i in wanted]
 
 
 @runtime_checkable
@@ -79,6 +114,41 @@ class GivenFeed:
 
     def take(self) -> dict[str, float]:
         return {"data/epoch": self.stream.epoch}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LedFeed:
+    """The groups of process 0, which alone asks a sampler, on every process.
+
+    Attributes:
+      feed: that of process 0; None on the others.
+      notice: of signals, at which process 0 gives up what it is sampling.
+    """
+
+    feed: SampleFeed | Any
+    notice: Notice
+
+    async def next(self, step: int) -> list[ScoredGroup]:
+        """The groups of a step; raises Stopping on every process where a signal came first."""
+        groups: list[ScoredGroup] | None = None
+        if self.feed is not None:
+            with contextlib.suppress(Stopping):
+                groups = await self.notice.unless(self.feed.next(step))
+        # The thread leaves the event loop to what is being published and sampled.
+        groups = await asyncio.to_thread(self.notice.processes.broadcast, groups)
+        if groups is None:
+            raise Stopping
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.feed is None else self.feed.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.feed is not None:
+            self.feed.restore(state)
+
+    def take(self) -> dict[str, float]:
+        return {} if self.feed is None else self.feed.take()
 
 
 def given(
@@ -159,9 +229,7 @@ def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone
         if len(kept) == len(sides):
             found.append(unscored(kept, list(sides)))
     if not found:
-        raise ValueError(
-            f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits"
-        )
+        raise NoRows(f"none of {len(rows)} pairs is left after encoding ({encoder.counts()}): raise the token limits")
     return found
 
 

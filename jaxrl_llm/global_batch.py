@@ -177,7 +177,10 @@ def bare(rows: PackedRows) -> Batch:
 def to_device(batch: Batch, partitioner: Partitioner) -> Batch:
     """The batch on the mesh: rows over data and fsdp, positions over context, the rest replicated."""
     place = lambda x: partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated  # noqa: E731
-    return jax.device_put(batch, jax.tree.map(place, batch))
+    if partitioner.replicated.is_fully_addressable:
+        return jax.device_put(batch, jax.tree.map(place, batch))
+    # Every process has the whole batch, and gives its devices their shards: nothing travels.
+    return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), place(x), np.asarray(x).__getitem__), batch)
 
 
 def _paired(group: ScoredGroup) -> bool:

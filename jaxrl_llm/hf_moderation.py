@@ -129,7 +129,7 @@ class Moderation:
         if not hf_weights.is_classifier(place):
             raise ValueError(f"{self.folder} is no sequence classifier: set hf_moderation.Moderation.folder to one")
         source = PolicySource(pretrained=self.folder, compute_dtype=self.compute_dtype)
-        partitioner = Partitioner.create(self.mesh)
+        partitioner = Partitioner.create(self.mesh, jax.local_devices())
         policy = ValueModel.like(source.policy(partitioner, value=True)).backbone
         shape = (policy.architecture.width, len(self.labels))
         kernel = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=partitioner.replicated)

@@ -100,7 +100,7 @@ class HFRewardModel:
                 "with --model reward_model and set hf_reward_model.HFRewardModel.folder"
             )
         source = ValueSource(backbone=backbone)
-        model = source.on(Partitioner.create(self.mesh))
+        model = source.on(Partitioner.create(self.mesh, jax.local_devices()))  # of the process that asks
         return model, source.params(model, {}, jax.random.key(0))
 
 

@@ -35,6 +35,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dry_run", action="store_true", help="print the resolved plan and the memory that it takes, and leave"
     )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes, found by JAX (TPU pod, Slurm, JobSet); not needed where JAX_COORDINATOR_ADDRESS is set",
+    )
     parser.add_argument("--debug", action="store_true", help="show the stack of every error")
     return parser.parse_args(argv)
 
@@ -75,6 +80,22 @@ def _explain(error: Exception, files: Sequence[str]) -> str:
     return text
 
 
+def _carry_out(run: Any, config: str, distributed: bool) -> int:
+    """Runs it, in one process or together with those of other hosts; returns the exit code."""
+    from jaxrl_llm import hosts
+
+    place = hosts.place(os.environ, distributed)
+    limits = getattr(run, "hosts", None)
+    if limits is None:
+        if place is not None:
+            raise ValueError(
+                f"{type(run).__name__} runs in one process: unset JAX_NUM_PROCESSES, leave out --distributed"
+            )
+        return run.run(config) or 0
+    with hosts.joined(limits, place) as processes:
+        return run.run(config, processes)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and carries it out; returns the exit code."""
     arguments = parse_arguments(argv)
@@ -95,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in peaks(run):
                 print(line, flush=True)
         else:
-            run.run(config)
+            return _carry_out(run, config, arguments.distributed)
     except EXPECTED as error:
         if arguments.debug:
             raise

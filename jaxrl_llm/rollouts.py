@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.experience import Completion, Prompt, Role, Rollout, SamplingSettings
+from jaxrl_llm.hosts import Processes
 from jaxrl_llm.protocols import Environment, Marker, Sampler
 
 
@@ -43,6 +44,7 @@ class Asking:
       marker: names ranges of a response's tokens; None names none.
       max_turns: most turns of the policy.
       counters: what was counted: rollouts by the way they ended.
+      processes: those that ask together, one sampler on the devices of all; process 0 alone has them scored.
     """
 
     sampler: Sampler
@@ -51,6 +53,7 @@ class Asking:
     marker: Marker | None = None
     max_turns: int = 8
     counters: Counter[str] = field(default_factory=Counter)
+    processes: Processes = field(default_factory=Processes)
 
     async def groups(
         self, prompts: Sequence[Prompt], n: int, settings: SamplingSettings, seeds: Sequence[int], role: Role = "sample"

@@ -1,6 +1,6 @@
 """What a stage is made of: its learner, teacher, companions, and the feed that it learns from."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ from jaxrl_llm import teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.companions import Companions, found
-from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.feeds import Feed, GivenFeed, SampleFeed, given
+from jaxrl_llm.feeds import Feed, GivenFeed, LedFeed, SampleFeed, SharedStream, given
+from jaxrl_llm.hosts import Processes
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
@@ -23,6 +24,11 @@ def companions_of(config: Stage, training: Any) -> Companions:
     """The companions of the rewards that the stage asks, started."""
     asked = config.samples or any(e.reward is None for e in config.evaluations)
     members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
+    if members and training.processes.count > 1:
+        raise ValueError(
+            f"a reward of stage {config.name!r} asks a model beside the policy ({type(members[0]).__name__}), and its run has "
+            f"{training.processes.count} processes: run it on one host, or give REWARD a service"
+        )
     for i, member in enumerate(members):
         member.start(training.policy.plain, training.tokenizer, training.run_dir / f"{config.name}_companion_{i}")
     training.companions.extend(members)
@@ -65,24 +71,55 @@ def new_key(seed: int, number: int) -> jax.Array:
 
 
 def feed_of(
-    config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, seed: int
+    config: Stage, encoder: Encoder, rows: Sequence[Prompt], asking: Asking, settings: SamplingSettings, training: Any
 ) -> Feed:
-    """The feed that the algorithm learns from."""
-    count = config.prompts_per_step
-    if config.samples:
-        assert config.reward is not None
-        collector = Collector(
-            asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
-            greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
-        )  # fmt: skip
-        stream = PromptStream(encoder.prompts(rows), seed=seed)
-        if not config.max_staleness:
-            return SampleFeed(stream=stream, collector=collector, prompts=count)
-        return AheadFeed(
+    """The feed that the algorithm learns from.
+
+    Each process encodes its part of the rows; where process 0 alone asks the sampler, it encodes all of them.
+    """
+    count, seed, processes = config.prompts_per_step, training.config.seed, training.processes
+    if not config.samples:
+        groups = part_of(
+            processes, lambda: given_groups(config, encoder, processes.part(rows, whole=joins(config)), seed)
+        )
+        if joins(config):
+            groups = processes.part(groups)
+        return GivenFeed(stream=SharedStream(groups, processes, seed=seed), rows=count)
+    assert config.reward is not None
+    collector = Collector(
+        asking=asking, reward=config.reward, settings=settings, group_size=config.group_size,
+        greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=seed,
+    )  # fmt: skip
+    if processes.count == asking.processes.count and not config.max_staleness:
+        prompts = part_of(processes, lambda: encoder.prompts(processes.part(rows)))
+        return SampleFeed(stream=SharedStream(prompts, processes, seed=seed), collector=collector, prompts=count)
+    if not processes.main:
+        return LedFeed(feed=None, notice=training.notice)
+    feed: SampleFeed | AheadFeed
+    stream = PromptStream(encoder.prompts(rows), seed=seed)
+    if config.max_staleness:
+        feed = AheadFeed(
             stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
             least=config.algorithm.group_size_at_least,
         )  # fmt: skip
-    return GivenFeed(stream=PromptStream(given_groups(config, encoder, rows, seed), seed=seed), rows=count)
+    else:
+        feed = SampleFeed(stream=stream, collector=collector, prompts=count)
+    return feed if processes.count == 1 else LedFeed(feed=feed, notice=training.notice)
+
+
+def joins(config: Stage) -> bool:
+    """Whether what the dataset gives joins rows, so that each process needs all of them."""
+    return config.algorithm.learns_from == "documents"
+
+
+def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:
+    """This process's part of the encoded rows, which may be none of them where other processes have some."""
+    try:
+        return encode()
+    except NoRows:
+        if processes.count == 1:
+            raise
+        return []
 
 
 def given_groups(config: Stage, encoder: Encoder, rows: Sequence[Prompt], seed: int) -> list[ScoredGroup]:

@@ -18,8 +18,9 @@ from jaxrl_llm.companions import Companions
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.evaluate import evaluate
 from jaxrl_llm.experience import Prompt, ScoredGroup
-from jaxrl_llm.feeds import Feed, SampleFeed, stats_of
+from jaxrl_llm.feeds import Feed, LedFeed, SampleFeed, stats_of
 from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
+from jaxrl_llm.hosts import Processes
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
 from jaxrl_llm.out_of_memory import explained
@@ -64,6 +65,7 @@ class StageRun:
       controls: values of the controllers.
       seed: of the run, for the values of new parameters.
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
+      processes: those of the run.
     """
 
     config: Stage
@@ -81,6 +83,7 @@ class StageRun:
     controls: dict[str, float] = field(default_factory=dict)
     seed: int = 0
     bases: dict[str, Params] = field(default_factory=dict)
+    processes: Processes = field(default_factory=Processes)
 
     @classmethod
     def open(cls, config: Stage, training: Any, number: int) -> "StageRun":
@@ -100,13 +103,14 @@ class StageRun:
             truncation=config.truncation, template_kwargs=config.template_kwargs,
         )  # fmt: skip
         rows = config.data.rows()
+        together = training.processes if getattr(training.sampler, "everywhere", False) else Processes()
         asking = Asking(
             sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, marker=config.marker,
-            max_turns=config.max_turns,
+            max_turns=config.max_turns, processes=together,
         )  # fmt: skip
         seed = training.config.seed
-        feed = feed_of(config, encoder, rows, replace(asking, counters=Counter()), settings, seed)
-        say(f"stage {config.name}: {len(rows)} rows", encoder.counts())
+        feed = feed_of(config, encoder, rows, replace(asking, counters=Counter()), settings, training)
+        say(f"stage {config.name}: {len(rows)} rows", training.processes.summed(encoder.counts()))
         held_out = []
         for evaluation in config.evaluations:
             other = replace(encoder, max_response_tokens=None)
@@ -119,7 +123,7 @@ class StageRun:
             config=config, number=number, learner=learner, phases=PhaseRun(config=config, learner=learner), feed=feed, asking=asking, held_out=held_out,
             sources=sorted({r.source for r in (*rows, *unseen)}), measured=measured, teacher=teacher_of(config, training, learner),
             companions=companions_of(config, training), controls=config.controls, seed=seed,
-            bases=dict(training.bases) | value_bases(config, learner, new_key(seed, number)),
+            bases=dict(training.bases) | value_bases(config, learner, new_key(seed, number)), processes=training.processes,
         )  # fmt: skip
 
     # -- state ---------------------------------------------------------------------------------------------------------
@@ -234,8 +238,12 @@ class StageRun:
 
     async def rescore(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> GlobalBatch:
         """The batch with rewards that needed the learner's statistics."""
-        assert isinstance(self.feed, SampleFeed | AheadFeed)
-        return replace(batch, groups=await self.feed.collector.rescore(batch.groups, stats_of(batch.groups, streams)))
+        groups = batch.groups
+        if self.processes.main:
+            feed = self.feed.feed if isinstance(self.feed, LedFeed) else self.feed
+            assert isinstance(feed, SampleFeed | AheadFeed)
+            groups = await feed.collector.rescore(groups, stats_of(groups, streams))
+        return replace(batch, groups=self.processes.broadcast(groups))
 
     def view(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> View:
         """The step's view; old log-probs are the sampler's where the stage says so."""
@@ -313,6 +321,11 @@ class StageRun:
 
     async def evaluate(self) -> tuple[dict[str, float], list[shown.Row]]:
         """All evaluations of the stage, with the weights that the sampler holds, and their first rollouts, to be read."""
+        led = self.processes.count > self.asking.processes.count
+        found = await self._evaluated() if self.processes.main or not led else ({}, [])
+        return self.processes.broadcast(found[0]), found[1]
+
+    async def _evaluated(self) -> tuple[dict[str, float], list[shown.Row]]:
         metrics: dict[str, float] = {}
         rows: list[shown.Row] = []
         for evaluation, prompts in zip(self.config.evaluations, self.held_out, strict=True):

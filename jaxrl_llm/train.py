@@ -15,8 +15,10 @@ from jaxrl_llm import diagnostics, profiling, teaching
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
 from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
+from jaxrl_llm.hosts import Hosts, Processes
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
+from jaxrl_llm.preemption import STOPPED, Notice, Stopping
 from jaxrl_llm.protocols import Closing, Companion, Sampler, SamplerFactory
 from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
@@ -25,6 +27,8 @@ from jaxrl_llm.train_state import TrainState
 from jaxrl_llm.watch import Watch
 
 _log = logging.getLogger(__name__)
+
+SIGNAL = "a signal"  # stops a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,9 @@ class Run:
       sampler: who generates.
       stages: what is learned, in turn.
       stop_after_s: seconds of steps after which this start saves and ends; the same command goes on. None runs to the end.
+      stop_limit_s: seconds from SIGTERM or the first SIGINT to the end of the process: in time saved, later by force.
       mesh: sizes of the mesh axes.
+      hosts: how processes of several hosts wait for each other.
       checkpoints: when to save and what to keep.
       writers: where metrics go.
       profile_steps: steps that are traced for TensorBoard's profile tab.
@@ -53,7 +59,9 @@ class Run:
     sampler: SamplerFactory
     stages: Sequence[Stage]
     stop_after_s: float | None = None
+    stop_limit_s: float = 25.0
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    hosts: Hosts = field(default_factory=Hosts)
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
     profile_steps: Sequence[int] = ()
@@ -78,26 +86,46 @@ class Run:
         """Global step that each stage starts after, and the last step of the run at the end."""
         return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
 
-    def run(self, config: str = "") -> None:
-        """Trains from the last checkpoint in `run_dir`, or from the start; `config` is the gin text, kept with the run."""
-        run_dir = writable(Path(self.run_dir))
+    def run(self, config: str = "", processes: Processes | None = None) -> int:
+        """Trains from the last checkpoint in `run_dir`, or from the start.
+
+        Args:
+          config: the gin text, kept with the run.
+          processes: those of the run; None for this one alone.
+
+        Returns:
+          The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command goes on.
+        """
+        processes = Processes() if processes is None else processes
+        run_dir = Path(self.run_dir)
+        if processes.main:
+            writable(run_dir)
         partitioner = Partitioner.create(self.mesh)
         for stage in self.stages:
             stage.check_devices(partitioner.batch_shards)
-        provenance(run_dir, self.seed, config)
-        with asyncio.Runner() as runner:
-            training = Training(self, run_dir, partitioner)
-            try:
-                runner.run(training.run(config))
-            finally:
-                runner.run(training.close())
+        if processes.main:
+            provenance(run_dir, self.seed, config)
+        processes.share(run_dir)
+        notice = Notice(self.stop_limit_s, processes)
+        notice.listen()
+        try:
+            with asyncio.Runner() as runner:
+                training = Training(self, run_dir, partitioner, notice)
+                try:
+                    runner.run(training.run(config))
+                finally:
+                    runner.run(training.close())
+        finally:
+            notice.close()
+        return STOPPED if training.stopped == SIGNAL else 0
 
 
 class Training:
     """A run in progress."""
 
-    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner) -> None:
+    def __init__(self, run: Run, run_dir: Path, partitioner: Partitioner, notice: Notice) -> None:
         self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
+        self.notice, self.processes = notice, notice.processes
         self.tokenizer = run.tokenizer.load()
         self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
@@ -115,7 +143,8 @@ class Training:
         self.best: float | None = None
         self.compilations = Compilations()
         self.began: float | None = None
-        self.stopped = False
+        self.stopped = ""  # or what by
+        self.before: dict[str, Any] | None = None  # the host's state after the last step
 
     def _check_vocabulary(self) -> None:
         size = self.policy.architecture.vocabulary_size
@@ -134,9 +163,9 @@ class Training:
 
     async def run(self, config: str) -> None:
         """All stages from where the run stands."""
-        restored = self.checkpoints.latest()
+        restored = self.processes.broadcast(self.checkpoints.latest())
         total = self.config.starts[-1]
-        self.writers = Writers.open(self.config.writers, self.run_dir, restored, total)
+        self.writers = Writers.open(self.config.writers if self.processes.main else (), self.run_dir, restored, total)
         if config and restored is None:
             self.writers.text("config", f"```\n{config}\n```")
         self.watching.at("opening", step=restored or 0)
@@ -198,21 +227,30 @@ class Training:
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
         self.began = self.began or time.monotonic()
+        traces = self.config.profile_steps if self.processes.main else ()
         for step in range(start + 1, stage.config.steps + 1):
-            with profiling.traced(self.run_dir / "tensorboard", offset + step in self.config.profile_steps):
-                state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+            try:
+                with profiling.traced(self.run_dir / "tensorboard", offset + step in traces):
+                    state = await self._step(stage, state, offset + step, last=step == stage.config.steps)
+            except Stopping:
+                self._give_up(stage, state)
             if self.stopped:
-                print(
-                    f"stopped after step {offset + step} by train.Run.stop_after_s; the same command goes on",
-                    flush=True,
-                )
+                done = offset + step - (self.before is None or self.before["step"] < offset + step)
+                print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
                 break
         return state
 
-    def _over(self) -> bool:
-        """Whether the time of this start is over."""
+    def _over(self) -> str:
+        """What ends this start after the present step, where its time is over; all processes say the same."""
         limit = self.config.stop_after_s
-        return limit is not None and self.began is not None and time.monotonic() - self.began >= limit
+        over = limit is not None and self.began is not None and time.monotonic() - self.began >= limit
+        return self.processes.broadcast("train.Run.stop_after_s" if over else "")
+
+    def _give_up(self, stage: StageRun, state: TrainState) -> None:
+        """Saves the run as it was before the step that nothing was learned in."""
+        self.stopped = SIGNAL
+        if self.before is not None and self.before["step"] != self.checkpoints.latest():
+            self.checkpoints.save(self.before["step"], {"state": state, **stage.frozen}, self.before)
 
     async def _step(self, stage: StageRun, state: TrainState, step: int, *, last: bool) -> TrainState:
         """One step: sample, score, learn, publish, evaluate, write, save."""
@@ -227,7 +265,8 @@ class Training:
             clock.lap("publish")
         self.watching.at("collecting")
         await stage.refresh(state, within - 1)
-        groups = await stage.feed.next(step)
+        coming = stage.feed.next(step)
+        groups = await (coming if self.processes.count > 1 else self.notice.unless(coming))
         clock.lap("collect")
         self.watching.at("scoring")
         # A sampler that overlaps needs the event loop while the learner computes.
@@ -246,7 +285,7 @@ class Training:
             metrics |= diagnostics.staleness(batch, streams, step - 1)
         stage.check(metrics, state)
         self.stopped = self._over()
-        last = last or self.stopped
+        last = last or bool(self.stopped)
         due = last or step % stage.config.evaluate_every == 0
         if due:
             metrics |= await self._evaluate(stage, state, step)
@@ -259,10 +298,14 @@ class Training:
         metrics |= dict(self.sampler.metrics())
         metrics |= stage.feed.take() | {"compilations": float(stage.phases.compilations)}
         metrics["compilations/step"] = float(self.compilations.take())
+        metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
         stage.adapt(within, metrics, len(batch.rollouts))
         self.watching.at("saving", version=self.sampler.version)
         self.writers.write(step, metrics)
-        self._save(stage, state, step, metrics, due=last or step % self.config.checkpoints.every == 0)
+        if self.notice.reached(step):
+            self.stopped = SIGNAL
+        due = last or bool(self.stopped) or step % self.config.checkpoints.every == 0
+        self._save(stage, state, step, metrics, due=due)
         return state
 
     async def _publish(self, state: TrainState, version: int) -> None:
@@ -288,7 +331,7 @@ class Training:
         improved = value is not None and (self.best is None or value > self.best)
         if improved:
             self.best = value
-        host = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
+        host = self.before = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
         trees = {"state": state, **stage.frozen}
         for best in (False,) * due + (True,) * improved:
             self.checkpoints.save(step, trees, host, best=best)

@@ -49,7 +49,7 @@ def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, 
     found: dict[str, str] = {}
     if gpus:
         found |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")}
-    of_gpu = SEVERAL_GPUS if gpus > 1 else GPU
+    of_gpu = SEVERAL_GPUS if gpus > 1 or environment.get("JAX_NUM_PROCESSES", "1") != "1" else GPU
     for wanted, variable, flags in ((gpus > 0, "XLA_FLAGS", of_gpu), (tpu, "LIBTPU_INIT_ARGS", TPU)):
         if wanted:
             there = environment.get(variable, "")

@@ -1,5 +1,7 @@
 """A reward that an untrained policy earns in part, so that the tests of whole runs learn something."""
 
+import os
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -8,8 +10,9 @@ from jaxrl_llm.experience import Prompt
 
 
 def early_letters(prompt: Prompt, text: str) -> float:
-    """The share of a response's characters that come from the first half of the alphabet."""
+    """The share of a response's characters that come from the first half of the alphabet, after REWARD_S seconds."""
     del prompt
+    time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c in "abcde" for c in text) / max(len(text), 1)
 
 

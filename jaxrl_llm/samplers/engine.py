@@ -23,6 +23,7 @@ from jaxrl_llm.samplers.slot_batch import Capacity, Prefix, SlotBatch
 from jaxrl_llm.samplers.weights import deleted
 
 Group = tuple[int, list[Completion]]
+_TURNS = 16  # of the event loop, in which an environment's answer becomes the next request; it takes four
 
 
 @dataclass(kw_only=True)
@@ -63,6 +64,9 @@ class Engine:
     prefill_tokens: int
     cache: str | None = None
     version: int = field(default=-1, init=False)
+
+    # All processes of a run ask it alike, and decode together.
+    everywhere = True
 
     def __post_init__(self) -> None:
         self._params: dict[str, Any] | None = None
@@ -182,7 +186,7 @@ class Engine:
             self._counters.prefilled += sum(len(request.prefixes[index]) for request, index in block)
             batch.prefill(block, params, version)
         chunk = batch.step(params, self.decode_chunk)
-        await asyncio.to_thread(jax.block_until_ready, chunk)
+        await _finished(chunk)
         kept, steps = batch.collect(chunk, version, self._text)
         self._counters.generated += kept
         self._counters.slot_steps += steps * batch.capacity.slots
@@ -217,3 +221,16 @@ class Engine:
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
+
+
+async def _finished(chunk: Any) -> None:
+    """Waits for a chunk; several processes, which all run the engine, look at what to start next at the same point.
+
+    A thread's end comes sooner or later on one of them than on another, and so would requests that follow on an answer.
+    """
+    if jax.process_count() == 1:
+        await asyncio.to_thread(jax.block_until_ready, chunk)
+        return
+    jax.block_until_ready(chunk)
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)

@@ -103,7 +103,8 @@ class Publisher:
         try:
             self._make_room(path, sum(x.nbytes for x in tensors.values()))
             manifest = self._manifest(version, params, tensors, sums)
-            (path / FILE).write_text(manifest.to_json())
+            if jax.process_index() == 0:
+                (path / FILE).write_text(manifest.to_json())
             self._writer().save(path / WEIGHTS, args=ocp.args.PyTreeSave(nested(tensors)))
         except (OSError, ValueError) as error:
             raise self._unwritten(version, error) from error
@@ -167,7 +168,7 @@ class Publisher:
 
     def _writer(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
-            for path in self._versions():
+            for path in self._versions() if jax.process_index() == 0 else ():
                 shutil.rmtree(path)
             handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
             self._checkpointer = ocp.AsyncCheckpointer(handler)

@@ -15,6 +15,7 @@ from jaxrl_llm.samplers.cuda_ipc import Cuda
 from jaxrl_llm.samplers.discovery import Discovery, Membership
 from jaxrl_llm.samplers.fleet import Fleet
 from jaxrl_llm.samplers.fleet_update import Limits
+from jaxrl_llm.samplers.following import FollowingSampler
 from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
 from jaxrl_llm.samplers.vllm_client import VllmClient
@@ -114,8 +115,8 @@ class VllmSampler:
                 f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
             )
 
-    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient:
-        """The running sampler; local servers are started now and waited for by the first request.
+    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
+        """The running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
 
         Raises:
           FileNotFoundError: no vLLM where local servers are to be started.
@@ -126,6 +127,8 @@ class VllmSampler:
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
                 f"(got {max_length}): set the lengths of prompt and response"
             )
+        if jax.process_index() > 0:
+            return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir))
         children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
         http = [self._http(child.url, child.key, policy) for child in children]
         http += [self._http(url, self._key(), policy) for url in self.urls]

@@ -1,0 +1,150 @@
+"""Starts commands as several processes of one run, on this machine, and loses some of them."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny_run
+
+# A run of one stage that samples, small enough to be started many times.
+SMALL = {
+    "train.Run.stages": "[@rl/stages.Stage()]",
+    "STEPS": 14,
+    "SAVE_EVERY": 5,
+    "EVALUATE_EVERY": 7,
+    "qwen3.Qwen3.layers": 1,
+    "evaluate.Evaluation.samples": 0,
+    "grpo.GRPO.kl_coef": 0.0,
+    "hosts.Hosts.lost_s": 4,
+    "hosts.Hosts.wait_s": 60,
+    "train.Run.stop_limit_s": 60,
+}
+
+# Joins the others and lets its devices talk without end, as a run does.
+TALKER = """
+import os, sys, jax, numpy as np
+from jax.experimental import multihost_utils
+from jaxrl_llm import hosts
+with hosts.joined(hosts.Hosts(lost_s=float(sys.argv[1]), wait_s=30), hosts.place(os.environ, False)) as processes:
+    print("together", processes.index, flush=True, file=sys.stderr)
+    for number in range(10**9):
+        multihost_utils.process_allgather(np.ones(3))
+"""
+
+# What the processes of a run ask of each other, once each.
+ASKING = """
+import os, pathlib, sys, time, numpy as np
+from jaxrl_llm import hosts
+own = pathlib.Path(sys.argv[1]) / os.environ["JAX_PROCESS_ID"]
+own.mkdir()
+with hosts.joined(hosts.Hosts(wait_s=2, lost_s=30), hosts.place(os.environ, False)) as processes:
+    i = processes.index
+    said = processes.broadcast({"x": np.arange(3) + i})
+    assert said["x"].tolist() == [0, 1, 2]
+    assert [x["i"] for x in processes.gathered({"i": i})] == [0, 1]
+    assert processes.summed({"kept": i + 1, "lost": 0}) == {"kept": 3}
+    assert processes.part(range(5)) == [[0, 1], [2, 3, 4]][i]
+    processes.share(own.parent)
+    try:
+        processes.share(own)
+    except OSError as error:
+        print(error, file=sys.stderr)
+    print("out", i)
+    if i == 1:
+        processes.meet("a late supper")
+    time.sleep(20)
+"""
+
+
+def port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def environment(index: int, count: int, devices: int, address: str) -> dict[str, str]:
+    """Of one process among `count`; of one alone, JAX's variables are not set."""
+    root = str(Path(__file__).parent.parent)
+    found = tiny_run.environment(devices)
+    found |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "PYTHONPATH": os.pathsep.join([found["PYTHONPATH"], root])}
+    if count == 1:
+        return found
+    place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}
+    return found | place
+
+
+def start(
+    command: Sequence[str], count: int, devices: int, address: str = "", prefixes: Sequence[Sequence[str]] = ()
+) -> list[subprocess.Popen[str]]:
+    """The command as `count` processes with `devices` devices each; `prefixes` run each in a place of its own."""
+    address = address or f"127.0.0.1:{port()}"
+    prefixes = prefixes or [()] * count
+    return [
+        subprocess.Popen(
+            [*prefixes[i], *command], cwd=tiny_run.ROOT, env=environment(i, count, devices, address), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def run(run_dir: Path, count: int, devices: int, **more: Any) -> list[subprocess.Popen[str]]:
+    """The small run."""
+    return start(tiny_run.command(run_dir, **{**SMALL, **more}), count, devices)
+
+
+def talkers(lost_s: float, **places: Any) -> list[subprocess.Popen[str]]:
+    """Two processes that talk without end."""
+    return start([sys.executable, "-c", TALKER, str(lost_s)], 2, 1, **places)
+
+
+def ended(processes: Sequence[subprocess.Popen[str]], limit: float = 170) -> list[tuple[int, str]]:
+    """(exit status, standard output and error) of each; those that are not over within `limit` seconds are killed."""
+    found = []
+    deadline = time.monotonic() + limit
+    for process in processes:
+        try:
+            out, error = process.communicate(timeout=max(deadline - time.monotonic(), 0.1))
+            found.append((process.returncode, out + error))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, error = process.communicate()
+            found.append((process.returncode, f"not over within {limit} s\n{out}{error}"))
+    return found
+
+
+def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], limit: float = 170) -> None:
+    """Returns when the condition holds, or a process is over, or the time is."""
+    deadline = time.monotonic() + limit
+    while not condition() and time.monotonic() < deadline and all(p.poll() is None for p in processes):
+        time.sleep(0.01)
+
+
+def reached(run_dir: Path, step: int) -> bool:
+    file = run_dir / "metrics.jsonl"
+    return file.exists() and f'"step": {step},' in file.read_text()
+
+
+def saved(run_dir: Path) -> int:
+    """The last checkpoint's step."""
+    return max(int(p.name) for p in (run_dir / "checkpoints").iterdir())
+
+
+def together(processes: Sequence[subprocess.Popen[str]]) -> None:
+    """Returns when all talkers talk."""
+    for process in processes:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if line.startswith("together"):
+                break
+    time.sleep(0.5)
+
+
+def lose(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
+    os.kill(process.pid, number)
