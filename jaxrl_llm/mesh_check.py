@@ -133,9 +133,9 @@ def rows_of(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """A row a mesh that the machine has devices for."""
     runs: list[tuple[str, list[str], Callable[[dict[str, int]], Found]]] = []
     if arguments.kernel:
-        sizes = tuple(int(n) for n in arguments.kernel.split(","))
+        tokens, width, vocabulary = (int(n) for n in arguments.kernel.split(","))
         meshes = [f"{axis}={n}" for axis in ("tensor", "fsdp") for n in (2, 4, 8)]
-        runs.append((f"token_stats {arguments.kernel}", meshes, lambda axes: kernel(*sizes, axes)))
+        runs.append((f"token_stats {arguments.kernel}", meshes, lambda axes: kernel(tokens, width, vocabulary, axes)))
     if arguments.model:
         known = (SHAPES[arguments.model], arguments.row_tokens)
         run = lambda axes: model(*known, axes, arguments.dtype, arguments.remat)  # noqa: E731

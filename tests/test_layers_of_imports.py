@@ -58,7 +58,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops", "hosts"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "wire", "phases", "shapes", "xla_flags", "child_environment", "out_of_memory", "slow_clients", ""),
+    (
+        "experience",
+        "protocols",
+        "wire",
+        "phases",
+        "shapes",
+        "xla_flags",
+        "child_environment",
+        "out_of_memory",
+        "slow_clients",
+        "",
+    ),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
