@@ -138,7 +138,7 @@ def disk_full(trial: Trial) -> Row:
 def killed_while_saving(trial: Trial) -> Row:
     """A process that saves one step after another, killed at random times, begun again by the same command."""
     rng, row, done = random.Random(trial.seed), Row(tried=0, outcome=""), 0
-    folder, torn = trial.folder / "run", 0
+    folder, errors, torn = trial.folder / "run", trial.folder / "errors.txt", 0
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -151,12 +151,12 @@ def killed_while_saving(trial: Trial) -> Row:
             [sys.executable, str(SAVER), str(folder)],
             env=environment,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=errors.open("ab"),
             text=True,
         )
         assert process.stdout is not None
         first = process.stdout.readline()
-        assert first.startswith("from "), first + process.stdout.read()
+        assert first.startswith("from "), errors.read_text()
         assert int(first.split()[1]) == done, "it goes on from the last whole checkpoint"
         row.recovered_s.append(watch.seconds)
         lines = [process.stdout.readline() for _ in range(rng.randrange(1, 6))]  # "saving 1", "saved 1", "saving 2" ...
