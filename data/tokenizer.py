@@ -78,7 +78,7 @@ class PretrainedTokenizer:
     """The tokenizer of a model folder or of a Hugging Face model.
 
     Attributes:
-      path: a folder with tokenizer files, or a model id.
+      path: a folder with tokenizer files, or a model id, "owner/name" or "owner/name@COMMIT".
       chat_template: Jinja template that replaces the tokenizer's own; empty keeps it.
     """
 
@@ -94,11 +94,11 @@ class PretrainedTokenizer:
         from transformers import AutoTokenizer
 
         folder = Path(self.path).expanduser()
-        name = str(folder) if folder.is_dir() else self.path
+        name, _, revision = (str(folder), "", "") if folder.is_dir() else self.path.partition("@")
         try:
             if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
                 raise OSError(f"It has none of {', '.join(FILES)}.")
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
         except (OSError, ValueError) as error:
             where = f"{sorted(p.name for p in folder.iterdir())}" if folder.is_dir() else "no such folder here"
             raise FileNotFoundError(

@@ -50,6 +50,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "prompt_tokens": (int, "128", "tokens of a prompt"),
     "response_tokens": (int, "512", "tokens of a response"),
     "slots": (int, "1024", "slots of the sampler"),
+    "cache": (str, "auto", "dtype of cached keys and values: auto, as activations, or float8_e4m3fn"),
     "decode_chunk": (int, "64", "decode steps between two looks of the host"),
 }
 
@@ -95,7 +96,8 @@ class Case:
         )  # fmt: skip
 
     def start_sampler(self) -> Engine:
-        sampler = EmbeddedSampler(slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384)
+        cache = None if self.cache == "auto" else self.cache
+        sampler = EmbeddedSampler(slots=self.slots, decode_chunk=self.decode_chunk, prefill_tokens=16384, cache=cache)
         return sampler.start(self.policy, None, max_length=self.prompt_tokens + self.response_tokens)
 
 

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 GIN = Path(__file__).parent / "gin"
-COMPOSED_FROM = ("algorithms", "models", "samplers", "rewards", "data", "eval", "metrics", "console")
+COMPOSED_FROM = ("algorithms", "models", "samplers", "rewards", "data", "eval", "metrics", "console", "prometheus")
 # Frozen records that code alone builds.
 INTERNAL = (
     "data.pipeline",
@@ -34,7 +34,7 @@ INTERNAL = (
     "samplers.vllm_proxy",
     "samplers.vllm_engine",  # imports vLLM, whose servers alone load it
     "eval.viewer.query",
-    "eval.learning_runs",
+    "eval.jobs",
 )
 # A name that a file imports, a dot, and what it names there.
 IMPORT = re.compile(
@@ -142,7 +142,7 @@ def spelled(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         changed = [f for f in dataclasses.fields(value) if f.repr and getattr(value, f.name) != f.default]
         return f"{type(value).__name__}({', '.join(f'{f.name}={spelled(getattr(value, f.name))}' for f in changed)})"
-    return repr(value)
+    return f"{type(value).__name__}()" if " object at 0x" in repr(value) else repr(value)
 
 
 def type_name(annotation: Any) -> str:

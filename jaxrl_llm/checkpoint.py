@@ -1,7 +1,8 @@
 """Atomic checkpoints of everything that a bit-exact resume needs, by orbax.
 
 A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
-place, controllers, best evaluation. A save that was cut off leaves no checkpoint; the last whole one is found.
+place, controllers, best evaluation. A save that was cut off leaves no checkpoint; the last whole one is found. The JSON holds a
+checksum of every array and one of itself, which are compared when a checkpoint is read.
 """
 
 import json
@@ -12,6 +13,12 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+
+from jaxrl_llm import tree_sums
+from jaxrl_llm.tree_sums import Damaged
+
+# What orbax raises where files of a checkpoint are of another tree, or damaged.
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,14 +56,14 @@ class Checkpoints:
         return self._last.latest_step()
 
     def host(self, step: int) -> dict[str, Any]:
-        """The host's state of the checkpoint at `step`."""
-        return self._last.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        """The host's state of the checkpoint at `step`; raises ValueError where it is damaged."""
+        return _host(self._last, step)[0]
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).
 
         Raises:
-          ValueError: the checkpoint is of another model, optimizer or algorithm.
+          ValueError: the checkpoint is of another model, optimizer or algorithm, or damaged.
         """
         return restore(self._last, step, abstract)
 
@@ -73,7 +80,7 @@ class Checkpoints:
         if other is not None and jax.process_count() > 1:
             other.wait_until_finished()  # two managers' saves would meet at one barrier of the processes
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
-        args["host"] = ocp.args.JsonSave(host)
+        args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
         try:
             manager.save(step, args=ocp.args.Composite(**args))
         except (OSError, ValueError) as error:
@@ -101,17 +108,39 @@ def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
 
 def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
     """The trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) of one checkpoint."""
+    _, written = _host(manager, step)
     try:
         args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         restored = manager.restore(step, args=ocp.args.Composite(**args))
         trees = {name: restored[name] for name in abstract}
         _same_shapes(trees, abstract)
-    except (ValueError, KeyError, TypeError) as error:
+    except _UNREADABLE as error:
         raise ValueError(
-            f"the checkpoint {manager.directory}/{step} is of another model, optimizer or algorithm: {_first_line(error)}. "
-            "Give the run another RUN_DIR, or the model that the checkpoint was made with"
+            f"the checkpoint {manager.directory}/{step} is of another model, optimizer or algorithm, or damaged: {_first_line(error)}. "
+            f"Give the run another RUN_DIR, or the model that the checkpoint was made with; if it is damaged, {_way_out(manager, step)}"
         ) from error
+    try:
+        tree_sums.check(trees, written, f"{manager.directory}/{step}")
+    except Damaged as error:
+        raise Damaged(f"{error}: {_way_out(manager, step)}") from error
     return trees
+
+
+def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The host's state of a checkpoint and the checksums of its arrays."""
+    where = f"{manager.directory}/{step}"
+    try:
+        content = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        return tree_sums.opened(content, where)
+    except _UNREADABLE as error:
+        raise Damaged(f"{where} is damaged ({_first_line(error)}): {_way_out(manager, step)}") from error
+
+
+def _way_out(manager: ocp.CheckpointManager, step: int) -> str:
+    """What to do about a damaged checkpoint."""
+    before = [s for s in manager.all_steps() if s < step]
+    then = f"go on from step {max(before)}" if before else "begin anew"
+    return f"move {manager.directory}/{step} away, and the same command will {then}"
 
 
 def _same_shapes(trees: dict[str, Any], abstract: dict[str, Any]) -> None:
@@ -133,8 +162,16 @@ def last_step(folder: Path) -> int:
 
 
 def read_host(folder: Path, step: int) -> dict[str, Any]:
-    """The host's state of a checkpoint, read without a manager."""
-    return json.loads((folder / str(step) / "host" / "metadata").read_text())
+    """The host's state of a checkpoint, read without a manager; raises ValueError where it is damaged."""
+    return _read(folder, step)[0]
+
+
+def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    where = folder / str(step)
+    try:
+        return tree_sums.opened(json.loads((where / "host" / "metadata").read_text()), where)
+    except (ValueError, AttributeError) as error:
+        raise Damaged(f"the checkpoint {where} is damaged: {_first_line(error)}") from error
 
 
 def _unwritten(folder: Path, step: int, error: Exception) -> OSError:
@@ -155,8 +192,9 @@ def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> 
     """One model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
 
     Raises:
-      ValueError: the checkpoint is of another model.
+      ValueError: the checkpoint is of another model, or damaged.
     """
+    written = _read(folder, step)[1]
     item = {"params": {name: abstract}}
     arguments = ocp.args.PyTreeRestore(
         item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
@@ -166,6 +204,7 @@ def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> 
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=arguments)["params"][name]
         _same_shapes(restored, abstract)
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the checkpoint {path} is of another model: {_first_line(error)}") from error
+    except _UNREADABLE as error:
+        raise ValueError(f"the checkpoint {path} is of another model, or damaged: {_first_line(error)}") from error
+    tree_sums.check(restored, written, path, inside=f"['state'].params['{name}']")
     return restored

@@ -19,8 +19,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.data.packed_sft import joined
+from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.templates import alpaca
+from jaxrl_llm.experience import Prompt
+from jaxrl_llm.feeds import documents
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.rewards.multiple_choice import MultipleChoice
 
@@ -125,31 +127,27 @@ class PackedDataset:
     """Documents one after another, in rows of equal length.
 
     Attributes:
-      tokens: int32 [N x seq_length + 1] of all rows; a row's labels reach one token into the next.
-      seq_length: tokens of a row.
+      rows: int32 [seq_length + 1] each; the last token of a row is the first of the next.
     """
 
-    tokens: np.ndarray
-    seq_length: int
+    rows: Sequence[np.ndarray]
 
     def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.seq_length
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
         """{"input_ids": int32 [seq_length], "labels": the same one token later}."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
-        start = i * self.seq_length
-        return {
-            "input_ids": self.tokens[start : start + self.seq_length],
-            "labels": self.tokens[start + 1 : start + 1 + self.seq_length],
-        }
+        return {"input_ids": self.rows[i][:-1], "labels": self.rows[i][1:]}
 
 
 def get_packed_sft_dataset(
     tokenizer: Any, dataset_path: str | Path, seq_length: int, shuffle: bool, seed: int = 0
 ) -> PackedDataset:
     """Rows of a JSONL file of {"prompt", "response"} in the Alpaca template, each document between its end tokens, packed.
+
+    They are what `algorithms.packed_sft` learns from.
 
     Args:
       shuffle: whether the documents are shuffled, by `seed`; the last, incomplete row is dropped.
@@ -158,11 +156,11 @@ def get_packed_sft_dataset(
       ValueError: fewer tokens than a row needs.
     """
     lines = Path(dataset_path).read_text(encoding="utf-8").splitlines()
-    documents = [json.loads(line) for line in lines if line.strip()]
-    if shuffle:
-        documents = [documents[i] for i in np.random.default_rng(seed).permutation(len(documents))]
-    stream = joined(tokenizer, (alpaca(row["prompt"]) + row["response"] for row in documents), seq_length)
-    return PackedDataset(stream, seq_length)
+    given = [json.loads(line) for line in lines if line.strip()]
+    prompts = [Prompt(id=str(i), text=alpaca(row["prompt"]), response=row["response"]) for i, row in enumerate(given)]
+    encoder = Encoder(tokenizer=tokenizer, max_prompt_tokens=seq_length)
+    chunks = [group.rollouts[0] for group in documents(encoder, prompts, seq_length, seed if shuffle else None)]
+    return PackedDataset([np.concatenate([chunk.prompt.prefix, chunk.tokens]) for chunk in chunks])
 
 
 def iterate_batches(

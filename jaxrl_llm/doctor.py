@@ -155,9 +155,11 @@ def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
     """A vLLM server: does it answer, and is its version one that is known to work."""
     url = url.rstrip("/")
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("no address that begins with http:// or https://")
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s):  # nosec B310
             pass
-        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:
+        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:  # nosec B310
             version = str(json.load(answer)["version"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         advice = "start it (vllm serve MODEL --host 127.0.0.1 --port PORT), or correct the URL"

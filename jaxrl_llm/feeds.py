@@ -176,8 +176,10 @@ def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[ScoredGroup
     return [unscored((rollout,)) for rollout in encoder.demonstrations(rows)]
 
 
-def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int) -> list[ScoredGroup]:
+def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int | None) -> list[ScoredGroup]:
     """Chunks of `length` predictions of all rows, prompt and response with its end, joined in an order that `seed` names.
+
+    None is the order of the rows.
 
     A chunk begins with a token that is predicted by none in it, and ends with the first token of the next chunk.
 
@@ -186,15 +188,15 @@ def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int) 
     """
     whole = replace(encoder, max_prompt_tokens=np.iinfo(np.int32).max, max_response_tokens=None)
     found = whole.demonstrations(rows)
-    order = np.random.default_rng(seed).permutation(len(found))
+    order = np.arange(len(found)) if seed is None else np.random.default_rng(seed).permutation(len(found))
     texts = [np.concatenate([found[i].prompt.prefix, found[i].tokens]) for i in order]
     tokens = np.concatenate(texts).astype(np.int32)
     sources = np.repeat(order, [len(t) for t in texts])
     starts = range(0, len(tokens) - length, length)
     if not starts:
         raise ValueError(
-            f"the {len(found)} documents have {len(tokens)} tokens and a chunk needs {length + 1}: lower packing.Packing.row_tokens, "
-            "or give more documents"
+            f"the {len(found)} documents have {len(tokens)} tokens and a chunk of {length} needs {length + 1}: lower its "
+            "length (packing.Packing.row_tokens), or give more documents"
         )
     return [
         unscored((_chunk(tokens[i : i + length + 1], f"chunk/{i}", found[sources[i]].prompt.source),)) for i in starts

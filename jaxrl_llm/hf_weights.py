@@ -34,7 +34,7 @@ PEFT_PREFIX = "base_model.model."
 
 
 def locate(pretrained: str) -> Path:
-    """The folder of a model: `pretrained` itself, or a download where it is a Hugging Face id ("owner/name").
+    """The folder of a model: `pretrained` itself, or a download where it is a Hugging Face id ("owner/name", "owner/name@COMMIT").
 
     Raises:
       FileNotFoundError: neither a folder nor a model that can be downloaded.
@@ -43,12 +43,13 @@ def locate(pretrained: str) -> Path:
     if folder.is_dir():
         return folder
     advice = "set policy_source.PolicySource.pretrained to a folder with config.json and safetensors, or to an HF id"
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", pretrained):
+    name, _, revision = pretrained.partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         raise FileNotFoundError(f"{pretrained!r} is no folder and no Hugging Face id: {advice}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(pretrained, allow_patterns=list(WANTED_FILES)))
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(WANTED_FILES)))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(f"{pretrained!r} is no folder, and its download failed ({error}): {advice}") from error
 

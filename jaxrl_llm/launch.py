@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
-from jaxrl_llm import xla_flags
+from jaxrl_llm import out_of_memory, xla_flags
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
 # Errors of the user's making: one line says what to do, and a stack would hide it.
-EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError)
+EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -101,7 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     xla_flags.apply()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it is used for tokenizers, without PyTorch
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)  # what is told at lower levels goes to the run's log
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
     try:
         run, config = build(arguments.gin_file, arguments.gin)
         if argv is None and "jaxrl_llm.rewards.hf_classifier" not in sys.modules:
@@ -119,6 +121,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if arguments.debug or not out_of_memory.ran_out(error):
+            raise
+        print(f"error: {out_of_memory.advice(error, 'it ran')}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -103,7 +103,7 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
         settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
     )  # fmt: skip
     capacity = Capacity.of([request], max_slots=sampler.slots, shards=policy.partitioner.batch_shards)
-    program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk)
+    program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
     copied = policy.compute_dtype != "float32" or not sampler.share_weights
     return size(served) if copied else 0, account(program)
 

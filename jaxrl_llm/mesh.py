@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
-# Activations: batch, length. Parameters: vocabulary, embed, heads, kv_heads, mlp. Never split: layers, head_width.
+# Activations: batch, length; lookup is the batch of what is split over its width too. Parameters: vocabulary, embed, heads, kv_heads, mlp. Never split: layers, head_width.
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("context",),
+    "lookup": ("data",),
     "vocabulary": ("tensor",),
     "embed": ("fsdp",),
     "heads": ("tensor",),

@@ -23,6 +23,7 @@ from jaxrl_llm.global_batch import GlobalBatch, bare, to_device
 from jaxrl_llm.hosts import Processes
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import Partitioner, to_host
+from jaxrl_llm.out_of_memory import explained
 from jaxrl_llm.phase_run import PhaseRun
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.rollouts import Asking, stopping
@@ -199,6 +200,7 @@ class StageRun:
         reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
         return reads or config.old_logprobs == "learner" or step % config.score_every == 0
 
+    @explained("scoring")
     def score(self, state: TrainState, batch: GlobalBatch, step: int = 0) -> dict[str, np.ndarray]:
         """The learner's streams [S, T] under their names in the view; those that nothing reads at `step` are left out."""
         policy = self._scores(step)
@@ -257,6 +259,7 @@ class StageRun:
         """The algorithm's credit, on the host."""
         return jax.device_get(self.phases.present.advantages(self.view(batch, streams)))
 
+    @explained("updating")
     def update(
         self, state: TrainState, batch: GlobalBatch, streams: Mapping[str, np.ndarray], credit: Credit
     ) -> tuple[TrainState, dict[str, float]]:

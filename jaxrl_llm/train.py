@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train_state import TrainState
+from jaxrl_llm.watch import Watch
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ class Run:
       checkpoints: when to save and what to keep.
       writers: where metrics go.
       profile_steps: steps that are traced for TensorBoard's profile tab.
+      watch: where the run's health is written, and when one that stands still is reported or stopped.
     """
 
     run_dir: str
@@ -62,6 +65,7 @@ class Run:
     checkpoints: Checkpointing = field(default_factory=Checkpointing)
     writers: Sequence[WriterComponent] = (Console(), Jsonl(), TensorBoard())
     profile_steps: Sequence[int] = ()
+    watch: Watch = field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         if not self.stages:
@@ -133,6 +137,7 @@ class Training:
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
+        self.watching = run.watch.start(run_dir, jax.process_index())
         self.bases: dict[str, Any] = {}
         self.companions: list[Companion] = []
         self.writers: Writers | None = None
@@ -164,6 +169,7 @@ class Training:
         self.writers = Writers.open(self.config.writers if self.processes.main else (), self.run_dir, restored, total)
         if config and restored is None:
             self.writers.text("config", f"```\n{config}\n```")
+        self.watching.at("opening", step=restored or 0)
         if restored == total:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, total)
             return
@@ -172,6 +178,7 @@ class Training:
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         state: TrainState | None = None
         for number in range(first, len(self.config.stages)):
+            self.watching.at("beginning", stage=self.config.stages[number].name)
             stage = StageRun.open(self.config.stages[number], self, number)
             if restored is not None and number == first:
                 state, start = self._restore(stage, restored), restored - self.config.starts[number]
@@ -180,6 +187,7 @@ class Training:
             state = await self._stage(stage, state, start)
             if self.stopped:
                 break
+        self.watching.at("saving")
         self.checkpoints.wait()
 
     async def _initial(self) -> Any:
@@ -196,6 +204,7 @@ class Training:
 
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files, whatever happened."""
+        self.watching.at("closing")
         await self.sampler.close()
         for companion in self.companions:
             await companion.stop()
@@ -207,12 +216,14 @@ class Training:
         self.checkpoints.close()
         if self.writers is not None:
             self.writers.close()
+        self.watching.end(sys.exception())
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     async def _stage(self, stage: StageRun, state: TrainState, start: int) -> TrainState:
         assert self.writers is not None
         offset = self.config.starts[stage.number]
+        _log.info("stage %s goes on after step %d", stage.config.name, offset + start)
         await stage.refresh(state, start)
         if offset + start == 0:
             self.writers.write(0, await self._evaluate(stage, state, 0))
@@ -248,14 +259,17 @@ class Training:
         begin = time.perf_counter()
         clock = Clock()
         within = step - self.config.starts[stage.number]
+        self.watching.at("publishing", step=step)
         stage.phases.enter(within, stage.controls)
         if stage.config.samples:
             await self._publish(state, step - 1)
             clock.lap("publish")
+        self.watching.at("collecting")
         await stage.refresh(state, within - 1)
         coming = stage.feed.next(step)
         groups = await (coming if self.processes.count > 1 else self.notice.unless(coming))
         clock.lap("collect")
+        self.watching.at("scoring")
         # A sampler that overlaps needs the event loop while the learner computes.
         aside: Callable[..., Any] = asyncio.to_thread if stage.config.max_staleness else _at_once
         batch = await aside(stage.pack, groups)
@@ -264,6 +278,7 @@ class Training:
             batch = await stage.rescore(batch, streams)
         credit = await aside(stage.credit, batch, streams)
         clock.lap("score")
+        self.watching.at("updating")
         state, metrics = await aside(stage.update, state, batch, streams, credit)
         clock.lap("update")
         metrics |= stage.describe(batch, streams, credit)
@@ -286,6 +301,7 @@ class Training:
         metrics["compilations/step"] = float(self.compilations.take())
         metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
         stage.adapt(within, metrics, len(batch.rollouts))
+        self.watching.at("saving", version=self.sampler.version)
         self.writers.write(step, metrics)
         if self.notice.reached(step):
             self.stopped = SIGNAL
@@ -300,6 +316,7 @@ class Training:
 
     async def _evaluate(self, stage: StageRun, state: TrainState, step: int) -> dict[str, float]:
         assert self.writers is not None
+        self.watching.at("evaluating")
         metrics = stage.measure(state)
         if stage.config.evaluations:
             await self._publish(state, step)

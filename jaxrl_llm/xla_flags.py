@@ -2,8 +2,9 @@
 
 Several GPUs: the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the gathering of the next
 layer's weights and the scattering of the last one's gradients run while a layer computes. TPU: asynchronous collectives
-fused with computation. GPU: almost all memory for JAX, since a run shares its GPU with nobody, and products by cuBLAS, which
-XLA's tuning chose on an H200 for all large products of an update, and which needs less memory in the log-probs' gradient.
+fused with computation. GPU: almost all memory for JAX, since a run shares its GPU with nobody, most of the host's for what is
+offloaded (XLA allows 64 GB by itself), and products by cuBLAS, which XLA's tuning chose on an H200 for all large products of an
+update, and which needs less memory in the log-probs' gradient.
 """
 
 import importlib.util
@@ -11,6 +12,7 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+HOST_SHARE = 0.8  # of the host's memory that JAX may pin for offloaded arrays
 COMBINED = 128 * 2**20  # bytes of small collectives that are joined; NVLink needs about this much to be busy
 GPU = {"xla_gpu_enable_triton_gemm": "false"}
 SEVERAL_GPUS = {
@@ -44,11 +46,17 @@ def gpus() -> int:
     return sum(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia[0-9]*"))
 
 
+def host_gb() -> int:
+    """GB of the host's memory that JAX may pin."""
+    return max(int(HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9), 1)
+
+
 def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables to add for this hardware; flags that `environment` names already stay as they are there."""
     found: dict[str, str] = {}
     if gpus:
-        found |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")}
+        defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": str(host_gb())}
+        found |= {name: environment.get(name, value) for name, value in defaults.items()}
     of_gpu = SEVERAL_GPUS if gpus > 1 or environment.get("JAX_NUM_PROCESSES", "1") != "1" else GPU
     for wanted, variable, flags in ((gpus > 0, "XLA_FLAGS", of_gpu), (tpu, "LIBTPU_INIT_ARGS", TPU)):
         if wanted:

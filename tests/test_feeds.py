@@ -116,9 +116,13 @@ def test_documents_are_joined_and_cut_into_chunks_that_predict_across_borders():
     (stream,) = [o for o in orders if o[:5] == chunks[0]]
     assert chunks == [stream[0:5], stream[4:9]]  # the token at a border is predicted once and begins the next chunk
     assert all(g.rollouts[0].mask.all() and len(g.rollouts[0].tokens) == 4 for g in found)
+    (unshuffled, _) = documents(encoder(), rows, 4, None)
+    assert unshuffled.rollouts[0].tokens.tolist() == [2, 3, 0, 4]
     firsts = {str(documents(encoder(), rows, 4, seed)[0].rollouts[0].tokens) for seed in range(8)}
     assert len(firsts) > 1
-    with pytest.raises(ValueError, match=r"have 12 tokens and a chunk needs 13: lower packing.Packing.row_tokens"):
+    with pytest.raises(
+        ValueError, match=r"have 12 tokens and a chunk of 12 needs 13: lower its length .packing.Packing.row_tokens"
+    ):
         documents(encoder(), rows, 12, 0)
 
 

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench",
         "bench_case",
         "hidden_states",
+        "mesh_check",
         "memory",
         "export",
         "chat",
@@ -41,9 +42,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "global_batch",
         "samplers.",
         "checkpoint",
+        "tree_sums",
         "run_folder",
         "metrics",
         "console",
+        "prometheus",
+        "run_log",
+        "watch",
         "event_files",
         "profiling",
         "compilations",
@@ -54,7 +59,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops", "hosts"),
     ("kernels.", "masked", "batch"),
     ("data.", "rewards.", "environments."),
-    ("experience", "protocols", "wire", "phases", "shapes", "xla_flags", ""),
+    (
+        "experience",
+        "protocols",
+        "wire",
+        "phases",
+        "shapes",
+        "xla_flags",
+        "child_environment",
+        "out_of_memory",
+        "slow_clients",
+        "",
+    ),
 )
 WHERE = f"LAYERS in {Path(__file__).name}"
 
@@ -67,7 +83,16 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
     "algorithms.": ("flax", "transformers"),
     **{
         f"samplers.{module}": ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
-        for module in ("manifest", "cuda_ipc", "orbax_reader", "stager", "vllm_targets", "vllm_plugin", "vllm_engine")
+        for module in (
+            "manifest",
+            "cuda_ipc",
+            "object_store",
+            "orbax_reader",
+            "stager",
+            "vllm_targets",
+            "vllm_plugin",
+            "vllm_engine",
+        )
     },
 }
 MAY_IMPORT_GIN = ("launch",)

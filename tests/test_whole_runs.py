@@ -79,6 +79,12 @@ def test_a_time_limit_ends_a_run_after_a_step_with_everything_saved(tmp_path: Pa
     assert [row["step"] for row in tiny_run.rows(run_dir)] == [0, 1]
     assert "eval/heldout/greedy" in tiny_run.rows(run_dir)[-1]
     assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["1"]
+    health = json.loads((run_dir / "health.json").read_text())
+    place = {"doing": "closing", "stage": "sft", "step": 1, "version": 1, "outcome": "ended"}
+    assert {name: health[name] for name in place} == place
+    log = [json.loads(line) for line in (run_dir / "log.jsonl").read_text().splitlines()]
+    assert (log[-1]["message"], log[-1]["step"], log[-1]["rank"]) == ("the run is over: ended", 1, 0)
+    assert "INFO" not in done.stderr, "what is told at lower levels is for the log alone"
 
 
 def test_a_run_folder_is_a_gin_file(whole: Path, tmp_path: Path) -> None:

@@ -5,8 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from aiohttp import web
-
+from jaxrl_llm import slow_clients
 from jaxrl_llm.eval.viewer.folders import find
 from jaxrl_llm.eval.viewer.server import Pages
 
@@ -28,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{len(shown)} runs and results; from another machine: ssh -L {asked.port}:127.0.0.1:{asked.port} HOST")
     try:
-        web.run_app(Pages(shown).application(), host="127.0.0.1", port=asked.port, access_log=None)
+        pages = Pages(shown)
+        slow_clients.serve(pages.application(), pages.patience, "127.0.0.1", asked.port)
     except OSError as error:
         print(f"port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)
         return 1

@@ -137,14 +137,14 @@ class Policy:
         """The matrix that maps hidden states to logits; the embedding where the two are tied."""
         return params["embedding"] if self.architecture.tied else params["head"]
 
-    def cache(self, slots: int, length: int) -> Cache:
-        """An empty key/value cache {"k", "v"}: [L, slots, length, K, C] in the compute dtype."""
+    def cache(self, slots: int, length: int, dtype: str | None = None) -> Cache:
+        """An empty key/value cache {"k", "v"}: [L, slots, length, K, C] in `dtype`, or the compute dtype."""
         size = self.architecture
         shape = (size.layers, slots, length, size.kv_heads, size.head_width)
         sharding = self.partitioner.sharding(CACHE_AXES, shape)
 
         def zeros() -> Cache:
-            return {name: jnp.zeros(shape, self.compute_dtype) for name in ("k", "v")}
+            return {name: jnp.zeros(shape, dtype or self.compute_dtype) for name in ("k", "v")}
 
         return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
 

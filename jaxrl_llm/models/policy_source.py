@@ -19,7 +19,7 @@ class PolicySource:
 
     Attributes:
       architecture: sizes of a model with random parameters, or None.
-      pretrained: a Hugging Face folder or id ("owner/name") with config.json and safetensors, or None.
+      pretrained: a Hugging Face folder or id ("owner/name" or "owner/name@COMMIT") with config.json and safetensors, or None.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
       remat: what the backward pass recomputes, from nothing to each layer: "none", "dots" (all but matrix products),
         "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'

@@ -38,6 +38,14 @@ class Running:
     unroll: int
 
 
+def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
+    """`x` as the cache keeps it; one of 8 bits has a largest value, which stands for all beyond it."""
+    if dtype.itemsize > 1:
+        return x.astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
 class Layer(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
@@ -141,14 +149,14 @@ class Transformer(nnx.Module):
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
-                new = {"k": k, "v": v}
+                new = {name: stored(x, cache[name].dtype) for name, x in (("k", k), ("v", v))}
                 entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
                 if fresh:
                     return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
                     return self._by_window(index, one)[:, None], entries
-                k, v = (jax.lax.dynamic_index_in_dim(entries[name], index, keepdims=False) for name in ("k", "v"))
+                k, v = (jax.lax.dynamic_index_in_dim(entries[n], index, keepdims=False).astype(q.dtype) for n in "kv")
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
             x, cache = layer(x, rotation, attend)
@@ -159,10 +167,11 @@ class Transformer(nnx.Module):
         return self.norm(x), cache
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Gathered in float32, so that the gradient of a frequent token is summed in float32; whole along the width, so
-        # that the lookup needs no exchange of activations.
-        table = self.partitioner.constrain(self.embedding[...], ("vocabulary", None))
-        return table[tokens].astype(self.dtype)
+        # Gathered in float32, so that the gradient of a frequent token is summed in float32. Each device looks up its share
+        # of the width for all rows and they exchange activations, fewer bytes than the table and its gradient have.
+        table = self.partitioner.constrain(self.embedding[...], ("vocabulary", "embed"))
+        found = table[self.partitioner.constrain(tokens, ("lookup", "length"))]
+        return self.partitioner.constrain(found.astype(self.dtype), ("lookup", "length", "embed"))
 
     def _by_window(self, index: jax.Array, attend: Callable[[int | None], jax.Array]) -> jax.Array:
         """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""

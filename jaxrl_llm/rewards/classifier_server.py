@@ -71,11 +71,26 @@ def checked(texts: list[Any]) -> list[Any]:
         messages = (
             isinstance(text, list)
             and len(text) > 0
-            and all(isinstance(one, dict) and {"role", "content"} <= set(one) for one in text)
+            and all(
+                isinstance(one, dict) and all(isinstance(one.get(k), str) for k in ("role", "content")) for one in text
+            )
         )
         if not (isinstance(text, str) or pair or messages):
-            raise Refused(f"text {i} must be a string, a pair of strings or a list of messages with role and content")
+            raise Refused(
+                f"text {i} must be a string, a pair of strings or a list of messages whose role and content are strings"
+            )
+        parts = [text] if isinstance(text, str) else [p for one in text for p in (one.values() if messages else [one])]
+        if not all(_unicode(part) for part in parts if isinstance(part, str)):
+            raise Refused(f"text {i} is no Unicode text: it holds half of a surrogate pair")
     return texts
+
+
+def _unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def main() -> None:

@@ -153,8 +153,10 @@ class _Loaded:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
         config = self.config
-        tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = AutoModelForSequenceClassification.from_pretrained(config.model, dtype=getattr(torch, config.dtype))
+        tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            config.model, dtype=getattr(torch, config.dtype), trust_remote_code=False
+        )
         tokenizer.truncation_side = "right" if config.keep == "start" else "left"
         tokenizer.padding_side = "right"
         if model.config.pad_token_id is None:

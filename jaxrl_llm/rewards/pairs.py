@@ -162,4 +162,4 @@ def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
 def _tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False)

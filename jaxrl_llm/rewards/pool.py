@@ -2,10 +2,12 @@
 
 The processes are started as programs of their own, not forked and not through multiprocessing's spawn: they share no
 state with JAX, they do not import the main module, and they end when the pipe to them closes. The limit needs no
-signal, so calls may come from any thread and any event loop.
+signal, so calls may come from any thread and any event loop. They may evaluate what a model wrote: they get none of the
+parent's secrets, can change nothing (rewards/confine.py), and answer in JSON.
 """
 
 import asyncio
+import json
 import os
 import queue
 import subprocess
@@ -16,10 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from typing import Any
 
+from jaxrl_llm import child_environment
 from jaxrl_llm.experience import Scores
 from jaxrl_llm.rewards.wrap import Failed, judge_together
 
 STARTUP_S = 120.0
+MOST_BYTES = 2**20  # of an answer
 
 
 class Pool:
@@ -98,7 +102,8 @@ class _Worker:
         command = [sys.executable, "-m", "jaxrl_llm.rewards.worker", str(theirs.fileno()), str(memory_gb)]
         # The parent's import path, so that the package is found wherever it was imported from; no accelerator.
         environment = {
-            **os.environ,
+            **child_environment.bare(),
+            "PYTHONDONTWRITEBYTECODE": "1",
             "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
             "JAX_PLATFORMS": "cpu",
         }
@@ -124,9 +129,11 @@ class _Worker:
                 self.pipe.send(message)
             if not self.pipe.poll(limit_s):
                 raise Failed(f"no answer within {limit_s} s")
-            return self.pipe.recv()
+            return json.loads(self.pipe.recv_bytes(MOST_BYTES))
         except (EOFError, OSError) as error:
             raise Failed("the verifier process ended during the call") from error
+        except ValueError as error:
+            raise Failed(f"the verifier process answered no JSON: {error}") from error
 
     def kill(self) -> None:
         self.process.kill()

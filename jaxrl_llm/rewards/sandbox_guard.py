@@ -103,9 +103,9 @@ def build_root(folder: str, paths: list[str], disk: int) -> None:
             call("mount", path.encode(), inside.encode(), None, MOUNT_BIND | MOUNT_RECURSIVE, None)
             flags = struct.pack("QQQQ", MOUNT_READONLY | MOUNT_NOSUID, 0, 0, 0)
             call("syscall", SYS_MOUNT_SETATTR, -100, inside.encode(), 0x8000, flags, len(flags))
-    for place in ("/box", "/tmp"):
+    for place in ("/box", "/tmp"):  # nosec B108
         os.mkdir(folder + place)
-        os.chmod(folder + place, 0o777)
+        os.chmod(folder + place, 0o777)  # nosec B103
     os.chdir(folder)
     call("syscall", ARCHITECTURES[platform.machine()][1], b".", b".")
     call("umount2", b".", 2)  # detaches the old root, which lies under the new one

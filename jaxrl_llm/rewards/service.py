@@ -15,6 +15,7 @@ from jaxrl_llm.rewards.wrap import Down, Failed
 
 T = TypeVar("T")
 
+MOST_BYTES = 64 * 2**20  # of an answer
 # Statuses that another attempt may change; any other beside 200 is the caller's mistake.
 PASSING = frozenset({408, 425, 429})
 
@@ -114,7 +115,7 @@ class Service:
 async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:
     """The JSON of a 200; _Again for what may pass, Failed for what will not."""
     async with session.post(url, json=body) as response:
-        text = await response.text()
+        text = await _text(response)
         if response.status == 200:
             return json.loads(text)
         problem = f"{response.status} {response.reason}: {text[:200]}"
@@ -122,6 +123,16 @@ async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, A
             asked = response.headers.get("Retry-After", "")
             raise _Again(problem, float(asked) if asked.isdigit() else 0.0)
         raise Failed(f"{url}: {problem}")
+
+
+async def _text(response: aiohttp.ClientResponse) -> str:
+    """The body, as long as it is of a size that an answer may have; a server cannot fill this process's memory."""
+    found = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        found += chunk
+        if len(found) > MOST_BYTES:
+            raise ValueError(f"an answer of more than {MOST_BYTES} bytes")
+    return found.decode(errors="replace")
 
 
 class _Again(Exception):

@@ -13,6 +13,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from jaxrl_llm.slow_clients import Patience
+
 MOST_BYTES = 32 * 2**20
 
 
@@ -31,6 +33,7 @@ def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES)
       lifespan: what goes around the serving, as FastAPI has it.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.state.patience = Patience()
 
     @app.middleware("http")
     async def check(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -46,6 +49,15 @@ def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES)
                 return JSONResponse({"error": f"a body has at most {most_bytes} bytes (got {size})"}, 413)
         return await answer(request)
 
+    @app.middleware("http")  # the outermost
+    async def counted(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
+        peer = tuple(request.client or ())
+        app.state.patience.begin(peer)
+        try:
+            return await answer(request)
+        finally:
+            app.state.patience.end(peer)
+
     @app.exception_handler(Refused)
     async def refuse(request: Request, error: Refused) -> Response:
         del request
@@ -56,10 +68,19 @@ def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES)
 
 async def body_of(request: Request) -> dict[str, Any]:
     """The JSON object of a request; raises Refused for anything else."""
+    limit_s = request.app.state.patience.body_s
     try:
-        body = json.loads(await request.body())
-    except ValueError as error:
+        async with asyncio.timeout(limit_s):
+            text = await request.body()
+        body = json.loads(text)
+    except TimeoutError as error:
+        raise Refused(f"the body was not whole within {limit_s:g} s", 408) from error
+    except (ValueError, RecursionError) as error:
         raise Refused(f"the body is no JSON: {error}") from error
+    except Exception as error:
+        if type(error).__name__ != "ClientDisconnect":  # of starlette
+            raise
+        raise Refused("the connection ended within the body") from error
     if not isinstance(body, dict):
         raise Refused(f"the body must be a JSON object (got {type(body).__name__})")
     return body
@@ -92,11 +113,21 @@ def loopback(host: str) -> bool:
         return False
 
 
-def serve(app: FastAPI, host: str, port: int) -> None:
-    """Serves until it is stopped."""
+def server(app: FastAPI, host: str, port: int) -> Any:
+    """A uvicorn server of an application of `guarded`, which closes connections that keep it waiting; `run` serves."""
     import uvicorn
 
-    uvicorn.run(app, host=host, port=port, log_level="warning")
+    class Server(uvicorn.Server):
+        async def on_tick(self, counter: int) -> bool:
+            app.state.patience.look(getattr(c, "transport", None) for c in list(self.server_state.connections))
+            return await super().on_tick(counter)
+
+    return Server(uvicorn.Config(app, host=host, port=port, log_level="warning"))
+
+
+def serve(app: FastAPI, host: str, port: int) -> None:
+    """Serves until it is stopped."""
+    server(app, host, port).run()
 
 
 class Batcher:
@@ -136,17 +167,27 @@ class Batcher:
     async def _run(self) -> None:
         while True:
             batch = await self._next()
-            try:
-                results = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self.work, [item for item, _ in batch]
-                )
-                for (_, future), result in zip(batch, results, strict=True):
-                    if not future.done():
-                        future.set_result(result)
-            except Exception as error:  # concerns the requests of this batch alone
-                for _, future in batch:
-                    if not future.done():
-                        future.set_exception(Refused(f"{type(error).__name__}: {error}", 500))
+            found = await self._worked([item for item, _ in batch])
+            for (_, future), result in zip(batch, found, strict=True):
+                if future.done():
+                    continue
+                if isinstance(result, Refused):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+
+    async def _worked(self, items: list[Any]) -> list[Any]:
+        """The result of each item, or its error: where a batch fails, each of its items is worked on alone."""
+        loop = asyncio.get_running_loop()
+        try:
+            found = list(await loop.run_in_executor(self._thread, self.work, items))
+            if len(found) != len(items):
+                raise RuntimeError(f"{len(found)} results of {len(items)} texts")
+            return found
+        except Exception as error:
+            if len(items) == 1:
+                return [Refused(f"{type(error).__name__}: {error}", 500)]
+        return [found for item in items for found in await self._worked([item])]
 
     async def _next(self) -> list[tuple[Any, "asyncio.Future[Any]"]]:
         batch = [await self._queue.get()]

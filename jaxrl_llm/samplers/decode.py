@@ -58,19 +58,22 @@ class Chunk(NamedTuple):
     done: jax.Array
 
 
-@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised"))
-def empty(*, policy: Policy, slots: int, length: int, penalised: bool) -> tuple[Cache, Bool[Array, "S V"]]:
+@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype"))
+def empty(
+    *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None
+) -> tuple[Cache, Bool[Array, "S V"]]:
     """An empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
     vocabulary = policy.architecture.vocabulary_size if penalised else 0
     seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
-    return _constrained(policy, policy.cache(slots, length)), seen
+    return _constrained(policy, policy.cache(slots, length, dtype)), seen
 
 
-@partial(jax.jit, static_argnames=("policy",))
-def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy) -> Cache:
+@partial(jax.jit, static_argnames=("policy", "dtype"))
+def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None) -> Cache:
     """Keys and values of right-padded prompts."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    return policy.extend(params, policy.cache(*tokens.shape), tokens, positions, fresh=True)[1]
+    rows, length = tokens.shape
+    return policy.extend(params, policy.cache(rows, length, dtype), tokens, positions, fresh=True)[1]
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
@@ -143,12 +146,14 @@ def decode(
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 
 
-def lowered(policy: Policy, params: Params, slots: int, length: int, steps: int) -> jax.stages.Lowered:
+def lowered(
+    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
+) -> jax.stages.Lowered:
     """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
     partitioner, size = policy.partitioner, policy.architecture
     shape = (size.layers, slots, length, size.kv_heads, size.head_width)
     sharding = partitioner.sharding(CACHE_AXES, shape)
-    cache = {name: jax.ShapeDtypeStruct(shape, policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
+    cache = {name: jax.ShapeDtypeStruct(shape, dtype or policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
     seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
     return decode.lower(params, cache, seen, Slots.empty(slots, 4), policy=policy, steps=steps, cut=False)
 

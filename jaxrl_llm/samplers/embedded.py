@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.engine import Engine
 from jaxrl_llm.samplers.weights import served
@@ -24,6 +25,9 @@ class EmbeddedSampler:
         nothing samples between the start of an update, which donates them, and the next publication. False copies.
       gather_weights: True keeps the weights whole over the fsdp axis while sampling: no gathering in each step, for
         the memory of a copy.
+      cache: dtype of cached keys and values; None is the policy's compute dtype. "float8_e4m3fn" takes half the memory and
+        half the reading of bfloat16, without scales: values beyond 448 become 448. Log-probs of samples are then those of
+        such a cache, and `gap/*` says how far they are from the learner's.
     """
 
     slots: int = 512
@@ -31,8 +35,11 @@ class EmbeddedSampler:
     prefill_tokens: int = 8192
     share_weights: bool = True
     gather_weights: bool = False
+    cache: str | None = None
 
     def __post_init__(self) -> None:
+        if self.cache not in (None, *NARROW):
+            raise ValueError(f"embedded.EmbeddedSampler.cache must be None or one of {NARROW} (got {self.cache!r})")
         for name in ("slots", "decode_chunk", "prefill_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"embedded.EmbeddedSampler.{name} must be >= 1 (got {getattr(self, name)})")
@@ -56,4 +63,5 @@ class EmbeddedSampler:
             slots=self.slots,
             decode_chunk=self.decode_chunk,
             prefill_tokens=self.prefill_tokens,
+            cache=self.cache,
         )

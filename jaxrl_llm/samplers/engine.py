@@ -51,6 +51,7 @@ class Engine:
       slots: most sequences decoded at a time.
       decode_chunk: decode steps between two looks of the host.
       prefill_tokens: most tokens of a block of prompts, padding included.
+      cache: dtype of cached keys and values; None is the policy's.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -61,6 +62,7 @@ class Engine:
     slots: int
     decode_chunk: int
     prefill_tokens: int
+    cache: str | None = None
     version: int = field(default=-1, init=False)
 
     # All processes of a run ask it alike, and decode together.
@@ -160,9 +162,8 @@ class Engine:
                     if not self._waiting:
                         return
                     batch = None  # its cache goes before the next one comes
-                    batch = SlotBatch(
-                        self.policy, self._capacity({request for request, _ in self._waiting}), self._programs
-                    )
+                    wanted = self._capacity({request for request, _ in self._waiting})
+                    batch = SlotBatch(self.policy, wanted, self._programs, self.cache)
                 await self._advance(batch)
         except asyncio.CancelledError:
             self._fail(RuntimeError("the sampler was closed, or its event loop ended, while it was sampling"))

@@ -1,41 +1,54 @@
-"""Several vLLM servers as one: requests spread over them, weights updated on all at once, the failed set aside and taken back."""
+"""Several vLLM servers as one: requests spread over them, the failed set aside and taken back.
+
+A request that takes far longer than the others did is asked a second time, of a free server; the first answer counts and the other
+request is ended. Both carry the same seed, so a race cannot prefer short responses.
+"""
 
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from jaxrl_llm.samplers.server_update import Inflight, Published, Server, update_server
-from jaxrl_llm.samplers.vllm_http import Ask, Piece, Refused, ServerFault, TooSlow, Unreached
+import numpy as np
+
+from jaxrl_llm.samplers.fleet_update import Limits, Updates
+from jaxrl_llm.samplers.server_update import Inflight, Published, Server, streamed
+from jaxrl_llm.samplers.turns import Turns
+from jaxrl_llm.samplers.vllm_http import Ask, Piece, Refused, ServerFault, TooSlow
 
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
 _STRIKES = 3  # requests in a row that took too long before a server is set aside
-_REMEMBERED = 100_000  # prefixes whose server is known
+_KNOWN, _ENOUGH = 512, 8  # requests whose seconds are remembered, and how many of them tell what is usual
+_CUT_S = 5.0  # seconds for a server to end what it is told to end
 
 
 class Unserved(TimeoutError):
     """No server took requests for too long; the message names each and its cause."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """How long and how often, for a fleet.
+@dataclass(eq=False, kw_only=True)
+class Running:
+    """A request in flight.
 
     Attributes:
-      sequences: most sequences in flight on a server.
-      update_s: most seconds of an update of one server, and of the drain before it.
-      wait_s: most seconds that requests wait while no server takes any.
-      tries: most servers that one request is asked of.
+      ask: what is asked.
+      oldest: the oldest version that may answer.
+      server: who was asked first.
+      since: when, time.monotonic.
+      more: set once a second server is asked, or nobody else shall be.
+      attempts: answers on their way.
     """
 
-    sequences: int = 1024
-    update_s: float = 300.0
-    wait_s: float = 300.0
-    tries: int = 8
+    ask: Ask
+    oldest: int
+    server: Server
+    since: float
+    more: asyncio.Future[None]
+    attempts: list[asyncio.Task[list[Piece]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -43,33 +56,29 @@ class Fleet:
     """The servers of a sampler.
 
     Attributes:
-      servers: all of them, ready or not.
+      servers: all of them, ready or not; `join` and `leave` change the list.
       limits: how long and how often.
       inflight: what becomes of requests in flight while weights change.
-      published: the newest version, which requests are asked of; None before the first.
-      counters: retries, aborted and slow requests, servers set aside and taken back, updates.
-      update: seconds and canary of the last update, by name.
+      counters: what happened, by name: retries, aborted and slow requests, servers set aside and taken back, updates ...
     """
 
-    servers: Sequence[Server]
+    servers: list[Server]
     limits: Limits
     inflight: Inflight = "recompute"
-    published: Published | None = None
     counters: Counter[str] = field(default_factory=Counter)
-    update: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._waiting: deque[tuple[int, bytes, asyncio.Future[Server]]] = deque()
-        self._homes: OrderedDict[bytes, Server] = OrderedDict()
-        self._rejoining: dict[Server, asyncio.Task[None]] = {}
-        self._heart: asyncio.Task[None] | None = None
+        limits = self.limits
+        self.turns = Turns(servers=self.servers, sequences=limits.sequences, mixed=bool(limits.at_once))
+        self.updates = Updates(
+            servers=self.servers, limits=limits, inflight=self.inflight, turns=self.turns, counters=self.counters,
+            set_aside=self._set_aside,
+        )  # fmt: skip
+        self._leaving: dict[Server, asyncio.Task[None]] = {}
+        self._running: set[Running] = set()
+        self._seconds: deque[float] = deque(maxlen=_KNOWN)
+        self.tasks: list[asyncio.Task[None]] = []  # that end with the fleet
         self._down_since: float | None = None
-
-    @property
-    def streams(self) -> bool:
-        """Whether tokens are taken as they are drawn, because nothing else tells their versions."""
-        crossing = self.inflight in ("recompute", "stale_kv")
-        return crossing and any(not s.http.spans for s in self.servers)
 
     async def open(self) -> None:
         """Meets every server; those that do not answer yet may join later.
@@ -79,33 +88,72 @@ class Fleet:
           ServerFault: none answers.
         """
         met = await asyncio.gather(*(s.http.open() for s in self.servers), return_exceptions=True)
-        for server, error in zip(self.servers, met, strict=True):
+        for server, error in zip(list(self.servers), met, strict=True):
             if isinstance(error, BaseException):
                 if not isinstance(error, ServerFault):
                     raise error
                 self._set_aside(server, error)
             server.ready = error is None
         if not any(server.ready for server in self.servers):
-            raise ServerFault("; ".join(s.cause for s in self.servers))
-        self._heart = asyncio.create_task(self._watch())
+            raise ServerFault("; ".join(s.cause for s in self.servers) or "no vLLM server is known")
+        if not self.tasks:
+            self.tasks.append(asyncio.create_task(self._watch()))
 
     async def close(self) -> None:
-        tasks = [t for t in (self._heart, *self._rejoining.values()) if t is not None]
+        tasks = [*self.tasks, *self.updates.under_way.values(), *self._leaving.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail(RuntimeError("the sampler is closed"))
-        for server in self.servers:
+        self.turns.fail(RuntimeError("the sampler is closed"))
+        for server in (*self.servers, *self._leaving):
             await server.http.close()
+
+    # -- servers that come and go --------------------------------------------------------------------------------------
+
+    def join(self, server: Server) -> None:
+        """Takes a server in: it gets the newest weights, and then requests."""
+        server.cause = "joins"
+        self.servers.append(server)
+
+    def leave(self, server: Server, within_s: float) -> None:
+        """Gives a server no more requests; what is in flight there has `within_s` to end, then it is asked elsewhere."""
+        self.servers.remove(server)
+        self.counters["left"] += 1
+        self._leaving[server] = asyncio.create_task(self._let_go(server, within_s))
+
+    def leaves(self, url: str) -> bool:
+        """Whether a server of that address is on its way out."""
+        return any(server.http.url == url for server in self._leaving)
+
+    async def _let_go(self, server: Server, within_s: float) -> None:
+        version, limit = self.turns.newest, time.monotonic() + within_s
+        while server.flights and time.monotonic() < limit and self.turns.newest == version:
+            await asyncio.sleep(_HEARTBEAT_S / 10)
+        if server.flights and not server.lock.locked():  # it answers with the tokens so far, where it still answers
+            try:
+                await server.http.pause("abort", clear_cache=True, limit_s=_CUT_S)
+                if server.flights:
+                    await asyncio.wait(server.flights, timeout=_CUT_S)
+            except (ServerFault, Refused):
+                pass
+        server.cause = "it left"
+        server.ready = False
+        for flight in list(server.flights):
+            flight.cancel()
+        while server.load > 0:
+            await asyncio.sleep(_HEARTBEAT_S / 10)
+        await server.http.close()
+        del self._leaving[server]
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def ask(self, ask: Ask, home: bytes) -> list[Piece]:
+    async def ask(self, ask: Ask, home: bytes, oldest: int) -> list[Piece]:
         """What one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
 
         Args:
           ask: the request.
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
+          oldest: the oldest version that may answer, where servers are updated a few at a time.
 
         Raises:
           Unserved: no server took requests for `wait_s`.
@@ -114,24 +162,72 @@ class Fleet:
         """
         fault: ServerFault | None = None
         for _ in range(self.limits.tries):
-            server = await self._turn(ask.n, home)
-            pieces = [Piece() for _ in range(ask.n)]
+            server = await self.turns.turn(ask.n, home, oldest)
+            more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            running = Running(ask=ask, oldest=oldest, server=server, since=time.monotonic(), more=more)
             try:
-                await self._fly(server, ask, pieces)
-                await self._approved(server)
-                server.strikes = 0
-                self.counters["aborted"] += sum(piece.finish == "abort" for piece in pieces)
-                return pieces
+                return await self._raced(running)
             except ServerFault as error:
                 fault = error
-                self._blame(server, error)
-            finally:
-                server.load -= ask.n
-                self._dispatch()
-            self.counters["retries"] += 1
-            if any(_cut(piece, server.suspect) for piece in pieces):
-                return pieces
         raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
+
+    async def _raced(self, running: Running) -> list[Piece]:
+        """The answer of the server that was asked, or of the second one where that is sooner."""
+        first = self._attempt(running, running.server)
+        awaited: list[asyncio.Future[Any]] = [first, running.more]
+        self._running.add(running)
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            running.more.cancel()
+            pending, fault = set(running.attempts), None
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in sorted(done, key=running.attempts.index):
+                    error = attempt.exception()
+                    if error is None:
+                        self._overtaken(running, first)
+                        return attempt.result()
+                    if not isinstance(error, ServerFault):
+                        raise error
+                    fault = error
+            assert fault is not None
+            raise fault
+        finally:
+            self._running.discard(running)
+            running.more.cancel()
+            for attempt in running.attempts:
+                attempt.cancel()
+            await asyncio.gather(*running.attempts, return_exceptions=True)
+
+    def _attempt(self, running: Running, server: Server) -> asyncio.Task[list[Piece]]:
+        """Asks a server whose room is taken already, and gives the room back however it ends."""
+        attempt = asyncio.ensure_future(self._answered(server, running.ask))
+        attempt.add_done_callback(lambda _: self.turns.release(server, running.ask.n))
+        running.attempts.append(attempt)
+        return attempt
+
+    def _overtaken(self, running: Running, first: asyncio.Task[list[Piece]]) -> None:
+        """Counts it where the second server answered before the first."""
+        if not first.done():
+            self.counters["overtaken"] += 1
+            self._blame(running.server, TooSlow(f"{running.server.http.url}: others answered its requests sooner"))
+
+    async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
+        """What a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
+        pieces, begin = [Piece() for _ in range(ask.n)], time.monotonic()
+        try:
+            await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces)
+            await self._approved(server)
+        except ServerFault as error:
+            self._blame(server, error)
+            self.counters["retries"] += 1
+            if sum(_cut(piece, server.suspect) for piece in pieces) == 0:
+                raise
+            return pieces
+        server.strikes = 0
+        self.counters["aborted"] += sum(piece.finish == "abort" for piece in pieces)
+        self._seconds.append(time.monotonic() - begin)
+        return pieces
 
     async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> None:
         """The request, which ends too where the server is set aside."""
@@ -163,104 +259,35 @@ class Fleet:
                 return
         self._set_aside(server, error)
 
-    async def _turn(self, n: int, home: bytes) -> Server:
-        """A server with room for n sequences, in the order of asking."""
-        turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        self._waiting.append((n, home, turn))
-        self._dispatch()
-        try:
-            return await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                turn.result().load -= n
-                self._dispatch()
-            raise
-
-    def _dispatch(self) -> None:
-        """Gives waiting requests their servers."""
-        while self._waiting:
-            n, home, turn = self._waiting[0]
-            if not turn.done():
-                server = self._choose(n, home)
-                if server is None:
-                    return
-                server.load += n
-                turn.set_result(server)
-            self._waiting.popleft()
-
-    def _serving(self) -> list[Server]:
-        """Servers that take requests for the newest version."""
-        version = None if self.published is None else self.published.version
-        return [s for s in self.servers if s.ready and not s.shut and s.http.version == version]
-
-    def _choose(self, n: int, home: bytes) -> Server | None:
-        """The prefix's own server unless it is much busier than the least loaded; None where all are full.
-
-        Servers that are still in their update will take their share, so those that are through with it leave them theirs.
-        """
-        most, serving, able = self.limits.sequences, self._serving(), [s for s in self.servers if s.ready]
-        if len(serving) < len(able):
-            waiting = sum(count for count, _, turn in self._waiting if not turn.done())
-            most = min(most, -(-(waiting + sum(s.load for s in able)) // len(able)))
-        room = [s for s in serving if s.load + n <= most or s.load == 0]
-        if not room:
-            return None
-        least = min(room, key=lambda s: s.load)
-        known = self._homes.get(home)
-        chosen = known if known in room and known.load <= least.load + max(most // 8, n) else least
-        self._homes[home] = chosen
-        self._homes.move_to_end(home)
-        if len(self._homes) > _REMEMBERED:
-            self._homes.popitem(last=False)
-        return chosen
-
-    def _fail(self, error: Exception) -> None:
-        """Everyone who waits gets the error."""
-        while self._waiting:
-            turn = self._waiting.popleft()[2]
-            if not turn.done():
-                turn.set_exception(error)
+    def _hurry(self, now: float) -> None:
+        """Finds a second server for each request that is late, the latest first."""
+        if not self.limits.straggler or len(self._seconds) < _ENOUGH:
+            return
+        usual = float(np.quantile(self._seconds, 0.95))
+        late = now - max(self.limits.straggler * usual, self.limits.straggler_s)
+        for running in sorted((r for r in self._running if r.since < late), key=lambda r: r.since):
+            server = self.turns.free(running.ask.n, running.oldest, running.server)
+            if server is None or running.more.done() or running.server.shut:
+                continue
+            server.load += running.ask.n
+            self._attempt(running, server)
+            running.more.set_result(None)
+            self.counters["asked_twice"] += 1
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
     async def publish(self, published: Published) -> None:
-        """Brings every server that answers to the version; new requests wait for it.
+        """Brings every server that answers to the version; those that are late against the others go on by themselves.
 
         Raises:
           ServerFault, Refused: every server answered and none took it; says what each said.
         """
-        self.published = published
-        begin = time.perf_counter()
-        able = [s for s in self.servers if s.ready]
-        failed = [e for e in await asyncio.gather(*(self._bring(s) for s in able)) if e is not None]
-        self.update["total_s"] = time.perf_counter() - begin
-        self.counters["updates"] += 1
-        if len(failed) == len(self.servers) and not any(isinstance(e, Unreached) for e in failed):
-            causes = "; ".join(str(error) for error in failed)
-            error = type(failed[0])(f"no server took version {published.version} of the weights: {causes}")
-            self._fail(error)
-            raise error
+        await self.updates.publish(published)
 
-    async def _bring(self, server: Server) -> Exception | None:
-        """Brings one server to the newest version, or sets it aside and says why."""
-        async with server.lock:
-            try:
-                while (wanted := self.published) is not None and server.http.version != wanted.version:
-                    job = update_server(server, wanted, self.inflight, self.limits.update_s, streams=self.streams)
-                    self.update |= await asyncio.wait_for(job, self.limits.update_s)
-                server.ready, server.shut, server.suspect = True, False, None
-            except TimeoutError:
-                return self._set_aside(server, self._overdue(server))
-            except (ServerFault, Refused) as error:
-                return self._set_aside(server, error)
-        self._dispatch()
-        return None
-
-    def _overdue(self, server: Server) -> TooSlow:
-        return TooSlow(
-            f"{server.http.url} was not on the new weights within {self.limits.update_s:g} s (it was at: {server.cause}): look at "
-            "its log, or raise vllm_sampler.VllmSampler.update_s"
-        )
+    @property
+    def update(self) -> dict[str, float]:
+        """Seconds and canary of the last update, by name."""
+        return self.updates.seconds
 
     # -- servers that failed -------------------------------------------------------------------------------------------
 
@@ -276,7 +303,7 @@ class Fleet:
         return error
 
     async def _rejoin(self, server: Server) -> None:
-        """Brings a server back, if it answers."""
+        """Brings a server back, or a new one in, if it answers."""
         try:
             if server.revive is not None:
                 await server.revive()
@@ -284,26 +311,28 @@ class Fleet:
         except (ServerFault, Refused, TimeoutError, OSError) as error:
             server.cause = str(error)
             return
-        if await self._bring(server) is None:
+        served = server.served
+        if await self.updates.bring(server) is None:
             server.strikes = 0
-            self.counters["rejoined"] += 1
-            _log.warning("vLLM server %s serves again, version %d", server.http.url, server.http.version)
+            self.counters["rejoined" if served else "joined"] += 1
+            _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
 
     async def _watch(self) -> None:
-        """Tries to bring failed servers back, and ends waits that have become hopeless."""
+        """Tries to bring failed servers back, hurries late requests, and ends waits that have become hopeless."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            if self.published is None:
+            if self.turns.newest is None:
                 continue
             for server in self.servers:
-                running = self._rejoining.get(server)
-                if not server.ready and not server.lock.locked() and (running is None or running.done()):
-                    self._rejoining[server] = asyncio.create_task(self._rejoin(server))
+                if not server.ready and not self.updates.busy(server):
+                    self.updates.under_way[server] = asyncio.create_task(self._rejoin(server))
             now = time.monotonic()
-            self._down_since = None if self._serving() or not self._waiting else self._down_since or now
+            self.turns.dispatch()
+            self._hurry(now)
+            self._down_since = None if self.turns.serving() or not self.turns.waiting else self._down_since or now
             if self._down_since is not None and now - self._down_since > self.limits.wait_s:
-                causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers)
-                self._fail(
+                causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
+                self.turns.fail(
                     Unserved(
                         f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes}): start them, or raise VllmSampler.wait_s"
                     )

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from jaxrl_llm.samplers import object_store
 from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, TensorEntry, digits, element_type, partial_sum
 
 Box = tuple[slice, ...]
@@ -78,8 +79,9 @@ class OrbaxReader:
         self.path = path.rstrip("/")
         self._address = self.path if "://" in self.path else f"file://{Path(self.path).absolute()}"
         self._window_bytes = window_bytes
-        self._context = ts.Context({"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}})
-        self._store = ts.KvStore.open(f"{self._address}/", context=self._context).result()
+        settings = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
+        self._context = ts.Context(settings | dict(object_store.RETRIES))
+        self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()
         self._text(f"{WEIGHTS}/_CHECKPOINT_METADATA", "the checkpoint was never completed")
         metadata = json.loads(self._text(f"{WEIGHTS}/_METADATA", "orbax's list of tensors is missing"))
         self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -98,7 +100,7 @@ class OrbaxReader:
 
     def open(self, name: str) -> Any:
         """A future of tensorstore's handle of one tensor."""
-        kvstore = {"driver": "ocdbt", "base": f"{self._address}/{WEIGHTS}/", "path": f"{name}/"}
+        kvstore = {"driver": "ocdbt", "base": object_store.spec(f"{self._address}/{WEIGHTS}"), "path": f"{name}/"}
         spec = {"driver": self._driver, "kvstore": kvstore}
         return ts.open(
             spec, open=True, read=True, context=self._context, recheck_cached_data=False, recheck_cached_metadata=False

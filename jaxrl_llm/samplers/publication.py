@@ -1,13 +1,15 @@
 """The learner's side of an update: weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
 
 FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears whole or not at all: orbax
-renames it when everything is written. Export, cast, checksums and canary are computed on the devices; each host writes the shards
+renames it when everything is written. In object storage (gs://, s3://) a version is a copy of such a folder, whose marker comes last. Export, cast, checksums and canary are computed on the devices; each host writes the shards
 that it holds, nothing is gathered.
 """
 
 import asyncio
+import hashlib
 import os
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,14 +21,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.samplers.cuda_ipc import Memory, describe
-from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits, weights_of
+from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
+from jaxrl_llm.samplers.object_store import Store, is_stored
+from jaxrl_llm.tree_sums import word_sum
 
 DTYPES = ("bfloat16", "float32", "float16")
 # Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
@@ -55,6 +59,7 @@ class Publisher:
     Attributes:
       policy: the policy, without adapters.
       folder: where versions lie; whatever versions an earlier run left there are removed at the first one.
+      address: where they are copied to in object storage, for samplers to read them there; empty leaves them in `folder`.
       dtype: element type that the samplers serve.
       keep: newest versions kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
@@ -70,12 +75,16 @@ class Publisher:
     canary: np.ndarray
     tolerance: Tolerance
     driver: Memory | None = None
+    address: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._begin = 0.0
         self._held: list[dict[str, Array]] = []
+        # Of several processes of a learner, one copies what all have written.
+        self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
+        self._stored: list[str] | None = None
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
         """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
@@ -84,7 +93,7 @@ class Publisher:
           OSError: the folder cannot be written, or is full; earlier versions are whole.
         """
         self._begin = time.perf_counter()
-        path = self.folder / f"v{version:08d}"
+        path = self._path(version)
         tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
         if self.driver is not None:
             # The version before stays too: a server that is late may be copying it, and its canary will tell.
@@ -108,9 +117,28 @@ class Publisher:
             return
         try:
             await asyncio.to_thread(self._writer().wait_until_finished)
+            if self._store is not None:
+                await asyncio.to_thread(self._copy, self._store, self._path(version))
         except (OSError, ValueError) as error:
             raise self._unwritten(version, error) from error
         self.seconds["save_s"] = time.perf_counter() - self._begin
+
+    def _copy(self, store: Store, path: Path) -> None:
+        """Moves a version that is whole to object storage."""
+        if self._stored is None:
+            for old in store.versions():
+                store.remove(old)
+            self._stored = []
+        store.upload(path, path.name)
+        self._stored.append(path.name)
+        shutil.rmtree(path, ignore_errors=True)
+
+    def place(self, version: int) -> str:
+        """Where samplers find a version."""
+        return f"{self.address}/{self._path(version).name}" if self.address else str(self._path(version))
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"v{version:08d}"
 
     def described(self) -> str:
         """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
@@ -120,6 +148,8 @@ class Publisher:
         """Removes all but the newest versions."""
         for path in self._versions()[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
+        while self._store is not None and self._stored is not None and len(self._stored) > self.keep:
+            self._store.remove(self._stored.pop(0))
 
     def close(self, *, remove: bool) -> None:
         """Ends what is being written; with `remove`, no version stays."""
@@ -129,6 +159,9 @@ class Publisher:
         self._held = []
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
+            if self._store is not None:
+                for name in self._stored or ():
+                    self._store.remove(name)
 
     def _versions(self) -> list[Path]:
         return sorted(self.folder.glob("v" + "[0-9]" * 8))
@@ -178,16 +211,24 @@ class Publisher:
     def _unwritten(self, version: int, error: Exception) -> OSError:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return OSError(
-            f"version {version} of the weights could not be published to {self.folder} ({lines[0][:300]}): free some space "
-            "there, or set vllm_sampler.VllmSampler.publication to another folder that the samplers see"
+            f"version {version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
+            "space there, or set vllm_sampler.VllmSampler.publication to another folder that the samplers see"
         )
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:
-    """Where a run publishes: RUN/publication, or a folder of the run's own under `publication`."""
-    if publication is None:
+    """Where a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
+    if publication is None or is_stored(publication):
         return run_dir.absolute() / "publication"
     return Path(publication).expanduser().absolute() / f"{run_dir.name}-{os.stat(run_dir).st_ino}"
+
+
+def default_address(publication: str | None, run_dir: Path) -> str:
+    """Where a run's versions are copied to: a folder of the run's own in object storage; empty where `publication` is none."""
+    if publication is None or not is_stored(publication):
+        return ""
+    mark = hashlib.blake2b(f"{socket.gethostname()}:{run_dir.absolute()}".encode(), digest_size=4).hexdigest()
+    return f"{publication.rstrip('/')}/{run_dir.name}-{mark}"
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -207,15 +248,7 @@ def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, A
     """Every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (samplers.manifest)."""
     del policy  # two policies of one shape compile apart
     tensors = {name: x.astype(dtype) for name, x in hf_names.export(params).items()}
-    return tensors, {name: _checksum(x) for name, x in tensors.items()}
-
-
-def _checksum(x: Array) -> UInt32[Array, ""]:
-    """The manifest's checksum, on the device: a sum over elements, so shards add up theirs."""
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-    words = words.reshape(-1, words.shape[-1])
-    rows, columns = (jnp.arange(n, dtype=jnp.uint32) * 2 for n in words.shape)
-    return jnp.sum(words * weights_of(rows)[:, None] * weights_of(columns + 1)[None], dtype=jnp.uint32)
+    return tensors, {name: word_sum(x) for name, x in tensors.items()}
 
 
 @partial(jax.jit, static_argnames=("policy",))

@@ -21,6 +21,7 @@ class Request:
       settings: how tokens are drawn.
       seeds: one for each prefix.
       max_length: most tokens of a prefix and its completion together.
+      version: the oldest policy version that may answer, where several are served at a time.
       open: False once nobody waits for the result.
       groups: finished groups, or the error that ended the engine.
     """
@@ -30,6 +31,7 @@ class Request:
     settings: SamplingSettings
     seeds: Sequence[int]
     max_length: int
+    version: int = -1
     open: bool = True
     groups: asyncio.Queue = field(default_factory=asyncio.Queue)
     _finished: dict[int, dict[int, Completion]] = field(default_factory=dict)

@@ -55,6 +55,7 @@ class Server:
       ready: it answers, and its last update was whole.
       shut: it is in an update; no new requests.
       load: sequences in flight.
+      served: it has taken requests before.
       strikes: requests in a row that took too long.
       cause: why it is not ready, or where its update is.
       suspect: a version whose tokens are thrown away, or None.
@@ -67,6 +68,7 @@ class Server:
     ready: bool = False
     shut: bool = False
     load: int = 0
+    served: bool = False
     strikes: int = 0
     cause: str = "not reached yet"
     suspect: int | None = None
@@ -74,32 +76,36 @@ class Server:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-async def update_server(
-    server: Server, published: Published, inflight: Inflight, limit_s: float, *, streams: bool
-) -> dict[str, float]:
-    """Brings a server to a version; it is left shut to new requests, for the caller to open.
+async def stage(server: Server, published: Published) -> None:
+    """Has every rank read a version, while the server generates.
+
+    Raises:
+      ServerFault, Refused: a rank cannot; the server goes on with what it has.
+    """
+    if not published.memory:
+        server.cause = "staging"
+        await server.http.stage(published.path, published.version)
+        await _staged(server.http, published.version)
+
+
+async def swap(server: Server, published: Published, inflight: Inflight, limit_s: float) -> dict[str, float]:
+    """Brings a server to the version that it has staged; it is left shut to new requests, for the caller to open.
 
     Args:
       inflight: what becomes of requests in flight.
       limit_s: most seconds until what is in flight has ended, where it has to.
-      streams: tokens arrive as they are drawn and get the version that the server has then.
 
     Returns:
-      Seconds until every rank had staged, between pause and resume, and from the pause's end to resume; and the canary's gap.
+      Seconds between pause and resume, and from the pause's end to resume; and the canary's gap.
 
     Raises:
       ServerFault, Refused: a step failed; the server is as the step left it.
     """
     http, begin = server.http, time.perf_counter()
-    if not published.memory:
-        server.cause = "staging"
-        await http.stage(published.path, published.version)
-        await _staged(http, published.version)
-    staged = time.perf_counter()
     server.cause, server.shut = "pausing", True
     mode, clear = PAUSES[inflight]
     await http.pause(mode, clear_cache=clear, limit_s=limit_s)
-    await _quiet(server, drained=mode != "keep", streams=streams)
+    await _quiet(server, drained=mode != "keep", streams=streamed(server, inflight))
     server.cause = "committing"
     paused = time.perf_counter()
     await _commit(http, published)
@@ -108,8 +114,12 @@ async def update_server(
     await http.resume()
     resumed = time.perf_counter()
     server.cause = "canary"
-    seconds = {"stage_s": staged - begin, "paused_s": resumed - staged, "commit_s": resumed - paused}
-    return seconds | await _canary(server, published)
+    return {"paused_s": resumed - begin, "commit_s": resumed - paused} | await _canary(server, published)
+
+
+def streamed(server: Server, inflight: Inflight) -> bool:
+    """Whether a server's tokens are taken as they are drawn, because nothing else tells their versions."""
+    return inflight in ("recompute", "stale_kv") and not server.http.spans
 
 
 async def _commit(http: VllmHttp, published: Published) -> None:

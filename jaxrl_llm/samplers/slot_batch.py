@@ -74,15 +74,15 @@ class Block:
 class SlotBatch:
     """Sequences that are decoded together, and the prompts prefilled for those that follow."""
 
-    def __init__(self, policy: Policy, capacity: Capacity, programs: set[tuple]):
-        """`programs` collects the shapes that were compiled."""
-        self.policy, self.capacity, self._programs = policy, capacity, programs
+    def __init__(self, policy: Policy, capacity: Capacity, programs: set[tuple], dtype: str | None = None):
+        """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's."""
+        self.policy, self.capacity, self._programs, self._dtype = policy, capacity, programs, dtype
         self._slots = decode.Slots.empty(capacity.slots, capacity.stop_ids)
         self._drafts: list[Draft | None] = [None] * capacity.slots
         self._block: Block | None = None
         self._programs.add(("empty", capacity))
         self._cache, self._seen = decode.empty(
-            policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised
+            policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
         )
 
     @property
@@ -163,7 +163,7 @@ class SlotBatch:
 
     def _prefilled(self, params: Params, tokens: np.ndarray) -> Cache:
         self._programs.add(("prefill", tokens.shape))
-        return decode.prefill(params, np.maximum(tokens, 0), policy=self.policy)
+        return decode.prefill(params, np.maximum(tokens, 0), policy=self.policy, dtype=self._dtype)
 
     def _assign(self, slot: int, draft: Draft) -> None:
         slots, request, settings = self._slots, draft.request, draft.request.settings

@@ -23,6 +23,10 @@ from jaxrl_llm.samplers.server_update import Published
 from jaxrl_llm.samplers.vllm_http import Ask, Piece, ServerFault
 
 Group = tuple[int, list[Completion]]
+# Of a fleet: requests asked again, cut short, late, asked of a second server, answered by it sooner; servers and updates.
+COUNTED = (
+    "retries", "aborted", "slow", "asked_twice", "overtaken", "set_aside", "rejoined", "joined", "left", "updates", "late_updates",
+)  # fmt: skip
 _MOST_EMPTY = 20  # requests in a row that may end without a token
 
 
@@ -87,7 +91,9 @@ class VllmClient:
             )
         prefixes = [np.asarray(prefix) for prefix in prefixes]
         vocabulary = self.publisher.policy.architecture.vocabulary_size
-        request = Request(prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length)
+        request = Request(
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, version=self.version
+        )
         check(request, vocabulary, self.tokenizer)
         return self._stream(request)
 
@@ -100,11 +106,12 @@ class VllmClient:
         """
         if self._publication is not None:
             await self._publication
-        path, manifest = self.publisher.start(params, version)
+        _, manifest = self.publisher.start(params, version)
         self.version = version
         self._begun.clear()
         memory = self.publisher.described()
-        published = Published(path=str(path), version=version, canary=manifest.canary, memory=memory)
+        place = self.publisher.place(version)
+        published = Published(path=place, version=version, canary=manifest.canary, memory=memory)
         self._publication = asyncio.create_task(self._deliver(published))
 
     async def _deliver(self, published: Published) -> None:
@@ -143,8 +150,8 @@ class VllmClient:
         values |= {f"publish/{name}": seconds for name, seconds in self.publisher.seconds.items()}
         if self._fleet is not None:
             values |= {f"publish/{name}": value for name, value in self._fleet.update.items()}
-            names = ("retries", "aborted", "slow", "set_aside", "rejoined", "updates")
-            values |= {f"sampler/{name}": float(self._fleet.counters[name]) for name in names}
+            values |= {f"sampler/{name}": float(self._fleet.counters[name]) for name in COUNTED}
+            values["sampler/servers"] = float(len(self._fleet.turns.serving()))
             self._fleet.counters.clear()
         self._generated, self._clipped, self._busy_s = 0, 0, 0.0
         return values
@@ -188,9 +195,9 @@ class VllmClient:
         """Finishes drafts of one prefix: several that have no tokens yet, or one."""
         fleet = await self._served()
         first = drafts[0]
-        ask = self._ask(drafts, stream=fleet.streams)
+        ask = self._ask(drafts)
         home = hashlib.blake2b(first.prefix.tobytes(), digest_size=8).digest()
-        pieces = await fleet.ask(ask, home)
+        pieces = await fleet.ask(ask, home, first.request.version)
         pairs = list(zip(drafts, pieces, strict=True))
         left = [draft for draft, piece in pairs if not self._take(draft, piece, int(ask.sampling["max_tokens"]))]
         empty = 0 if any(piece.tokens for piece in pieces) else empty + 1
@@ -220,7 +227,7 @@ class VllmClient:
             raise RuntimeError("the sampler is closed, or no server was reached")
         return self._fleet
 
-    def _ask(self, drafts: Sequence[Draft], *, stream: bool) -> Ask:
+    def _ask(self, drafts: Sequence[Draft]) -> Ask:
         """The request for what is missing of drafts with equally many tokens.
 
         The tokens before `min_tokens` are asked for alone: there, no stop counts, and vLLM's own `min_tokens` would take the
@@ -242,7 +249,7 @@ class VllmClient:
             seed = draft.request.seeds[draft.index]
             sampling["seed"] = seed_of(seed, draft.count, draft.sample) if draft.count else seed_of(seed)
         tokens = [*draft.prefix.tolist(), *draft.tokens.tolist()]
-        return Ask(tokens=tokens, sampling=sampling, stream=stream)
+        return Ask(tokens=tokens, sampling=sampling)
 
     def _take(self, draft: Draft, piece: Piece, asked: int) -> bool:
         """Adds what was drawn; True where the draft is finished."""

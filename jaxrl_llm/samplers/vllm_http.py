@@ -197,13 +197,14 @@ class VllmHttp:
         """Log-prob of each token but the first, given those before it, at temperature 1; raises as `generate` does."""
         sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         body = self._body(Ask(tokens=tokens, sampling=sampling))
-        answer = json.loads(await self._call("POST", self.route, body, limit_s=self.control_s))
+        text = await self._call("POST", self.route, body, limit_s=self.control_s)
         try:
+            answer = json.loads(text)
             listed = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
             found = [at[str(token)]["logprob"] for at, token in zip(listed[1:], list(tokens)[1:], strict=True)]
-        except (KeyError, TypeError, IndexError, ValueError) as wrong:
+            return np.asarray(found, np.float64)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as wrong:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
-        return np.asarray(found, np.float64)
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """The request in the words of the endpoint."""
@@ -305,7 +306,8 @@ class VllmHttp:
             body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
             text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
         try:
-            return [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
+            ranks = [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
+            return [rank | {n: int(rank[n]) for n in ("version",) if n in rank} for rank in ranks]
         except (KeyError, TypeError, ValueError) as wrong:
             raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
 

@@ -16,12 +16,15 @@ import ipaddress
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 from aiohttp import web
+
+from jaxrl_llm import slow_clients
+from jaxrl_llm.slow_clients import Patience
 
 TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
 _SHORTEST_TOKEN = 16
@@ -42,6 +45,7 @@ class Proxy:
       api_key: vLLM's own key, or "" where it has none.
       generate_s: most seconds that a generation may take.
       control_s: most seconds that any other step may take.
+      patience: with connections that do not get a request through.
     """
 
     server: str
@@ -49,6 +53,7 @@ class Proxy:
     api_key: str = ""
     generate_s: float = 3600.0
     control_s: float = 600.0
+    patience: Patience = field(default_factory=Patience, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.token) < _SHORTEST_TOKEN:
@@ -64,7 +69,9 @@ class Proxy:
 
     def application(self) -> web.Application:
         """The routes, each behind the token."""
-        app = web.Application(client_max_size=_LARGEST_BODY, middlewares=[self._check_token])
+        app = web.Application(
+            client_max_size=_LARGEST_BODY, middlewares=[slow_clients.middleware(self.patience), self._check_token]
+        )
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_post("/generate", self._generate)
@@ -106,7 +113,7 @@ class Proxy:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         """Passes the answer on as it comes; where the client goes away, so does the request to vLLM, which ends it."""
-        content = await _json(request)
+        content = await self._json(request)
         route = "/inference/v1/generate" if "token_ids" in content else "/v1/completions"
         limit = aiohttp.ClientTimeout(total=self.generate_s, sock_connect=_CONNECT_S)
         async with request.app[_SESSION].post(route, json=content, timeout=limit) as answer:
@@ -134,7 +141,7 @@ class Proxy:
         """Calls a method of the plugin on every rank."""
 
         async def handler(request: web.Request) -> web.Response:
-            content = await _json(request) if arguments else {}
+            content = await self._json(request) if arguments else {}
             missing = [argument for argument in arguments if argument not in content]
             if missing:
                 raise web.HTTPBadRequest(text=f"{request.path} needs {missing} in its JSON body")
@@ -154,11 +161,20 @@ class Proxy:
         """Commits and, where vLLM keeps a number of its weights (0.30 and newer), sets that too."""
         answer = await self._method("commit", "version")(request)
         if answer.status == 200 and not any(rank["error"] for rank in json.loads(answer.text or "{}")["results"]):
-            version = str((await _json(request))["version"])
+            version = str((await self._json(request))["version"])
             label = await self._ask(request, "POST", "/update_weight_version", json={"new_version": version})
             if label.status not in (200, 404, 405):
                 return label
         return answer
+
+    async def _json(self, request: web.Request) -> Mapping[str, Any]:
+        try:
+            content = json.loads(await slow_clients.body(request, self.patience.body_s))
+        except (ValueError, RecursionError) as wrong:
+            raise web.HTTPBadRequest(text=f"the body is no JSON: {wrong}") from None
+        if not isinstance(content, dict):
+            raise web.HTTPBadRequest(text="the body is no JSON object")
+        return content
 
     async def _ask(self, request: web.Request, verb: str, route: str, **content: Any) -> web.Response:
         limit = aiohttp.ClientTimeout(total=self.control_s, sock_connect=_CONNECT_S)
@@ -167,16 +183,6 @@ class Proxy:
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
-
-
-async def _json(request: web.Request) -> Mapping[str, Any]:
-    try:
-        content = json.loads(await request.read())
-    except ValueError as wrong:
-        raise web.HTTPBadRequest(text=f"the body is no JSON: {wrong}") from None
-    if not isinstance(content, dict):
-        raise web.HTTPBadRequest(text="the body is no JSON object")
-    return content
 
 
 def _on_loopback(address: str) -> bool:
@@ -203,7 +209,7 @@ def main() -> None:
         )
     except ValueError as wrong:
         parser.error(str(wrong))
-    web.run_app(proxy.application(), host=given.host, port=given.port, handler_cancellation=True)
+    slow_clients.serve(proxy.application(), proxy.patience, given.host, given.port)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rollouts from unmodified vLLM servers: local ones that are started here, or a list of addresses."""
+"""Rollouts from unmodified vLLM servers: local ones that are started here, a list of addresses, or those that are found."""
 
 import os
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ import numpy as np
 from jaxrl_llm import hf_weights
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.cuda_ipc import Cuda
-from jaxrl_llm.samplers.fleet import Fleet, Limits
+from jaxrl_llm.samplers.discovery import Discovery, Membership
+from jaxrl_llm.samplers.fleet import Fleet
+from jaxrl_llm.samplers.fleet_update import Limits
 from jaxrl_llm.samplers.following import FollowingSampler
-from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_folder
+from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
 from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.samplers.vllm_http import VllmHttp
@@ -35,12 +37,14 @@ class VllmSampler:
       spawn: start local servers as `local` says; False asks those of `urls`.
       local: how local servers are started.
       urls: servers, or proxies before them, that run already.
+      discovery: where further ones are found, which come and go during the run.
       proxied: `urls` are proxies of ours.
       api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
       model: the name under which the servers of `urls` serve the policy.
       dtype: element type that is served, "bfloat16", "float32" or "float16".
       transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
-      publication: folder for published weights that learner and servers see; None is a folder of the run.
+      publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
+        "s3://BUCKET/PATH"); None is a folder of the run.
       keep: published versions kept.
       inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
         "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
@@ -51,6 +55,11 @@ class VllmSampler:
       update_s: most seconds of a server's whole update.
       wait_s: most seconds that requests wait while no server takes any.
       tries: most servers that one request is asked of.
+      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
+        a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
+      straggler: a request is asked of a second server after so many times the seconds that 95 % of the others took, and an
+        update is no longer waited for after so many times what half of the others took; 0 waits. Needs `seeded`.
+      straggler_s: fewest seconds before that.
       canary: text whose log-probs servers and learner are compared on after each update; empty for none.
       canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.03 in 16 bits.
       canary_max: largest difference, nats; None is 1e-4 in float32, 0.5 in 16 bits.
@@ -59,6 +68,7 @@ class VllmSampler:
     spawn: bool = True
     local: LocalServers = field(default_factory=LocalServers)
     urls: Sequence[str] = ()
+    discovery: Discovery = field(default_factory=Discovery)
     proxied: bool = False
     api_key_variable: str = ""
     model: str = MODEL
@@ -74,14 +84,18 @@ class VllmSampler:
     update_s: float = 300.0
     wait_s: float = 300.0
     tries: int = 8
+    at_once: int = 0
+    straggler: float = 4.0
+    straggler_s: float = 10.0
     canary: str = CANARY
     canary_mean: float | None = None
     canary_max: float | None = None
 
     def __post_init__(self) -> None:
-        if self.spawn == bool(self.urls):
+        if self.spawn == bool(self.urls or self.discovery):
             raise ValueError(
-                f"VllmSampler needs either spawn=True or urls (got spawn={self.spawn} and {len(self.urls)} urls): set one of the two"
+                f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
+                f"{self.discovery}): set VLLM_SPAWN = False, or leave the others empty"
             )
         if self.inflight not in PAUSES:
             raise ValueError(f"VllmSampler.inflight must be one of {tuple(PAUSES)} (got {self.inflight!r})")
@@ -95,6 +109,11 @@ class VllmSampler:
         for name in ("keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"VllmSampler.{name} must be > 0 (got {getattr(self, name)})")
+        if self.at_once < 0 or self.straggler_s < 0 or not (self.straggler == 0 or self.straggler > 1):
+            raise ValueError(
+                "VllmSampler.at_once and straggler_s must be >= 0, straggler 0 or > 1 "
+                f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
+            )
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
         """The running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
@@ -116,13 +135,17 @@ class VllmSampler:
         servers = [Server(http=h) for h in http]
         for server, child in zip(servers, children):
             server.revive = child.revive
-        limits = Limits(sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries)
 
         async def connect() -> Fleet:
             for child in children:
                 await child.ready()
-            fleet = Fleet(servers=servers, limits=limits, inflight=self.inflight)
-            await fleet.open()
+            fleet = Fleet(servers=servers, limits=self._limits(), inflight=self.inflight)
+            if not self.discovery:
+                await fleet.open()
+                return fleet
+            make = lambda url: Server(http=self._http(url, self._key(), policy))  # noqa: E731
+            fixed = [h.url for h in http]
+            await Membership(fleet=fleet, discovery=self.discovery, make=make, fixed=fixed).open(self.wait_s)
             return fleet
 
         async def disconnect() -> None:
@@ -141,6 +164,12 @@ class VllmSampler:
             tokenizer=tokenizer, max_length=max_length, seeded=self.seeded, remove=self.spawn,
         )  # fmt: skip
 
+    def _limits(self) -> Limits:
+        return Limits(
+            sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries, at_once=self.at_once,
+            straggler=self.straggler if self.seeded else 0.0, straggler_s=self.straggler_s,
+        )  # fmt: skip
+
     def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
         mean, largest = TOLERANCES[self.dtype]
         if policy.compute_dtype != "float32":
@@ -155,6 +184,7 @@ class VllmSampler:
         return Publisher(
             policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
+            address=default_address(self.publication, run_dir),
         )  # fmt: skip
 
     def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:

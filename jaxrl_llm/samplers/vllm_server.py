@@ -20,6 +20,7 @@ from typing import IO
 
 import aiohttp
 
+from jaxrl_llm import child_environment
 from jaxrl_llm.samplers.vllm_http import ServerFault, Unreached
 
 EXTENSION = "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"
@@ -53,7 +54,7 @@ class LocalServers:
       tensor_parallel: devices of one server.
       memory_share: share of a GPU's memory that a server takes, weights and cache together; None on a CPU.
       arguments: further arguments of the command line.
-      environment: further environment variables.
+      environment: further environment variables. Of this process's own, those that hold secrets are left out.
       ready_s: most seconds until a server answers.
     """
 
@@ -87,7 +88,11 @@ class LocalServers:
         """The environment of server `number`, but for its key."""
         given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
         path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]
-        found = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "VLLM_SERVER_DEV_MODE": "1"}
+        found = {
+            **child_environment.without_secrets(),
+            "PYTHONPATH": os.pathsep.join(path),
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         found |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
         if self.devices:
             found["CUDA_VISIBLE_DEVICES"] = self.devices[number]

@@ -10,6 +10,8 @@ from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
 BACKENDS = ("triton", "reference")
+# Dtypes of a cache beside that of the queries.
+NARROW = ("float8_e4m3fn",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class Call:
 
     Attributes:
       platform: "cpu", "gpu" or "tpu", where the call will run.
-      dtype: name of the dtype of queries, keys and values.
+      dtype: name of the dtype of the queries.
+      cache_dtype: name of the dtype of keys and values.
       heads: query heads.
       kv_heads: key and value heads.
       width: width of a head.
@@ -28,6 +31,7 @@ class Call:
 
     platform: str
     dtype: str
+    cache_dtype: str
     heads: int
     kv_heads: int
     width: int
@@ -49,7 +53,8 @@ def decode_attention(
 
     Args:
       q: a query a slot; H is a multiple of K, and query head h reads key head h // (H // K).
-      keys: the cache's keys of all layers, those of the new token among them.
+      keys: the cache's keys of all layers, those of the new token among them; in the dtype of `q` or one of 8 bits, which is
+        brought to that of `q` as it is read.
       values: the cache's values.
       layer: which layer is read, in 0..L-1.
       positions: position of each query, tokens; at least 0. Beyond the cache's last entry, that one is the last seen.
@@ -68,13 +73,15 @@ def decode_attention(
         )
     if q.shape[1] % keys.shape[3]:
         raise ValueError(f"{q.shape[1]} query heads cannot share {keys.shape[3]} kv heads evenly")
-    if not q.dtype == keys.dtype == values.dtype:
-        raise ValueError(f"queries and cache must share one dtype (got {q.dtype}, {keys.dtype}, {values.dtype})")
+    if keys.dtype != values.dtype or keys.dtype not in (q.dtype, *NARROW):
+        found = f"{q.dtype}, {keys.dtype}, {values.dtype}"
+        raise ValueError(f"queries and cache must share one dtype, or the cache be of {NARROW} (got {found})")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, or None to see all (got {window})")
     call = Call(
         platform=jax.default_backend(),
         dtype=q.dtype.name,
+        cache_dtype=keys.dtype.name,
         heads=q.shape[1],
         kv_heads=keys.shape[3],
         width=q.shape[2],

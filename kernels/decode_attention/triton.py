@@ -73,7 +73,7 @@ def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, out: 
         m, total, mixed = sums
         entries = block * BLOCK + jnp.arange(BLOCK)
         there = jnp.minimum(entries, last)
-        k, v = keys[index, slot, there, head, :], values[index, slot, there, head, :]
+        k, v = (x[index, slot, there, head, :].astype(q.dtype) for x in (keys, values))
         scores = lax.dot_general(queries, k, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) * scale
         scores = jnp.where((entries <= last) & (entries >= first), scores, MASKED)
         new = jnp.maximum(m, jnp.max(scores, axis=1))

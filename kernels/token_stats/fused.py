@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -25,6 +25,8 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 
 TOKEN_AXES = ("data", "fsdp", "context")
 VOCABULARY_AXIS = "tensor"
+# Splits the head's width too where it lies, so its gradient is scattered over this axis.
+WIDTH_AXIS = "fsdp"
 # Stands for -inf where a difference or a product with 0 must not become NaN.
 FLOOR = -1e30
 
@@ -105,24 +107,42 @@ def _stats_forward(
         local = jax.shard_map(
             local, mesh=mesh, in_specs=_input_specs(mesh), out_specs=(row, row, tile), check_vma=False
         )
-    out, stats, saved = local(*arrays)
+    out, stats, saved = local(hidden, _exchanged(head, hidden, mesh), *arrays[2:])
     return out, (arrays, stats, saved)
+
+
+def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """The head as it crosses the mesh: in the dtype of its products, which may be half as wide."""
+    if mesh is None or head.dtype == hidden.dtype:
+        return head
+    # Cast where it lies, before it is gathered.
+    lies = NamedSharding(mesh, P(_axes(mesh)[1], WIDTH_AXIS if _scattered(head, mesh) else None))
+    return jax.lax.with_sharding_constraint(head.astype(hidden.dtype), lies)
+
+
+def _scattered(head: jax.Array, mesh: Mesh | None) -> bool:
+    """Whether the head's width is split over WIDTH_AXIS."""
+    ways = 1 if mesh is None else mesh.shape.get(WIDTH_AXIS, 1)
+    return ways > 1 and head.shape[1] % ways == 0
 
 
 def _stats_backward(backend: Any, call: Call, mesh: Mesh | None, residual: Any, cotangents: Any) -> tuple[Any, ...]:
     arrays, stats, saved = residual
+    hidden, head = arrays[:2]
     tokens, entries = _axes(mesh)
-    local = partial(_local_backward, backend, call, tokens, entries)
+    scattered = _scattered(head, mesh)
+    local = partial(_local_backward, backend, call, (tokens, entries, scattered))
     if mesh is not None:
         row, tile = P(tokens), P(tokens, entries)
         local = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(_input_specs(mesh), row, tile, row),
-            out_specs=(P(tokens, None), P(entries, None), P(entries)),
+            out_specs=(P(tokens, None), P(entries, WIDTH_AXIS if scattered else None), P(entries)),
             check_vma=False,
         )
-    return (*local(arrays, stats, saved, cotangents), None, None)
+    dhidden, dhead, dbias = local((hidden, _exchanged(head, hidden, mesh), *arrays[2:]), stats, saved, cotangents)
+    return dhidden, dhead.astype(head.dtype), dbias, None, None
 
 
 _stats.defvjp(_stats_forward, _stats_backward)
@@ -185,9 +205,14 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
 
 
 def _local_backward(
-    backend: Any, call: Call, tokens: Any, entries: Any, arrays: Any, stats: Tree, saved: Any, cotangents: Tree
+    backend: Any, call: Call, axes: tuple[Any, Any, bool], arrays: Any, stats: Tree, saved: Any, cotangents: Tree
 ) -> tuple[Any, Any, Any]:
-    """Gradients of hidden, head and bias of one shard, summed over the shards that share them."""
+    """Gradients of hidden, head and bias of one shard, summed over the shards that share them.
+
+    Args:
+      axes: those that split the tokens, that which splits the entries, and whether the head's gradient is scattered.
+    """
+    tokens, entries, scattered = axes
     inputs = _inputs(arrays, tokens, entries)
     hidden, head, bias = arrays[:3]
     head_dtype = head.dtype if tokens is None else jnp.dtype(jnp.float32)
@@ -196,8 +221,12 @@ def _local_backward(
     if entries is not None:
         dhidden = jax.lax.psum(dhidden, entries)
     if tokens is not None:
-        dhead, dbias = jax.lax.psum((dhead, dbias), tokens)
-    return dhidden.astype(hidden.dtype), dhead.astype(head.dtype), None if bias is None else dbias.astype(bias.dtype)
+        if scattered:
+            dhead = jax.lax.psum_scatter(dhead, WIDTH_AXIS, scatter_dimension=1, tiled=True)
+        others = tuple(axis for axis in tokens if not (scattered and axis == WIDTH_AXIS))
+        dhead = jax.lax.psum(dhead, others) if others else dhead
+        dbias = jax.lax.psum(dbias, tokens)
+    return dhidden.astype(hidden.dtype), dhead, None if bias is None else dbias.astype(bias.dtype)
 
 
 def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:

@@ -38,7 +38,14 @@ def expected(q, k, v, layer, window):
 
 def interpreted(q, k, v, layer, positions, window):
     call = Call(
-        platform="gpu", dtype="", heads=q.shape[1], kv_heads=k.shape[3], width=WIDTH, length=LENGTH, window=window
+        platform="gpu",
+        dtype="",
+        cache_dtype="",
+        heads=q.shape[1],
+        kv_heads=k.shape[3],
+        width=WIDTH,
+        length=LENGTH,
+        window=window,
     )
     return triton.attend(q, k, v, layer, positions, call, interpret=True)
 
@@ -67,10 +74,22 @@ def test_a_position_beyond_the_cache_sees_all_of_it():
     np.testing.assert_array_equal(past, last)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton, interpreted"])
+def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_holds(backend):
+    q, k, v = arrays(4, 2)
+    k, v = (jnp.clip(x, -448, 448).astype(jnp.float8_e4m3fn) for x in (k, v))
+    run = interpreted if backend != "reference" else partial(decode_attention, backend=backend)
+    got = run(q, k, v, jnp.int32(1), jnp.asarray(POSITIONS), window=None)
+    assert got.dtype == q.dtype
+    np.testing.assert_allclose(got, expected(q, k, v, 1, None), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(12, 2, 128), (14, 2, 64), (32, 8, 128)])
-def test_the_triton_kernel_lowers_for_cuda_at_the_shapes_of_real_models(heads, kv_heads, width):
-    cache = jax.ShapeDtypeStruct((28, 1024, 640, kv_heads, width), jnp.bfloat16)  # more than 2**31 entries
-    call = Call(platform="gpu", dtype="bfloat16", heads=heads, kv_heads=kv_heads, width=width, length=640, window=None)
+def test_the_triton_kernel_lowers_for_cuda_at_the_shapes_of_real_models(heads, kv_heads, width, dtype):
+    cache = jax.ShapeDtypeStruct((28, 1024, 640, kv_heads, width), dtype)  # more than 2**31 entries
+    sizes = {"heads": heads, "kv_heads": kv_heads, "width": width, "length": 640}
+    call = Call(platform="gpu", dtype="bfloat16", cache_dtype=jnp.dtype(dtype).name, window=None, **sizes)
     q = jax.ShapeDtypeStruct((1024, heads, width), jnp.bfloat16)
     ints = (jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1024,), jnp.int32))
     traced = jax.jit(partial(triton.attend, call=call)).trace(q, cache, cache, *ints)
@@ -82,7 +101,7 @@ def test_shapes_and_backends_that_do_not_fit_are_refused_by_name():
     at = (jnp.int32(0), jnp.asarray(POSITIONS))
     with pytest.raises(ValueError, match="triton: it runs on NVIDIA GPUs"):
         decode_attention(q, k, v, *at, backend="triton")
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(ValueError, match="one dtype, or the cache be of"):
         decode_attention(q.astype(jnp.bfloat16), k, v, *at)
     with pytest.raises(ValueError, match="3 query heads cannot share 2 kv heads"):
         decode_attention(q[:, :3], k, v, *at)

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
-from transformers import PreTrainedTokenizerFast as Fast
+from tiny_classifier import WORDS, tokenizer, write_bert
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.classifier import Classifier, Served
-from jaxrl_llm.rewards.classifier_server import application
+from jaxrl_llm.rewards.classifier_server import application, checked
 from jaxrl_llm.rewards.hf_classifier import HfClassifier
 from jaxrl_llm.rewards.pairs import Classify
 from jaxrl_llm.rewards.service import Service
@@ -28,36 +27,12 @@ from jaxrl_llm.rewards.serving import Batcher, Refused, token_of
 Serve = Callable[[FastAPI], str]
 Score = Callable[..., Scores]
 
-SENTENCE = "the cat sat on a mat and it was good bad user assistant"
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *SENTENCE.split()]
 TEXTS = ["the cat sat", "a mat", "it was good and the cat sat on a mat", "", "bad " * 40]
-
-
-def tokenizer(folder: Path, **special: Any) -> None:
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    inner.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    fast = Fast(tokenizer_object=inner, unk_token="[UNK]", **special)
-    fast.chat_template = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor %}"
-    fast.save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random BERT of two labels, "unsafe" and "safe"."""
-    folder = tmp_path_factory.mktemp("bert")
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
-        max_position_embeddings=64, initializer_range=0.5, id2label={0: "unsafe", 1: "safe"},
-        label2id={"unsafe": 0, "safe": 1},
-    )  # fmt: skip
-    BertForSequenceClassification(config).save_pretrained(folder)
-    inputs = ["input_ids", "token_type_ids", "attention_mask"]
-    tokenizer(folder, pad_token="[PAD]", cls_token="[CLS]", sep_token="[SEP]", model_input_names=inputs)
-    return folder
+    return write_bert(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +161,30 @@ def test_pairs_are_sent_as_ids_or_words_within_their_budget(bert: Path) -> None:
         Classify(service=service, tokenizer=str(bert)).sent("a", "b")
     with pytest.raises(ValueError, match=r"needs Classify.tokenizer"):
         Classify(service=service)
+
+
+def test_a_text_that_cannot_be_worked_on_fails_alone() -> None:
+    """Requests share batches: what is wrong with one of them does not reach the others."""
+
+    def work(items: list[str]) -> list[str]:
+        if "bad" in items:
+            raise ValueError("bad")
+        return [item.upper() for item in items]
+
+    async def run() -> list[Any]:
+        batcher = Batcher(work, size=8, wait_s=0.05)
+        return await asyncio.gather(*(batcher.submit([t]) for t in ("a", "bad", "b")), return_exceptions=True)
+
+    first, refused, last = asyncio.run(run())
+    assert (first, last) == (["A"], ["B"]) and isinstance(refused, Refused) and refused.status == 500
+
+
+@pytest.mark.parametrize(
+    "text", ["\ud800", ["a", "\udfff"], [{"role": "user", "content": "\ud800"}], [{"role": "user", "content": None}]]
+)
+def test_texts_that_are_no_unicode_or_no_messages_are_refused(text: Any) -> None:
+    with pytest.raises(Refused, match=r"text 1 (is no Unicode|must be a string)"):
+        checked(["fine", text])
 
 
 def test_requests_share_batches_and_a_failure_concerns_its_own() -> None:

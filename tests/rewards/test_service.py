@@ -54,6 +54,14 @@ def post(service: Service) -> float:
     return asyncio.run(service.post("/score", {"texts": ["a"]}, number))
 
 
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxrl_llm.rewards.service.MOST_BYTES", 200_000)
+    server = Scripted(Response(" " * 200_001 + '{"scores": [1]}'), scores(2.0))
+    assert post(quick(serve(server.app))) == 2.0
+    server = Scripted(Response(" " * 100_000 + '{"scores": [1]}'))
+    assert post(quick(serve(server.app))) == 1.0
+
+
 def test_errors_and_unusable_answers_are_tried_again(serve: Serve) -> None:
     server = Scripted(Response(status_code=503), Response("no json"), JSONResponse({"other": 1}), scores(2.5))
     assert post(quick(serve(server.app), tries=4)) == 2.5

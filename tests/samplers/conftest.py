@@ -12,6 +12,7 @@ from sampler_cases import SIZES, VOCABULARY, Tiny, sample
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers import fleet
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +63,9 @@ def draw() -> Callable[..., list[list[Completion]]]:
         return asyncio.run(once())
 
     return run
+
+
+@pytest.fixture
+def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet looks after its servers twenty times a second."""
+    monkeypatch.setattr(fleet, "_HEARTBEAT_S", 0.05)

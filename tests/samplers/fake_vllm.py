@@ -32,12 +32,15 @@ class FakeVllm:
       step_s: seconds a token takes.
       dev: whether the development endpoints are there.
       status: {route: HTTP status} that is answered in place of the work.
-      slow: {route: seconds} before the answer.
+      slow: {route, or "*" for any: seconds} before the answer.
       garbage: answers generations with something else.
+      noise: what everything but /health is answered with, as it stands.
       stage_error: why nothing can be staged.
       commit_error: why nothing can be committed.
       commit_adds: what is added to the version that a commit says it loaded.
       off: added to every log-prob of a prompt.
+      off_drawn: {version: what is added to the log-probs of tokens that it draws}.
+      host: address to listen on.
       bodies: generations that were asked for.
       calls: control calls in order.
       counts: answered requests by route.
@@ -49,10 +52,13 @@ class FakeVllm:
     status: dict[str, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     garbage: bool = False
+    noise: bytes | None = None
     stage_error: str = ""
     commit_error: str = ""
     commit_adds: int = 0
     off: float = 0.0
+    off_drawn: dict[int, float] = field(default_factory=dict)
+    host: str = "127.0.0.1"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -71,7 +77,7 @@ class FakeVllm:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     @property
     def spans(self) -> bool:
@@ -86,20 +92,23 @@ class FakeVllm:
         if self.dev:
             for name in ("collective_rpc", "pause", "resume", "update_weight_version"):
                 app.router.add_post(f"/{name}", getattr(self, f"_{name}"))
-        self.runner = web.AppRunner(app, shutdown_timeout=0.01)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)  # as vLLM does
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", self.port, reuse_address=True)
+        site = web.TCPSite(self.runner, self.host, self.port, reuse_address=True)
         await site.start()
         self.port = self.runner.addresses[0][1]
         return self
 
     async def kill(self) -> None:
         """Breaks every connection and forgets everything, as a killed process does."""
-        assert self.runner is not None
+        if self.runner is None:
+            return
+        assert self.runner.server is not None
         for connection in list(self.runner.server.connections):
             if connection.transport is not None:
                 connection.transport.abort()
         await self.runner.cleanup()
+        self.runner = None
         self.version, self.staged, self.label = -1, (-1, "idle"), "none"
         self.going.set()
 
@@ -107,10 +116,11 @@ class FakeVllm:
     async def _fault(self, request: web.Request, handler: Any) -> web.StreamResponse:
         route = request.path
         self.counts[route] += 1
-        if route in self.slow:
-            await asyncio.sleep(self.slow[route])
+        await asyncio.sleep(self.slow.get(route, self.slow.get("*", 0.0)))
         if route in self.status:
             return web.Response(status=self.status[route], text="a fault of the test")
+        if self.noise is not None and route != "/health":
+            return web.Response(body=self.noise, content_type="application/json")
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -250,7 +260,7 @@ class Choice:
         else:
             token = int(np.argmax(log + self.rng.gumbel(size=VOCABULARY)))
         self.tokens.append(token)
-        self.logprobs.append(float(log[token]))
+        self.logprobs.append(float(log[token]) + self.server.off_drawn.get(self.server.version, 0.0))
         self.labels.append(self.server.label)
         self.last = token
         if token in self.sampling["stop_token_ids"]:

@@ -33,6 +33,23 @@ def test_sampled_logprobs_are_the_learners(tiny, prefixes, draw, temperature):
         np.testing.assert_allclose(completion.logprobs, expected, atol=1e-4)
 
 
+def test_a_cache_of_8_bits_stays_within_its_rounding_of_the_learners_log_probs(tiny, prefixes, draw):
+    # Three bits of fraction: an entry is off by 2^-4 of itself at most, 0.018 in the mean of a uniform fraction.
+    (eight, whole) = (
+        draw(tiny, prefixes, 3, SamplingSettings(max_tokens=9), **f) for f in ({"cache": "float8_e4m3fn"}, {})
+    )
+    prompts = [prefix for prefix in prefixes for _ in range(3)]
+
+    def gaps(groups):
+        completions = [completion for group in groups for completion in group]
+        expected = learner_logprobs(tiny, prompts, completions)
+        return np.concatenate([np.abs(c.logprobs - e) for c, e in zip(completions, expected)])
+
+    assert gaps(whole).max() < 1e-4 < gaps(eight).mean() < 0.1
+    with pytest.raises(ValueError, match="float8_e4m3fn"):
+        tiny.start(cache="int4")
+
+
 def test_greedy_takes_the_largest_logit_of_the_learners_forward(tiny, prefixes, draw):
     groups = draw(tiny, prefixes, 1, SamplingSettings(max_tokens=8, temperature=0))
     sequences = list(prefixes)

@@ -2,105 +2,27 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_vllm import VOCABULARY, Addresses, FakeVllm, table
+from fake_vllm import VOCABULARY, Addresses, FakeVllm
+from fleet_cases import PLAIN, checked, collect, until
+from fleet_cases import running as start_running
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
-from jaxrl_llm.experience import Completion, SamplingSettings
-from jaxrl_llm.samplers import fleet as fleets
-from jaxrl_llm.samplers.manifest import Canary, Manifest
+from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.samplers.publication import Publisher
-from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
 
-CANARY = (3, 1, 4, 1, 5, 9, 2, 6)
-PLAIN = SamplingSettings(max_tokens=12)
-
-
-class ToyPublisher(Publisher):
-    """Publishes the numbers of versions: servers that play vLLM know the toy's tables by them."""
-
-    def start(self, params: dict[str, Any], version: int) -> tuple[Path, Manifest]:
-        log = table(version)
-        canary = Canary(
-            tokens=CANARY, logprobs=tuple(float(log[a, b]) for a, b in pairwise(CANARY)),
-            mean_tolerance=1e-4, max_tolerance=1e-4,
-        )  # fmt: skip
-        manifest = Manifest(version=version, model_type="toy", tied=False, tensors={}, canary=canary)
-        path = self.folder / f"v{version:08d}"
-        path.mkdir(parents=True)
-        (path / "manifest.json").write_text(manifest.to_json())
-        return path, manifest
-
-    async def finish(self, version: int) -> None:
-        await asyncio.sleep(0.01)
-
-
-@pytest.fixture(autouse=True)
-def quick_heart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleets, "_HEARTBEAT_S", 0.05)
+pytestmark = pytest.mark.usefixtures("quick_heart")
 
 
 @pytest.fixture
 def running(tiny: Tiny, tmp_path: Path):
     """Starts fake servers and a client of them."""
-
-    @asynccontextmanager
-    async def start(servers: Sequence[FakeVllm], **fields: Any) -> AsyncIterator[VllmClient]:
-        for server in servers:
-            await server.start()
-        sampler = VllmSampler(spawn=False, urls=[s.url for s in servers], publication=str(tmp_path), **fields)
-        client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=tmp_path)
-        toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary", "tolerance")}
-        client.publisher = ToyPublisher(**toy)
-        try:
-            yield client
-        finally:
-            await client.close()
-            for server in servers:
-                await server.kill()
-
-    return start
-
-
-async def collect(
-    client: VllmClient, prefixes: list[np.ndarray], n: int, settings: SamplingSettings = PLAIN, seed: int = 0
-) -> dict[int, list[Completion]]:
-    found: dict[int, list[Completion]] = {}
-    async for index, group in client.sample(prefixes, n, settings, [seed + i for i in range(len(prefixes))]):
-        assert index not in found, "a group came twice"
-        found[index] = group
-    assert sorted(found) == list(range(len(prefixes))) and all(len(g) == n for g in found.values())
-    return found
-
-
-async def until(true: Callable[[], Any]) -> None:
-    limit = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < limit
-        await asyncio.sleep(0.002)
-
-
-def checked(prefixes: list[np.ndarray], groups: dict[int, list[Completion]]) -> list[int]:
-    """Versions of all tokens, after comparing each log-prob with the table of its version."""
-    tables = {v: table(v) for v in range(20)}
-    versions = []
-    for index, group in groups.items():
-        for one in group:
-            before = [int(prefixes[index][-1]), *one.tokens[:-1].tolist()]
-            want = [tables[v][a, b] for v, a, b in zip(one.versions.tolist(), before, one.tokens.tolist())]
-            np.testing.assert_allclose(one.logprobs, want, rtol=0, atol=1e-5)
-            assert len(one.tokens) == len(one.logprobs) == len(one.versions)
-            versions += one.versions.tolist()
-    return versions
+    return partial(start_running, tiny, tmp_path)
 
 
 @pytest.mark.parametrize("release", ["0.32.0", "0.26.0"])

@@ -1,0 +1,65 @@
+#!/usr/bin/env bash
+# Keeps one command of a name going on this host after the connection that started it has ended.
+#
+#   launch/background.sh start NAME COMMAND...   starts it, unless it runs
+#   launch/background.sh status NAME             says whether it runs (exit code 0) or not (1)
+#   launch/background.sh tail NAME [LINES]       the end of its log, and what follows, until it ends
+#   launch/background.sh stop NAME               SIGTERM to all of it, and after STOP_S seconds (120) SIGKILL
+#
+# Its process group's number and its log are in KEEP (~/.jaxrl_llm).
+set -euo pipefail
+# shellcheck source=launch/steps.sh
+. "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+options "$@"
+[ ${#ARGUMENTS[@]} -ge 2 ] || usage 2 >&2
+action=${ARGUMENTS[0]} NAME=${ARGUMENTS[1]}
+command=("${ARGUMENTS[@]:2}")
+plain NAME
+KEEP=${KEEP:-$HOME/.jaxrl_llm} STOP_S=${STOP_S:-120}
+number=$KEEP/$NAME.pid log=$KEEP/$NAME.log
+boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || true) # numbers of processes mean nothing after it
+
+# The number of the process, which its group has too, if it lives. A zombie, which nobody may take away in a container, does not.
+group() {
+  local found began facts
+  [ -r "$number" ] && read -r found began <"$number" && [ "$began" = "$boot" ] &&
+    read -r facts 2>/dev/null <"/proc/$found/stat" && [[ ${facts##*) } != [ZX]* ]] && printf '%s' "$found"
+}
+
+case $action in
+  start)
+    [ ${#command[@]} -gt 0 ] || die "start needs a command"
+    if found=$(group); then
+      say "$NAME runs already (process $found); its log is $log"
+      exit
+    fi
+    mkdir -p "$KEEP"
+    printf -- '--- %s %s\n' "$(date +%FT%T%z)" "$(quoted "${command[@]}")" >>"$log"
+    setsid nohup "${command[@]}" >>"$log" 2>&1 </dev/null &
+    echo "$! $boot" >"$number"
+    say "$NAME runs (process $!); its log is $log"
+    ;;
+  status)
+    found=$(group) || { say "$NAME does not run; its log is $log"; exit 1; }
+    say "$NAME runs (process $found); its log is $log"
+    ;;
+  tail)
+    [ -r "$log" ] || die "there is no $log: start $NAME first"
+    if found=$(group); then
+      exec tail -n "${command[0]:-50}" -f --pid="$found" "$log"
+    fi
+    exec tail -n "${command[0]:-50}" "$log"
+    ;;
+  stop)
+    found=$(group) || { say "$NAME does not run"; exit 0; }
+    kill -TERM -- "-$found"
+    for _ in $(seq $((STOP_S * 10))); do
+      group >/dev/null || { say "$NAME has ended"; exit 0; }
+      sleep 0.1
+    done
+    kill -KILL -- "-$found" 2>/dev/null || true
+    while group >/dev/null; do sleep 0.1; done
+    say "$NAME did not end within $STOP_S s and was killed"
+    ;;
+  *) usage 2 >&2 ;;
+esac

