@@ -21,7 +21,7 @@ SMALL = {
     "qwen3.Qwen3.layers": 1,
     "evaluate.Evaluation.samples": 0,
     "grpo.GRPO.kl_coef": 0.0,
-    "hosts.Hosts.lost_s": 4,
+    "hosts.Hosts.lost_s": 6,
     "hosts.Hosts.wait_s": 60,
     "train.Run.stop_limit_s": 60,
 }

@@ -50,7 +50,7 @@ def test_runs_of_one_and_of_two_processes_preempted_and_killed_give_the_metrics_
     several_hosts.wait_for(lambda: several_hosts.reached(run_dir, stopped + 1), two)
     several_hosts.lose(two[1])
     (status, said), _ = several_hosts.ended(two)
-    assert status == together.LOST and "process 1 (" in said and "no sign of life for 4 s" in said, said
+    assert status == together.LOST and "process 1 (" in said and "no sign of life for 6 s" in said, said
     assert not several_hosts.reached(run_dir, 14)
 
     ((status, said),) = several_hosts.ended(several_hosts.run(run_dir, 1, 2))
