@@ -83,12 +83,18 @@ def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
         f"{limits.start_s:g} s (hosts.Hosts.start_s), as seen from {where or 'here'}: is each host started, and does it "
         "reach the address? The message above may name those that are absent"
     )
-    jax.distributed.initialize(
-        **arguments,
-        initialization_timeout=int(limits.start_s),
-        heartbeat_timeout_seconds=int(2 * limits.lost_s) + 5,
-        shutdown_timeout_seconds=int(limits.lost_s),
-    )
+    try:
+        jax.distributed.initialize(
+            **arguments,
+            initialization_timeout=int(limits.start_s),
+            heartbeat_timeout_seconds=int(2 * limits.lost_s) + 5,
+            shutdown_timeout_seconds=int(limits.lost_s),
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"--distributed asks JAX where the other processes are, and it knows of none here ({error}): set "
+            f"{', '.join(VARIABLES)}, or leave it out for a run of one process"
+        ) from error
     processes = Processes(limits=limits, index=jax.process_index(), count=jax.process_count())
     processes.names = [""] * processes.count
     processes.names = processes.gathered(socket.gethostname())
