@@ -82,9 +82,9 @@ def _explain(error: Exception, files: Sequence[str]) -> str:
 
 def _carry_out(run: Any, config: str, distributed: bool) -> int:
     """Runs it, in one process or together with those of other hosts; returns the exit code."""
-    from jaxrl_llm import hosts
+    from jaxrl_llm import together
 
-    place = hosts.place(os.environ, distributed)
+    place = together.place(os.environ, distributed)
     limits = getattr(run, "hosts", None)
     if limits is None:
         if place is not None:
@@ -92,7 +92,7 @@ def _carry_out(run: Any, config: str, distributed: bool) -> int:
                 f"{type(run).__name__} runs in one process: unset JAX_NUM_PROCESSES, leave out --distributed"
             )
         return run.run(config) or 0
-    with hosts.joined(limits, place) as processes:
+    with together.joined(limits, place) as processes:
         return run.run(config, processes)
 
 

@@ -17,7 +17,8 @@ from typing import TypeVar
 
 from jax.experimental import multihost_utils
 
-from jaxrl_llm import hosts
+from jaxrl_llm import together
+from jaxrl_llm.hosts import Processes
 
 Found = TypeVar("Found")
 
@@ -39,7 +40,7 @@ class Notice:
       processes: of the run.
     """
 
-    def __init__(self, limit_s: float, processes: hosts.Processes) -> None:
+    def __init__(self, limit_s: float, processes: Processes) -> None:
         self._limit_s, self.processes = limit_s, processes
         self._given, self._elsewhere = threading.Event(), threading.Event()
         self._before: dict[int, object] = {}
@@ -55,7 +56,7 @@ class Notice:
         theirs.setblocking(False)
         self._theirs = theirs
         # JAX's own handler tells its sync point; C's signal() is the one way to learn which it is.
-        jaxs = hosts.c_signal()(signal.SIGTERM, None) if self.processes.count > 1 else None
+        jaxs = together.c_signal()(signal.SIGTERM, None) if self.processes.count > 1 else None
         self._tell_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(jaxs) if jaxs else lambda number: None
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
         self.processes.when_signalled = self._hear_of
@@ -117,7 +118,7 @@ class Notice:
             try:
                 data = self._ours.recv(64)
             except TimeoutError:
-                hosts.end(
+                together.end(
                     128 + first,
                     f"{signal.Signals(first).name} came {self._limit_s:g} s ago (train.Run.stop_limit_s), and the step or its save is "
                     "not over; the same command goes on from the last checkpoint",

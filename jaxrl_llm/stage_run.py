@@ -103,6 +103,8 @@ class StageRun:
             truncation=config.truncation, template_kwargs=config.template_kwargs,
         )  # fmt: skip
         rows = config.data.rows()
+        ends = [[row.source, row.id] for row in (*rows[:1], *rows[-1:])]
+        training.processes.same(f"the rows of stage {config.name!r}", [len(rows), ends])
         together = training.processes if getattr(training.sampler, "everywhere", False) else Processes()
         asking = Asking(
             sampler=training.sampler, tokenizer=training.tokenizer, environment=config.environment, marker=config.marker,

@@ -97,6 +97,7 @@ class Run:
           The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command goes on.
         """
         processes = Processes() if processes is None else processes
+        processes.same("the configuration", config)
         run_dir = Path(self.run_dir)
         if processes.main:
             writable(run_dir)

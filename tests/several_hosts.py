@@ -21,7 +21,7 @@ SMALL = {
     "qwen3.Qwen3.layers": 1,
     "evaluate.Evaluation.samples": 0,
     "grpo.GRPO.kl_coef": 0.0,
-    "hosts.Hosts.lost_s": 4,
+    "hosts.Hosts.lost_s": 6,
     "hosts.Hosts.wait_s": 60,
     "train.Run.stop_limit_s": 60,
 }
@@ -30,8 +30,9 @@ SMALL = {
 TALKER = """
 import os, sys, jax, numpy as np
 from jax.experimental import multihost_utils
-from jaxrl_llm import hosts
-with hosts.joined(hosts.Hosts(lost_s=float(sys.argv[1]), wait_s=30), hosts.place(os.environ, False)) as processes:
+from jaxrl_llm.hosts import Hosts
+from jaxrl_llm.together import joined, place
+with joined(Hosts(lost_s=float(sys.argv[1]), wait_s=30), place(os.environ, False)) as processes:
     print("together", processes.index, flush=True, file=sys.stderr)
     for number in range(10**9):
         multihost_utils.process_allgather(np.ones(3))
@@ -40,10 +41,11 @@ with hosts.joined(hosts.Hosts(lost_s=float(sys.argv[1]), wait_s=30), hosts.place
 # What the processes of a run ask of each other, once each.
 ASKING = """
 import os, pathlib, sys, time, numpy as np
-from jaxrl_llm import hosts
+from jaxrl_llm.hosts import Hosts
+from jaxrl_llm.together import joined, place
 own = pathlib.Path(sys.argv[1]) / os.environ["JAX_PROCESS_ID"]
 own.mkdir()
-with hosts.joined(hosts.Hosts(wait_s=2, lost_s=30), hosts.place(os.environ, False)) as processes:
+with joined(Hosts(wait_s=2, lost_s=30), place(os.environ, False)) as processes:
     i = processes.index
     said = processes.broadcast({"x": np.arange(3) + i})
     assert said["x"].tolist() == [0, 1, 2]
@@ -51,6 +53,11 @@ with hosts.joined(hosts.Hosts(wait_s=2, lost_s=30), hosts.place(os.environ, Fals
     assert processes.summed({"kept": i + 1, "lost": 0}) == {"kept": 3}
     assert processes.part(range(5)) == [[0, 1], [2, 3, 4]][i]
     processes.share(own.parent)
+    processes.same("the number", [1, "one"])
+    try:
+        processes.same("the number", i)
+    except ValueError as error:
+        print(error, file=sys.stderr)
     try:
         processes.share(own)
     except OSError as error:

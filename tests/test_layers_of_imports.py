@@ -54,6 +54,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compilations",
         "offload",
         "preemption",
+        "together",
     ),
     ("models.", "algorithms.", "optimizers", "mesh", "packing", "hf_weights", "flops", "hosts"),
     ("kernels.", "masked", "batch"),
