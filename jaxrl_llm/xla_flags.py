@@ -12,6 +12,7 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 COMBINED = 128 * 2**20  # bytes of small collectives that are joined; NVLink needs about this much to be busy
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of pinned memory; 64 where it is not set, too little for offloaded moments
 GPU = {"xla_gpu_enable_triton_gemm": "false"}
 SEVERAL_GPUS = {
     **GPU,
@@ -44,11 +45,17 @@ def gpus() -> int:
     return sum(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia[0-9]*"))
 
 
+def _host_gb() -> int:
+    """The host's memory, 10^9 bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
+
+
 def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables to add for this hardware; flags that `environment` names already stay as they are there."""
     found: dict[str, str] = {}
     if gpus:
-        found |= {"XLA_PYTHON_CLIENT_MEM_FRACTION": environment.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")}
+        defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", HOST_LIMIT: str(_host_gb() * 9 // 10)}
+        found |= {name: environment.get(name, value) for name, value in defaults.items()}
     of_gpu = SEVERAL_GPUS if gpus > 1 else GPU
     for wanted, variable, flags in ((gpus > 0, "XLA_FLAGS", of_gpu), (tpu, "LIBTPU_INIT_ARGS", TPU)):
         if wanted:

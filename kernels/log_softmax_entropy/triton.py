@@ -40,7 +40,7 @@ class Tiles:
       flush: exp2 by the bare instruction, which gives 0 for results below 2^-126.
     """
 
-    depth: int = 8
+    depth: int = 4
     width: int = 1024
     warps: int = 4
     ahead: int = 1
