@@ -142,8 +142,9 @@ def spelled(value: Any) -> str:
     if dataclasses.is_dataclass(value):
         changed = [f for f in dataclasses.fields(value) if f.repr and getattr(value, f.name) != f.default]
         return f"{type(value).__name__}({', '.join(f'{f.name}={spelled(getattr(value, f.name))}' for f in changed)})"
-    # The address of an object without a text of its own differs from run to run.
-    return f"{type(value).__name__}()" if type(value).__repr__ is object.__repr__ else repr(value)
+    if " object at 0x" in repr(value):  # it has no text of its own, and its address differs from run to run
+        return f"{type(value).__name__}()"
+    return repr(value)
 
 
 def type_name(annotation: Any) -> str:
