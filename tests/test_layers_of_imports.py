@@ -20,7 +20,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench",
         "bench_case",
         "hidden_states",
-        "mesh_check",
         "memory",
         "export",
         "chat",
