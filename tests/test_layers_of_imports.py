@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench",
         "bench_case",
         "hidden_states",
+        "simulate",
         "memory",
         "export",
         "chat",
