@@ -151,9 +151,9 @@ def plot(found: Sequence[Result], file: Path) -> bool:
 
     if not (groups := by_algorithm(found)):
         return False
-    columns = 6
+    columns = 8
     lines = -(-len(groups) // columns)
-    figure = Figure(figsize=(14, 2 * lines), layout="constrained")
+    figure = Figure(figsize=(14, 1.75 * lines), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharey=True)
     for panel in axes.flat[len(groups) :]:
         panel.axis("off")
@@ -171,7 +171,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
         "held-out accuracy by step, a line a seed: greedy (blue), sampled (orange), pairs told apart (green)",
         fontsize=9,
     )
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=90)
     return True
 
 

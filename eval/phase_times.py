@@ -1,13 +1,13 @@
 """How long an update of a layer policy takes, against the whole model's: `python -m jaxrl_llm.eval.phase_times --out FILE`.
 
 Where b is the time of a block and h that of the head, each forward and backward and measured apart, an update that reads
-layer k of L should take ((k + 1) b + h) / (L b + h) of the whole one. Prints JSON; times are the least of several.
+layer k of L should take ((k + 1) b + h) / (L b + h) of the whole one. Prints JSON; times are medians of rounds in which all run once.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from numpy.typing import NDArray
 
 from jaxrl_llm.algorithms.bupo import BuPO
 from jaxrl_llm.algorithms.sft import SFT
@@ -29,15 +31,17 @@ from jaxrl_llm.optimizers import Optimizer
 SIZE = Qwen3(vocabulary_size=4096, width=256, layers=8, heads=8, kv_heads=4, head_width=32, mlp_width=768, tied=False)
 
 
-def least(run: Callable[[], Any], times: int) -> float:
-    """Seconds of the fastest of some runs, after one that compiles."""
-    jax.block_until_ready(run())
-    found = []
+def rounds(runs: Mapping[str, Callable[[], Any]], times: int) -> dict[str, NDArray[np.float64]]:
+    """Seconds of each run in each round; in a round all run once, so that what else the machine does meets all alike."""
+    for run in runs.values():
+        jax.block_until_ready(run())  # compiles
+    found: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(times):
-        begin = time.perf_counter()
-        jax.block_until_ready(run())
-        found.append(time.perf_counter() - begin)
-    return min(found)
+        for name, run in runs.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run())
+            found[name].append(time.perf_counter() - begin)
+    return {name: np.array(seconds) for name, seconds in found.items()}
 
 
 def batch_of(rows: int, tokens: int) -> Batch:
@@ -64,43 +68,49 @@ def batch_of(rows: int, tokens: int) -> Batch:
 
 
 def measured(layer: int, rows: int, tokens: int, times: int) -> dict[str, float]:
-    """Seconds of a block, of the head and of both updates, their ratio and the one expected."""
+    """Seconds of a block, of the head and of both updates, their ratio and the one expected; each a median of rounds."""
     partitioner = Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1])
     batch = batch_of(rows, tokens)
     places = (batch.tokens, batch.positions, batch.segments)
 
-    def of_layers(count: int) -> float:
+    def of_layers(count: int) -> Callable[[], Any]:
         policy = Policy(replace(SIZE, layers=count), partitioner)
         params = policy.init(jax.random.key(0))
         gradient = jax.jit(jax.grad(lambda p: jnp.sum(policy.hidden(p, *places) ** 2)))
-        return least(lambda: gradient(params), times)
+        return lambda: gradient(params)
 
-    block = (of_layers(5) - of_layers(1)) / 4
     hidden = jax.random.normal(jax.random.key(1), (rows * tokens, SIZE.width))
     head = 0.02 * jax.random.normal(jax.random.key(2), (SIZE.vocabulary_size, SIZE.width))
-    loss = lambda x, w: jnp.sum(token_stats(x, w, batch.targets.reshape(-1))["logprob"])  # noqa: E731
-    of_head = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    head_s = least(lambda: of_head(hidden, head), times)
+
+    def of_head(x: Array, w: Array) -> tuple[Array, Array]:
+        stats = token_stats(x, w, batch.targets.reshape(-1))  # the log-prob is learned from, the entropy reported
+        return jnp.sum(stats["logprob"]), jnp.sum(stats["entropy"])
+
+    head_gradient = jax.jit(jax.grad(of_head, argnums=(0, 1), has_aux=True))
     whole = Learner(
         models={"policy": Policy(SIZE, partitioner)}, algorithm=SFT(), optimizers={"policy": Optimizer()}, updates=100
     )
     phase = BuPO(layer=layer).phases[0]
     inner = replace(whole, capture=phase.view, trainable=phase.trainable)
     state = whole.init({"policy": whole.policy.init(jax.random.key(0))})
-    found = {}
-    for name, learner in (("whole_s", whole), ("layer_s", inner)):
 
-        def update(learner: Learner = learner) -> Any:
-            nonlocal state
-            state, metrics = learner.update(state, [batch])
-            return metrics
+    def update(learner: Learner) -> Any:
+        nonlocal state
+        state, metrics = learner.update(state, [batch])
+        return metrics
 
-        found[name] = least(update, times)
-    expected = ((layer + 1) * block + head_s) / (SIZE.layers * block + head_s)
-    ratio = found["layer_s"] / found["whole_s"]
+    runs = {
+        "one": of_layers(1), "five": of_layers(5), "head": lambda: head_gradient(hidden, head),
+        "whole": lambda: update(whole), "layer": lambda: update(inner),
+    }  # fmt: skip
+    found = rounds(runs, times)
+    block, of_the_head = np.median(found["five"] - found["one"]) / 4, np.median(found["head"])
+    expected = ((layer + 1) * block + of_the_head) / (SIZE.layers * block + of_the_head)
+    ratio = np.median(found["layer"] / found["whole"])
     return {
-        "layer": layer, "layers": SIZE.layers, "block_s": block, "head_s": head_s, **found, "ratio": ratio, "expected": expected,
-        "off_by": ratio / expected - 1,
+        "layer": layer, "layers": SIZE.layers, "block_s": float(block), "head_s": float(of_the_head),
+        "whole_s": float(np.median(found["whole"])), "layer_s": float(np.median(found["layer"])),
+        "ratio": float(ratio), "expected": float(expected), "off_by": float(ratio / expected - 1),
     }  # fmt: skip
 
 
@@ -109,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layer", type=int, default=2, help="k, from 0")
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--times", type=int, default=5, help="runs of each, of which the fastest counts")
+    parser.add_argument("--times", type=int, default=9, help="rounds, each with one run of everything")
     parser.add_argument("--out", type=Path, help="file that the JSON is written to as well")
     given = parser.parse_args(argv)
     text = json.dumps(measured(given.layer, given.rows, given.tokens, given.times), indent=1)

@@ -27,7 +27,7 @@ DARLING: Mapping[str, tuple[str, Sequence[str]]] = {
     "darling_baseline": ("darling_baseline_tiny", ()),
     "darling_maths": ("darling_maths_tiny", ()),
     "darling_correct": ("darling_correct_tiny", ()),
-    "darling_ngram": ("darling_ngram_tiny", ()),
+    "darling_ngram": ("darling_ngram_tiny", ("SFT_STEPS=400",)),  # the start of the others
 }
 CLASSMATE: Mapping[str, tuple[str, Sequence[str]]] = {
     "classmate_baseline": ("classmate_baseline_tiny", ()),

@@ -37,6 +37,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "remat": (str, "full", f"one of {', '.join(remat.NAMES)}"),
     "unroll": (int, "1", "layers of one step of the layer scan"),
     "moments_dtype": (str, "float32", "dtype of the first moment"),
+    "second_moment_dtype": (str, "float32", "dtype of the second moment"),
     "offload": (int, "0", "1 keeps the moments on the host"),
     "attention": (str, "auto", f"auto or one of {', '.join(attention.BACKENDS)}: tried first"),
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
@@ -89,7 +90,8 @@ class Case:
 
     @cached_property
     def learner(self) -> Learner:
-        optimizer = Optimizer(moments_dtype=self.moments_dtype, learning_rate=1e-6, offload=bool(self.offload))
+        dtypes = {name: getattr(self, name) for name in ("moments_dtype", "second_moment_dtype")}
+        optimizer = Optimizer(learning_rate=1e-6, offload=bool(self.offload), **dtypes)
         return Learner(
             models={"policy": self.policy}, algorithm=GRPO(entropy_coef=1e-3), optimizers={"policy": optimizer}, updates=1000,
             max_segments=self.packing.sequences_per_row,

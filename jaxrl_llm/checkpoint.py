@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from jaxrl_llm import tree_sums
 from jaxrl_llm.tree_sums import Damaged
 
+_TORN = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
 # What orbax raises where files of a checkpoint are of another tree, or damaged.
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
 
@@ -95,14 +96,19 @@ class Checkpoints:
                 raise _unwritten(self.folder, -1, error) from error
 
     def close(self) -> None:
+        """Ends what is being saved; raises OSError where that fails."""
         for manager in filter(None, (self._last, self._best)):
-            manager.close()
+            try:
+                manager.close()
+            except (OSError, ValueError) as error:
+                raise _unwritten(self.folder, -1, error) from error
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=keep, create=True, enable_async_checkpointing=True, cleanup_tmp_directories=True
-    )
+    # What a save that was cut off left. Orbax would remove it in the background, and fail the next save where something is gone already.
+    for torn in folder.glob(f"*{_TORN}*") if jax.process_index() == 0 else ():
+        shutil.rmtree(torn, ignore_errors=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
     return ocp.CheckpointManager(folder, options=options)
 
 

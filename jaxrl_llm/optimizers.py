@@ -26,6 +26,8 @@ class Optimizer:
       weight_decay: decoupled weight decay, on matrices alone.
       max_grad_norm: global norm that gradients are clipped to; 0 never clips.
       moments_dtype: dtype of the first moment.
+      second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
+        https://arxiv.org/abs/2412.19437, section 3.3.3).
       offload: keep the moments in the host's pinned memory; they visit the device a group of parameters at a time.
     """
 
@@ -39,6 +41,7 @@ class Optimizer:
     weight_decay: float = 0.0
     max_grad_norm: float = 1.0
     moments_dtype: str = "float32"
+    second_moment_dtype: str = "float32"
     offload: bool = False
 
     def __post_init__(self) -> None:
@@ -66,13 +69,15 @@ class Optimizer:
     def transform(self, updates: int) -> optax.GradientTransformation:
         """The optax chain for a run of `updates` updates; clipping is the learner's, which knows the global norm."""
         return optax.chain(
-            scale_by_adam(self.b1, self.b2, self.epsilon, jnp.dtype(self.moments_dtype)),
+            scale_by_adam(self.b1, self.b2, self.epsilon, self.moments_dtype, self.second_moment_dtype),
             optax.add_decayed_weights(self.weight_decay, decays),
             optax.scale_by_learning_rate(self.rate(updates)),
         )
 
 
-def scale_by_adam(b1: float, b2: float, epsilon: float, mu_dtype: Any) -> optax.GradientTransformation:
+def scale_by_adam(
+    b1: float, b2: float, epsilon: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
+) -> optax.GradientTransformation:
     """Adam's direction, with a step count of each part of the parameters, [L] of those stacked over layers.
 
     A part or a layer that was frozen for a time takes up its bias correction where it was; the learning rate's schedule
@@ -85,12 +90,13 @@ def scale_by_adam(b1: float, b2: float, epsilon: float, mu_dtype: Any) -> optax.
             for part, tree in params.items()
         }
         mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype), params)
-        return optax.ScaleByAdamState(count=count, mu=mu, nu=jax.tree.map(jnp.zeros_like, params))  # type: ignore[arg-type]
+        nu = jax.tree.map(lambda p: jnp.zeros(p.shape, nu_dtype), params)
+        return optax.ScaleByAdamState(count=count, mu=mu, nu=nu)  # type: ignore[arg-type]
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
         del params
-        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, gradient, state.mu)
-        nu = jax.tree.map(lambda g, v: (1 - b2) * jnp.square(g) + b2 * v, gradient, state.nu)
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m.astype(g.dtype), gradient, state.mu)
+        nu = jax.tree.map(lambda g, v: (1 - b2) * jnp.square(g) + b2 * v.astype(g.dtype), gradient, state.nu)
         count = jax.tree.map(lambda n: n + 1, state.count)
 
         def direction(part: str) -> Any:
@@ -99,8 +105,9 @@ def scale_by_adam(b1: float, b2: float, epsilon: float, mu_dtype: Any) -> optax.
                 lambda m, v: (m / along(first, m)) / (jnp.sqrt(v / along(second, v)) + epsilon), mu[part], nu[part]
             )
 
-        kept = jax.tree.map(lambda m: m.astype(mu_dtype), mu)
-        return {part: direction(part) for part in mu}, optax.ScaleByAdamState(count=count, mu=kept, nu=nu)  # type: ignore[arg-type]
+        cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+        state = optax.ScaleByAdamState(count=count, mu=cast(mu, mu_dtype), nu=cast(nu, nu_dtype))  # type: ignore[arg-type]
+        return {part: direction(part) for part in mu}, state
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 

@@ -1,16 +1,26 @@
-"""What a run would do, before anything is compiled: mesh, parameters, batch arithmetic, memory by device, compile shapes."""
+"""What a run would do, before anything is compiled: mesh, parameters, batch arithmetic, memory by device, compile shapes.
 
+    python -m jaxrl_llm.plan --gin_file=gin/grpo_qwen_coder_0p5b_gsm8k.gin --chips=h200,v5p,v6e --counts=1,4,64,4096
+    python -m jaxrl_llm.plan --compare=speed.jsonl
+
+The first simulates the steps of a run on fleets of chips (simulate.py), the second sets the simulator beside rows of `bench`.
+"""
+
+import argparse
+import json
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxrl_llm import memory
+from jaxrl_llm import launch, memory, simulate
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
-from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
 from jaxrl_llm.stage_parts import learner_of
 from jaxrl_llm.stages import Stage
@@ -165,3 +175,125 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
     found = {name: (peak + also) / GIB for name, peak in phases.items()}
     parts = ", ".join(f"{name} {peak:.3f}" for name, peak in found.items())
     return f"{max(found.values()):.3f} GiB a device by the account of the compiled programs ({parts})"
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+ASSUMED = """measured     rates of one H200 (1.5B updates, scoring and embedded sampling); compared with 2 and 4 GPUs and with 0.5B and 7B
+assumed      {length} tokens of response in the mean, full rows; half of all exchanges behind computation; links {links};
+             prices {prices} dollars a chip and hour; rewards, publication and evaluation take no time
+extrapolated rows marked *: other chips take the H200's shares of their own peaks, and more than {most} chips were not run"""
+HEAD = (
+    "chip   chips  fsdp x data  rows  sample s  score s  update s   step s  sampler:learner  GiB a chip  dollars a step"
+)
+
+
+def setting_of(run: Run, stage: Stage) -> simulate.Setting:
+    """What the simulator needs of a run's model and optimizer."""
+    policy = run.policy.policy(Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
+    width = {"float32": 4, "bfloat16": 2}
+    optimizer = stage.optimizer
+    moments = 0 if optimizer.offload else width[optimizer.moments_dtype] + width[optimizer.second_moment_dtype]
+    unrolled = policy.unroll >= policy.architecture.layers
+    return simulate.Setting(sizes=policy.architecture, remat=policy.remat, unrolled=unrolled, moments=moments)
+
+
+def fleets(
+    run: Run, chips: Sequence[str], counts: Sequence[int], response: int | None, grow: bool = False
+) -> Iterator[str]:
+    """A line a kind of chip and count, for the run's first stage that samples; its batch may `grow` with the chips.
+
+    Raises:
+      ValueError: a run that samples nothing.
+    """
+    stage = next((stage for stage in run.stages if stage.samples), None)
+    if stage is None:
+        raise ValueError("no stage of this run samples: the simulator is of RL steps")
+    length = response or stage.settings.max_tokens
+    step = {
+        "sequences": stage.sequences, "prompt": stage.max_prompt_tokens, "response": length,
+        "row_tokens": stage.packing.row_tokens, "updates": stage.minibatches * stage.epochs,
+        "forwards": int(stage.old_logprobs == "learner") + int("reference" in stage.algorithm.needs),
+        "slots": run.sampler.slots if isinstance(run.sampler, EmbeddedSampler) else 512,
+    }  # fmt: skip
+    setting, known = setting_of(run, stage), simulate.CHIPS
+    links = ", ".join(f"{n} {known[n].link / 1e9:g} and {known[n].network / 1e9:g} GB/s" for n in chips)
+    prices = ", ".join(f"{n} {known[n].dollars:g}" for n in chips)
+    yield f"run          {setting.weights / 1e9:.2f} B parameters, remat {setting.remat}, {json.dumps(step)}"
+    yield ASSUMED.format(length=length, links=links, prices=prices, most=simulate.MEASURED_CHIPS)
+    yield HEAD
+    for name in chips:
+        for count in counts:
+            more = {"sequences": step["sequences"] * (count if grow else 1)}
+            yield fleet_line(name, count, simulate.fleet(known[name], setting, count, step | more))
+
+
+def fleet_line(name: str, count: int, found: Mapping[str, float] | None) -> str:
+    """A row of the table; * marks what is extrapolated."""
+    mark = " " if name == "h200" and count <= simulate.MEASURED_CHIPS else "*"
+    if found is None:
+        return f"{name:<5}{mark}{count:>6}  does not fit: more chips, or remat, moments and offload in docs/speed.md"
+    idle = "" if found["busy"] == 1 else f"  ({found['busy']:.2g} of the chips have rows to learn from)"
+    mesh = f"{found['fsdp']:g} x {found['data']:g}"
+    times = f"{found['sample']:>9.3g} {found['score']:>8.3g} {found['update']:>9.3g} {found['step']:>8.3g}"
+    more = f"{found['ratio']:>14.2f}:1 {found['gib']:>11.1f} {found['dollars']:>15.4g}{idle}"
+    return f"{name:<5}{mark}{count:>6}  {mesh:>11} {found['rows']:>5g} {times} {more}"
+
+
+def compared(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """Measured and simulated seconds and memory of rows of `bench` on H200s; other rows are left out."""
+    for row in rows:
+        if (
+            row.get("work") not in ("update", "score")
+            or "s" not in row
+            or "H200" not in row["device"]
+            or row["offload"]
+        ):
+            continue
+        setting, tokens, length = simulate.of_row(row, SHAPES[row["model"]])
+        chip = simulate.CHIPS["h200"]
+        if row["work"] == "update":
+            seconds = sum(simulate.update_seconds(chip, setting, tokens, length).values())
+            gib = simulate.memory_bytes(setting, tokens) / GIB
+            room = f"  {row['peak_gib']:7.2f} GiB, simulated {gib:7.2f} ({gib / row['peak_gib'] - 1:+.1%})"
+        else:
+            seconds, room = simulate.score_seconds(chip, setting, tokens, length), ""
+        what = f"{row['work']} {row['model']} {row['rows']} x {row['row_tokens']}, {row['remat']}, {row['devices']} GPU"
+        yield f"{what:<52} {row['s']:.4f} s, simulated {seconds:.4f} ({seconds / row['s'] - 1:+.1%}){room}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.plan", description=__doc__)
+    parser.add_argument("--gin_file", action="append", metavar="FILE", help="gin file of a run; may be repeated")
+    parser.add_argument(
+        "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files"
+    )
+    parser.add_argument("--chips", default=",".join(simulate.CHIPS), help="kinds of chips (default all)")
+    parser.add_argument("--counts", default="1,2,4,8,16,64,256,1024,4096", help="chips of a fleet")
+    parser.add_argument("--response_tokens", type=int, help="mean tokens of a response (default: the run's limit)")
+    parser.add_argument("--grow", action="store_true", help="the run's batch is that of one chip, and grows with them")
+    parser.add_argument("--compare", metavar="FILE", help="rows that `bench --output` wrote")
+    arguments = parser.parse_args(argv)
+    if bool(arguments.gin_file) == bool(arguments.compare):
+        parser.error("give --gin_file or --compare, one of the two")
+    chips = arguments.chips.split(",")
+    if unknown := set(chips) - set(simulate.CHIPS):
+        parser.error(f"unknown chips {sorted(unknown)}: use some of {', '.join(simulate.CHIPS)}")
+    try:
+        if arguments.compare:
+            lines = compared(map(json.loads, Path(arguments.compare).read_text(encoding="utf-8").splitlines()))
+        else:
+            run, _ = launch.build(arguments.gin_file, arguments.gin)
+            lines = fleets(
+                run, chips, [int(n) for n in arguments.counts.split(",")], arguments.response_tokens, arguments.grow
+            )
+        for line in lines:
+            print(line, flush=True)
+    except launch.EXPECTED as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -15,6 +15,8 @@ os.environ["NPROC"] = "64"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxrl_llm" / "jax"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Programs that run for milliseconds are compiled with fewer optimisations; test_whole_runs.py compiles as users do.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
@@ -32,17 +34,6 @@ def fresh_gin() -> Iterator[None]:
     gin.clear_config(clear_constants=True)
     yield
     gin.clear_config(clear_constants=True)
-
-
-@pytest.fixture
-def quick_compilation() -> Iterator[None]:
-    """Programs that run for milliseconds are compiled with fewer optimisations."""
-    import jax
-
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

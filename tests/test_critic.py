@@ -122,7 +122,6 @@ def test_in_the_warm_up_only_the_critic_learns() -> None:
     assert {n for path, n in counts.items() if "critic" in path} == {3}
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_mesh_and_micro_batches_change_nothing() -> None:
     results = []
     meshes: list[dict[str, Any]] = [{}, {"mesh": MeshConfig(fsdp=2, tensor=2), "devices": 4}]

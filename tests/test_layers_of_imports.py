@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench",
         "bench_case",
         "hidden_states",
-        "mesh_check",
+        "simulate",
         "memory",
         "export",
         "chat",

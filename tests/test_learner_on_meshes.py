@@ -1,7 +1,5 @@
 """An update is the same on every mesh, and keeps the state where its shardings say."""
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
@@ -33,15 +31,6 @@ MESHES = {
     "fsdp2_tensor2_context2": (MeshConfig(fsdp=2, tensor=2, context=2), 8),
 }
 UPDATES = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation() -> Iterator[None]:
-    """Programs that run for milliseconds are compiled with fewer optimisations."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,6 @@ def test_the_base_may_be_kept_in_bfloat16() -> None:
     assert np.isfinite(metrics["loss/total"]) and {str(x.dtype) for x in leaves(state.policy).values()} == {"float32"}
 
 
-@pytest.mark.usefixtures("quick_compilation")
 def test_a_mesh_changes_nothing_and_adapters_lie_split_as_their_weights_do() -> None:
     results = []
     for changes in ({}, {"mesh": MeshConfig(fsdp=2, tensor=2), "devices": 4}):

@@ -15,8 +15,6 @@ from jaxrl_llm.data.tokenizer import ByteTokenizer
 from jaxrl_llm.hf_moderation import Moderation
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LABELS = [f"category_{i}" for i in range(14)]
 SIZES: dict[str, Any] = {
     "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -93,6 +93,23 @@ def test_moments_lie_as_their_parameters_do_in_the_dtype_asked_for():
     assert {x.dtype for x in jax.tree.leaves(state.nu)} == {jnp.dtype("float32")}
 
 
+def test_moments_of_16_bits_are_rounded_where_they_rest_and_summed_in_float32():
+    fields = {"moments_dtype": "bfloat16", "second_moment_dtype": "bfloat16", "b1": 0.9, "b2": 0.95, "epsilon": 1e-8}
+    transform = Optimizer(learning_rate=1.0, **fields).transform(10)
+    rng = np.random.default_rng(0)
+    params, m, v = {"w": jnp.zeros(50)}, np.zeros(50), np.zeros(50)
+    state = transform.init(params)
+    for step in range(1, 4):
+        g = rng.normal(size=50).astype(np.float32)
+        changes, state = transform.update({"w": jnp.asarray(g)}, state, params)
+        m, v = 0.9 * m + 0.1 * np.float64(g), 0.95 * v + 0.05 * np.float64(g) ** 2
+        want = -(m / (1 - 0.9**step)) / (np.sqrt(v / (1 - 0.95**step)) + 1e-8)
+        np.testing.assert_allclose(changes["w"], want, rtol=1e-5, atol=1e-6)
+        m, v = (np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float64) for x in (m, v))
+        np.testing.assert_array_equal(np.asarray(state[0].nu["w"], np.float64), v)
+        assert state[0].mu["w"].dtype == state[0].nu["w"].dtype == jnp.bfloat16
+
+
 @pytest.mark.parametrize("field", ["learning_rate", "max_grad_norm", "warmup_steps"])
 def test_a_negative_field_is_refused(field):
     with pytest.raises(

@@ -40,7 +40,12 @@ def offences(file: Path) -> Iterator[str]:
         dotted = ast.unparse(called)
         if tuple(dotted.split(".")) in SHELL | LOADERS:
             yield f"{where} calls {dotted}"
-        if isinstance(called, ast.Attribute) and called.attr == "recv" and (name, "recv") not in EXCEPTIONS:
+        if (
+            isinstance(called, ast.Attribute)
+            and called.attr == "recv"
+            and not node.args
+            and (name, "recv") not in EXCEPTIONS
+        ):
             yield f"{where} unpickles from a connection"
         for keyword in node.keywords:
             if keyword.arg in KEYWORDS and ast.unparse(keyword.value) == str(KEYWORDS[keyword.arg]):

@@ -3,7 +3,9 @@
     A_t = sum_{s >= t} r_s - r(greedy)
 
 https://arxiv.org/abs/2310.10505. The greedy response leaves statistics and loss; a prompt whose greedy reward could
-not be had has no baseline, so its responses are not learned from.
+not be had has no baseline, so its responses are not learned from. The greedy response is right more often than a sampled
+one: most advantages are negative, which leaves the mean gradient as it is only for samples of the policy itself. So the paper
+makes one update of a batch; with more (minibatches, epochs), what was sampled is pushed down without bound.
 """
 
 from dataclasses import dataclass

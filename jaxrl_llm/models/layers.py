@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.models import remat
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.linear import gated_linear, linear
 
@@ -126,4 +127,5 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return gated_linear(linear(x, self.gate[...]), linear(x, self.up[...]), self.down[...])
+        gate = remat.named(linear(x, self.gate[...]), remat.GATE)
+        return gated_linear(gate, linear(x, self.up[...]), self.down[...])

@@ -22,7 +22,7 @@ class PolicySource:
       pretrained: a Hugging Face folder or id ("owner/name" or "owner/name@COMMIT") with config.json and safetensors, or None.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
       remat: what the backward pass recomputes, from nothing to each layer: "none", "dots" (all but matrix products),
-        "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'
+        "gate" (half of the MLP), "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'
         inputs kept on the host).
       unroll: layers of one step of the scan over layers; more takes longer to compile and copies less.
       lora: adapters to train in place of the model's own weights; None trains all weights.

@@ -6,10 +6,11 @@ Bytes kept of each token and layer in bfloat16, for width D, H heads and K key/v
     full           2 D                          the layer's input
     attention      2 D + 2 H C + 4 H            and what attention returned, so that it runs once
     projections    4 D + 4 H C + 4 K C + 4 H    and queries, keys, values and the stream between attention and MLP
+    gate           that and 2 M                 and the MLP's gate
     dots           about 2 (4 D + 2 H C + 2 K C + 2 M)   all matrix products
     none           everything
 
-"full" computes again all products but the MLP's last; "projections" only the MLP's first two.
+"full" computes again all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm.kernels.attention import cudnn
 
 # Names that a layer gives to its values.
-INPUT, QUERY, KEY, VALUE, MIDDLE = "layer_input", "query", "key", "value", "middle"
+INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
 # By which primitive or name fused attention's forward pass returns its output and sums.
 ATTENTION_PRIMITIVE, ATTENTION_NAME = cudnn.FORWARD, "splash_attention_residual"
 
@@ -55,6 +56,7 @@ POLICIES: dict[str, Policy] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "attention": _keeping(),
     "projections": _keeping(QUERY, KEY, VALUE, MIDDLE),
+    "gate": _keeping(QUERY, KEY, VALUE, MIDDLE, GATE),
     "dots": _keeping(products=True),
 }
 NAMES = ("none", *POLICIES)

@@ -72,8 +72,8 @@ def empty(
 def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None) -> Cache:
     """Keys and values of right-padded prompts."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
-    rows, length = tokens.shape
-    return policy.extend(params, policy.cache(rows, length, dtype), tokens, positions, fresh=True)[1]
+    cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
+    return policy.extend(params, cache, tokens, positions, fresh=True)[1]
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))

@@ -13,7 +13,7 @@ FAULTS: dict[str, tuple[Fault, int, int]] = {
     "sampler answers garbage": (chaos_samplers.garbage, 3, 60),
     "clock jumps by days": (chaos_samplers.clock_jump, 2, 40),
     "learner killed at a random moment": (chaos_runs.learner_killed, 0, 4),
-    "learner killed while it saves": (chaos_checkpoints.killed_while_saving, 2, 20),
+    "learner killed while it saves": (chaos_checkpoints.killed_while_saving, 2, 10),
     "disk full during a save": (chaos_checkpoints.disk_full, 2, 20),
     "bit of a checkpoint flipped": (chaos_checkpoints.flipped_bits, 30, 600),
     "publication folder deleted": (chaos_checkpoints.folder_deleted, 2, 40),

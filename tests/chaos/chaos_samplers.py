@@ -28,7 +28,7 @@ from jaxrl_llm.samplers.vllm_client import VllmClient
 SERVERS, PROMPTS, SAMPLES = 3, 24, 3
 SETTINGS = SamplingSettings(max_tokens=12)
 LIMITS: dict[str, Any] = {
-    "request_s": 1.0, "control_s": 1.0, "update_s": 2.0, "wait_s": 30.0, "straggler_s": 0.3, "straggler": 3.0, "sequences": 64, "tries": 50,
+    "request_s": 2.0, "control_s": 2.0, "update_s": 3.0, "wait_s": 60.0, "straggler_s": 0.3, "straggler": 3.0, "sequences": 64, "tries": 50,
 }  # fmt: skip
 NOISE = (
     b"", b"{", b"null", b"[]", b'{"choices": null}', b'{"choices": []}', b"<html>502 Bad Gateway</html>", b'{"choices": [7, 8, 9]}',
@@ -154,7 +154,7 @@ def clock_jump(trial: Trial) -> Row:
     async def run() -> Row:
         row, watch = Row(tried=trial.times, outcome=""), Stopwatch()
         servers = [FakeVllm(step_s=0.003) for _ in range(SERVERS)]
-        async with running(tiny(), trial.folder, servers, **LIMITS) as client:
+        async with running(tiny(), trial.folder, servers, wait_s=60.0) as client:
             for version in range(trial.times):
                 await client.publish({}, version)
                 row.into += PROMPTS * SAMPLES

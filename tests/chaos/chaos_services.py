@@ -167,6 +167,9 @@ async def viewer(folder: Path, patience_s: float) -> AsyncIterator[Up]:
     write_run(folder / "run", {1: [rollout("a", "text", 1.0)]})
     pages = Pages(find([folder / "run"]))
     pages.patience.limit_s = patience_s
+    for one in pages.shown.values():
+        one.log.update()
+        list(one.index.update())
     async with by_aiohttp(pages.application(), pages.patience) as port:
         # Under its own host name: the viewer refuses others.
         query = "/api/groups?run=run&step=1&after=%s&kind=%s&q=%s"

@@ -118,7 +118,9 @@ def test_a_truncated_run_needs_a_depth_of_the_model():
             policy.hidden(policy.init(jax.random.key(0)), *row(2), capture=Capture(layer=layer))
 
 
-@pytest.mark.parametrize(("remat", "unroll"), [("full", 1), ("offload", 1), ("projections", 2), ("dots", 3)])
+@pytest.mark.parametrize(
+    ("remat", "unroll"), [("full", 1), ("offload", 1), ("projections", 2), ("gate", 1), ("dots", 3)]
+)
 def test_rematerialisation_and_unrolling_change_neither_values_nor_gradients(remat, unroll):
     plain = policy_of(ARCHITECTURES["ministral"])
     saved = policy_of(ARCHITECTURES["ministral"], remat=remat, unroll=unroll)
@@ -137,7 +139,7 @@ def test_rematerialisation_and_unrolling_change_neither_values_nor_gradients(rem
 def test_each_remat_policy_keeps_what_it_says_for_the_backward_pass():
     """Kept activations a layer and token, float32 numbers, of the (3, 1, 8, ...) stacked over 3 layers and 8 tokens."""
     kept = {}
-    for remat in ("full", "projections", "dots"):
+    for remat in ("full", "projections", "gate", "dots"):
         policy = policy_of(ARCHITECTURES["qwen3"], remat=remat)
         params = policy.init(jax.random.key(0))
         _, backward = jax.vjp(lambda p, policy=policy: policy.hidden(p, *row(8)), params)
@@ -145,7 +147,12 @@ def test_each_remat_policy_keeps_what_it_says_for_the_backward_pass():
     heads = 4 * 8 + 2 * 2 * 8  # queries, keys, values
     # The layer's input alone; with it rotated queries, keys, values and the stream after attention; or every product that
     # something nonlinear follows (down's output is only added).
-    assert kept == {"full": 32, "projections": 32 + heads + 32, "dots": 32 + heads + 32 + 2 * 48}
+    assert kept == {
+        "full": 32,
+        "projections": 32 + heads + 32,
+        "gate": 32 + heads + 32 + 48,
+        "dots": 32 + heads + 32 + 2 * 48,
+    }
 
 
 def test_bfloat16_compute_keeps_float32_parameters_and_gradients():

@@ -17,8 +17,9 @@ def test_latency_throughput_and_failures_are_counted(serve: Serve) -> None:
     @app.post("/score")
     async def score() -> Response:
         seen.append(1)
+        number = len(seen)
         await asyncio.sleep(0.02)
-        return Response(status_code=500 if len(seen) % 5 == 0 else 200)
+        return Response(status_code=500 if number % 5 == 0 else 200)
 
     found = asyncio.run(load(serve(app), "/score", {"texts": ["a"]}, 20, 4))
     assert len(seen) == 20 and found["failed"] == 4

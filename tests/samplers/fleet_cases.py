@@ -73,7 +73,7 @@ async def collect(
 
 
 async def until(true: Callable[[], Any]) -> None:
-    limit = time.monotonic() + 10
+    limit = time.monotonic() + 30
     while not true():
         assert time.monotonic() < limit
         await asyncio.sleep(0.002)

@@ -97,9 +97,7 @@ def test_a_sampler_that_fails_fails_every_call(policy: Policy, tmp_path: Path) -
         asyncio.run(mate.answers([asked("1")], 1))
 
 
-def test_random_weights_of_its_own_answer_and_greedy_draws_repeat(
-    policy: Policy, tmp_path: Path, quick_compilation: None
-) -> None:
+def test_random_weights_of_its_own_answer_and_greedy_draws_repeat(policy: Policy, tmp_path: Path) -> None:
     source = PolicySource(architecture=TINY)
     mate = SampledClassmate(
         weights="own", source=source, sampler=EmbeddedSampler(slots=8, decode_chunk=4), closing="</think>", max_length=24
