@@ -21,8 +21,7 @@ SMALL = {
     "qwen3.Qwen3.layers": 1,
     "evaluate.Evaluation.samples": 0,
     "grpo.GRPO.kl_coef": 0.0,
-    "hosts.Hosts.lost_s": 6,
-    "hosts.Hosts.wait_s": 60,
+    "hosts.Hosts.wait_s": 120,
     "train.Run.stop_limit_s": 60,
 }
 
@@ -111,7 +110,7 @@ def talkers(lost_s: float, **places: Any) -> list[subprocess.Popen[str]]:
     return start([sys.executable, "-c", TALKER, str(lost_s)], 2, 1, **places)
 
 
-def ended(processes: Sequence[subprocess.Popen[str]], limit: float = 170) -> list[tuple[int, str]]:
+def ended(processes: Sequence[subprocess.Popen[str]], limit: float = 240) -> list[tuple[int, str]]:
     """(exit status, standard output and error) of each; those that are not over within `limit` seconds are killed."""
     found = []
     deadline = time.monotonic() + limit
@@ -126,7 +125,7 @@ def ended(processes: Sequence[subprocess.Popen[str]], limit: float = 170) -> lis
     return found
 
 
-def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], limit: float = 170) -> None:
+def wait_for(condition: Callable[[], bool], processes: Sequence[subprocess.Popen[str]], limit: float = 240) -> None:
     """Returns when the condition holds, or a process is over, or the time is."""
     deadline = time.monotonic() + limit
     while not condition() and time.monotonic() < deadline and all(p.poll() is None for p in processes):

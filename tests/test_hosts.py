@@ -46,7 +46,7 @@ def test_runs_of_one_and_of_two_processes_preempted_and_killed_give_the_metrics_
     stopped = several_hosts.saved(run_dir)
     assert several_hosts.reached(run_dir, stopped) and not several_hosts.reached(run_dir, stopped + 1)
 
-    two = several_hosts.run(run_dir, 2, 1)
+    two = several_hosts.run(run_dir, 2, 1, **{"hosts.Hosts.lost_s": 6})
     several_hosts.wait_for(lambda: several_hosts.reached(run_dir, stopped + 1), two)
     several_hosts.lose(two[1])
     (status, said), _ = several_hosts.ended(two)
