@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, UInt32
 
 from jaxrl_llm.samplers.manifest import digits, weights_of
@@ -27,9 +28,14 @@ def word_sum(x: Array) -> UInt32[Array, ""]:
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
-    words = words.reshape((-1, words.shape[-1]) if words.ndim else (1, 1))
-    rows, columns = (jnp.arange(n, dtype=jnp.uint32) * 2 for n in words.shape)
-    return jnp.sum(words * weights_of(rows)[:, None] * weights_of(columns + 1)[None], dtype=jnp.uint32)
+    words = words if words.ndim else words[None]
+    *outer, last = words.shape
+    # The number of each row from its indices: merging axes by a reshape would gather an array that is divided along one of them.
+    rows = jnp.zeros(outer, jnp.uint32)
+    for axis, size in enumerate(outer):
+        rows = rows * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, tuple(outer), axis)
+    by_column = weights_of(jnp.arange(last, dtype=jnp.uint32) * 2 + 1)
+    return jnp.sum(words * weights_of(rows * 2)[..., None] * by_column, dtype=jnp.uint32)
 
 
 @jax.jit

@@ -38,6 +38,16 @@ def test_sums_are_the_manifests_however_an_array_lies_on_the_devices():
     assert tree_sums.sums(placed) == want == tree_sums.sums({n: jnp.asarray(x) for n, x in host.items()})
 
 
+def test_a_sum_gathers_nothing():
+    """Whichever axes an array is divided along, devices exchange sums alone."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("a", "b"))
+    for spec in (PartitionSpec(None, "a", "b"), PartitionSpec("a", None, "b"), PartitionSpec(None, "b", "a")):
+        x = jax.device_put(jnp.ones((4, 16, 8), jnp.bfloat16), NamedSharding(mesh, spec))
+        program = jax.jit(tree_sums.word_sum).lower(x).compile().as_text()
+        moves = ("all-gather", "all-to-all", "collective-permute")
+        assert "all-reduce" in program and not any(move in program for move in moves), spec
+
+
 def state() -> dict[str, Any]:
     policy = {"w": jnp.asarray(arrays()["matrix"]), "b": jnp.asarray(arrays()["stack"])}
     moments = {"policy": {"m": jnp.asarray(arrays()["matrix"] * 2)}}

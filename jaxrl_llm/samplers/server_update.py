@@ -137,7 +137,10 @@ async def _commit(http: VllmHttp, published: Published) -> None:
 async def _staged(http: VllmHttp, version: int) -> None:
     """Returns when every rank has staged the version; ServerFault where one failed."""
     while True:
-        ranks = await http.stage_status()
+        if not (ranks := await http.stage_status()):
+            raise ServerFault(
+                f"{http.url} names no rank that stages version {version}: was vLLM started with the worker extension?"
+            )
         for rank in ranks:
             if rank.get("state") == "failed":
                 raise ServerFault(f"{http.url} could not stage version {version}: {rank.get('error')}")
@@ -145,7 +148,7 @@ async def _staged(http: VllmHttp, version: int) -> None:
                 raise ServerFault(
                     f"{http.url} stages version {rank.get('version')} and not {version}: does another learner update it?"
                 )
-        if ranks and all(rank.get("state") == "staged" for rank in ranks):
+        if all(rank.get("state") == "staged" for rank in ranks):
             return
         await asyncio.sleep(_POLL_S)
 
