@@ -11,23 +11,21 @@ COLOURS = {"in": "tab:blue", "out": "tab:orange", "change": "tab:green"}
 def draw(result: Mapping[str, Any], folder: Path) -> bool:
     """Writes {layer,attn,ffn}_entropy, combined_entropy and entropy_flow_stacked_narrow; False without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         return False
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
     layers = result["layers"]
     for name in TITLES:
-        figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-        _lines(axes, layers[name], name, result["proposed_layer"])
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        _lines(figure.subplots(), layers[name], name, result["proposed_layer"])
         _save(figure, folder / f"{name}_entropy")
-    figure, panels = pyplot.subplots(1, 3, figsize=(15, 4), layout="constrained")
-    for axes, name in zip(panels, TITLES, strict=True):
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    for axes, name in zip(figure.subplots(1, 3), TITLES, strict=True):
         _lines(axes, layers[name], name, result["proposed_layer"])
     _save(figure, folder / "combined_entropy")
-    figure, axes = pyplot.subplots(figsize=(4, 7), layout="constrained")
-    _stacked(axes, layers)
+    figure = Figure(figsize=(4, 7), layout="constrained")
+    _stacked(figure.subplots(), layers)
     _save(figure, folder / "entropy_flow_stacked_narrow")
     return True
 
@@ -62,8 +60,5 @@ def _stacked(axes: Any, layers: Mapping[str, Any]) -> None:
 
 
 def _save(figure: Any, file: Path) -> None:
-    from matplotlib import pyplot
-
     for suffix in (".png", ".pdf"):
         figure.savefig(file.with_suffix(suffix), dpi=120)
-    pyplot.close(figure)

@@ -162,17 +162,13 @@ def bands(
 
 def draw(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
     """A panel for each metric; the file's suffix says the format (png, svg or pdf)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for panel in found.values() for name in panel))
     columns = min(len(found), 3)
     rows = math.ceil(len(found) / columns)
-    figure, panels = pyplot.subplots(
-        rows, columns, figsize=(4.2 * columns, 2.9 * rows), squeeze=False, layout="constrained"
-    )
+    figure = Figure(figsize=(4.2 * columns, 2.9 * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False)
     for axis in panels.flat[len(found) :]:
         axis.set_visible(False)
     for axis, (metric, curves) in zip(panels.flat, found.items(), strict=False):
@@ -194,7 +190,6 @@ def draw(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
     )
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=160)
-    pyplot.close(figure)
 
 
 def write_csv(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:

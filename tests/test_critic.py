@@ -169,14 +169,14 @@ def test_a_run_with_a_critic_resumes_bit_for_bit(tmp_path: Path) -> None:
     """The last step is taken again from the checkpoint before it, in the critic's warm-up."""
     gin_file = tmp_path / "ppo.gin"
     gin_file.write_text(f"include '{tiny_run.GIN_FILE}'\ninclude 'gin/algorithms/ppo.gin'\n")
-    sizes = {"SFT_STEPS": 1, "STEPS": 3, "SAVE_EVERY": 1, "EVALUATE_EVERY": 10, "CRITIC_WARMUP_STEPS": 2}
+    sizes = {"STEPS": 3, "SAVE_EVERY": 1, "EVALUATE_EVERY": 10, "CRITIC_WARMUP_STEPS": 2, **tiny_run.RL_ALONE}
     whole, again = tmp_path / "whole", tmp_path / "again"
     done = tiny_run.launch(whole, str(gin_file), **sizes)
     assert done.returncode == 0, done.stderr
     shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / "4")
+    shutil.rmtree(again / "checkpoints" / "3")
     done = tiny_run.launch(again, str(gin_file), **sizes)
-    assert done.returncode == 0 and "resuming from step 3" in done.stdout, done.stderr
+    assert done.returncode == 0 and "resuming from step 2" in done.stdout, done.stderr
     rows = tiny_run.rows(whole)
     assert tiny_run.rows(again) == rows
-    assert rows[-1]["grad_norm/critic"] > 0 and rows[-1]["value/squared_error"] < rows[2]["value/squared_error"]
+    assert rows[-1]["grad_norm/critic"] > 0 and rows[-1]["value/squared_error"] < rows[1]["value/squared_error"]

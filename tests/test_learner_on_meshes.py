@@ -23,8 +23,6 @@ from jaxrl_llm.mesh import MeshConfig
 
 MESHES = {
     "data2": (MeshConfig(data=2, fsdp=1), 2),
-    "fsdp2": (MeshConfig(fsdp=2), 2),
-    "fsdp4": (MeshConfig(fsdp=4), 4),
     "fsdp8": (MeshConfig(fsdp=8), 8),
     "tensor2": (MeshConfig(fsdp=1, tensor=2), 2),
     "context2": (MeshConfig(fsdp=1, context=2), 2),

@@ -277,7 +277,15 @@ def test_a_source_gives_the_same_base_again_and_adapters_apart() -> None:
 def test_a_run_on_adapters_resumes_bit_for_bit_and_is_exported_whole_and_alone(tmp_path: Path) -> None:
     gin_file = tmp_path / "lora.gin"
     gin_file.write_text(f"include '{tiny_run.GIN_FILE}'\ninclude 'gin/adapters/lora.gin'\n")
-    sizes = {"SFT_STEPS": 2, "STEPS": 1, "SAVE_EVERY": 1, "EVALUATE_EVERY": 10, "lora.LoRA.rank": 2}
+    sizes = {
+        "STEPS": 2,
+        "SAVE_EVERY": 1,
+        "EVALUATE_EVERY": 10,
+        "lora.LoRA.rank": 2,
+        "LEARNING_RATE": 3e-3,
+        "WARMUP_STEPS": 0,
+    }
+    sizes |= tiny_run.RL_ALONE
     run_dir = tmp_path / "run"
     done = tiny_run.launch(run_dir, str(gin_file), **sizes)
     assert done.returncode == 0, done.stderr
@@ -292,6 +300,6 @@ def test_a_run_on_adapters_resumes_bit_for_bit_and_is_exported_whole_and_alone(t
     assert all((x == y).all() for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
     import shutil
 
-    shutil.rmtree(run_dir / "checkpoints" / "3")
+    shutil.rmtree(run_dir / "checkpoints" / "2")
     done = tiny_run.launch(run_dir, str(gin_file), **sizes)
-    assert "resuming from step 2" in done.stdout and tiny_run.rows(run_dir) == rows, done.stderr
+    assert "resuming from step 1" in done.stdout and tiny_run.rows(run_dir) == rows, done.stderr

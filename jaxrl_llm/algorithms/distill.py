@@ -12,26 +12,17 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient, given
+from jaxrl_llm.algorithms.clipped import Clipped
+from jaxrl_llm.algorithms.policy_gradient import Estimate, given
 from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distill(PolicyGradient):
-    """Reverse-KL distillation of a teacher.
-
-    Attributes:
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+class Distill(Clipped):
+    """Reverse-KL distillation of a teacher."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
         if self.kl_coef > 0 and self.kl_in == "reward":
             self._refuse("kl_in", "'loss': rewards are not learned from")
 
@@ -43,6 +34,3 @@ class Distill(PolicyGradient):
         mask = view.learned
         teacher = jnp.where(mask, given(view.teacher_logprobs, "teacher"), 0.0)
         return Estimate(jnp.clip(teacher - jnp.where(mask, view.old_logprobs, 0.0), -20.0, 20.0))
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -11,29 +11,12 @@ settings.
 
 from dataclasses import dataclass
 
-from jax import Array
-
-from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(GroupRelative):
-    """Group-relative policy optimisation.
+class GRPO(GroupRelative, Clipped):
+    """Group-relative policy optimisation."""
 
-    Attributes:
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-      clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
-    """
-
-    clip_low: float = 0.2
     clip_high: float = 0.28
-    clip_dual: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

@@ -10,28 +10,21 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
 from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOPassK(PolicyGradient):
+class GRPOPassK(Clipped):
     """Credit for the best of a group.
 
     Attributes:
       std: divide by the group's standard deviation (n - 1).
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
     """
 
     std: bool = True
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
 
     @property
     def group_size_at_least(self) -> int:
@@ -43,6 +36,3 @@ class GRPOPassK(PolicyGradient):
         if self.std:
             credit /= advantages.group_statistics(reward, view.group, view.counted, view.groups).std + 1e-6
         return Estimate(advantages.to_tokens(credit, view.learned))
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -13,35 +13,29 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate
 from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOWithClassmate(Grouped):
+class GRPOWithClassmate(Grouped, Clipped):
     """GRPO whose further rewards credit one span alone.
 
     Attributes:
       span: token range that all rewards credit.
       main_parts: names of the parts that credit all tokens, with weight 1.
       std: divide by the group's standard deviation (n - 1).
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-      clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
     """
 
     span: str = "thought"
     main_parts: tuple[str, ...] = ("main",)
     std: bool = False
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
         if not self.main_parts:
             self._refuse("main_parts", "the names of one or more parts of the reward")
         if self.kl_coef > 0 and self.kl_in == "reward":
@@ -68,6 +62,3 @@ class GRPOWithClassmate(Grouped):
         stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
         credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
         return advantages.to_tokens(credit, view.learned)
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

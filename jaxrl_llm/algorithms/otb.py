@@ -11,27 +11,16 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate, given
 from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class OTB(Grouped):
-    """Policy gradient with the optimal token baseline.
-
-    Attributes:
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
+class OTB(Grouped, Clipped):
+    """Policy gradient with the optimal token baseline."""
 
     @property
     def needs(self) -> frozenset[str]:
@@ -46,6 +35,3 @@ class OTB(Grouped):
         size = advantages.group_sum(jnp.ones_like(view.reward), view.group, view.counted, view.groups)
         alone = credit if self.singleton == "raw" else jnp.zeros_like(credit)
         return Estimate(jnp.where((size > 1)[:, None], credit, alone))
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -14,23 +14,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient, given
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
+from jaxrl_llm.algorithms.policy_gradient import Estimate, given
 from jaxrl_llm.algorithms.value_loss import value_loss
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import masked_mean, masked_sum, masked_var, whiten
 
 
 @dataclass(frozen=True, kw_only=True)
-class PPO(PolicyGradient):
+class PPO(Clipped):
     """Proximal policy optimisation with a critic.
 
     Attributes:
       gamma: discount per token.
       lam: GAE's mixing of one-step (0) and full returns (1).
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-      clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
       value_clip: how far a value may move in one update and still have a gradient, in units of reward; None for no
         limit.
       value_coef: weight of the critic's loss.
@@ -38,15 +36,11 @@ class PPO(PolicyGradient):
 
     gamma: float = 1.0
     lam: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_dual: float | None = None
     value_clip: float | None = 0.5
     value_coef: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
                 self._refuse(name, "in [0, 1]")
@@ -62,9 +56,6 @@ class PPO(PolicyGradient):
     def estimate(self, view: View, rewards: Array) -> Estimate:
         credit, returns = advantages.gae(rewards, given(view.values, "critic"), view.learned, self.gamma, self.lam)
         return Estimate(whiten(credit, view.learned), returns=returns)
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)
 
     def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
         terms, metrics = super().loss(outputs, batch)

@@ -13,7 +13,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.divergence import Estimator
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate
@@ -22,26 +23,21 @@ from jaxrl_llm.masked import whiten
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReinforcePlusPlus(Grouped):
+class ReinforcePlusPlus(Grouped, Clipped):
     """REINFORCE with batch-normalised returns.
 
     Attributes:
       baseline: subtract the group's mean reward; otherwise groups play no part and `singleton` is not used.
       gamma: discount per token of the returns to go; without a baseline only.
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
     """
 
     kl_in: Literal["loss", "reward"] = "reward"
     kl_estimator: Estimator = "k1"
     baseline: bool = False
     gamma: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
         if not 0 < self.gamma <= 1:
             self._refuse("gamma", "in (0, 1]")
 
@@ -58,6 +54,3 @@ class ReinforcePlusPlus(Grouped):
         else:
             returns = advantages.returns_to_go(rewards, view.learned, self.gamma)
         return Estimate(whiten(returns, view.learned))
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

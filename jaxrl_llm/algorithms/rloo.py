@@ -11,32 +11,18 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate
 from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLOO(Grouped):
-    """REINFORCE, leave one out.
-
-    Attributes:
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
+class RLOO(Grouped, Clipped):
+    """REINFORCE, leave one out."""
 
     def estimate(self, view: View, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
         stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
         return Estimate(advantages.to_tokens(advantages.leave_one_out(reward, stats, self.singleton), view.learned))
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -27,6 +27,7 @@ TOKEN_AXES = ("data", "fsdp", "context")
 VOCABULARY_AXIS = "tensor"
 # Splits the head's width too where it lies, so its gradient is scattered over this axis.
 WIDTH_AXIS = "fsdp"
+OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")  # of kernels: they draw no noise
 # Stands for -inf where a difference or a product with 0 must not become NaN.
 FLOOR = -1e30
 
@@ -291,6 +292,17 @@ def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
     maximum = jnp.maximum(a["maximum"], b["maximum"])
     a, b = rescale(a, maximum, call), rescale(b, maximum, call)
     return {name: maximum if name == "maximum" else a[name] + b[name] for name in a if name in b}
+
+
+def refusal(call: Call) -> str | None:
+    """The reason why no kernel in the accelerator's own memory takes the call, whatever its shapes, or None."""
+    if call.dtype != "bfloat16":
+        return f"it takes bfloat16 (got {call.dtype})"
+    if call.biased or call.soft_cap is not None or call.chunk is not None:
+        return "it has no bias, soft_cap or chunk"
+    if not set(call.outputs) <= set(OUTPUTS):
+        return f"its outputs are {OUTPUTS} (got {call.outputs})"
+    return None
 
 
 def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:

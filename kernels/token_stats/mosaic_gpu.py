@@ -33,7 +33,6 @@ from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
 LOG2E = math.log2(math.e)
 SHARED_BYTES = 232448  # of one block on Hopper
-OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
 # Rows of the backward's coefficients, where the call has them.
 COEFFICIENTS = ("maximum", "log_total", "constant", "slope", "square", "uniform", "target")
 
@@ -151,12 +150,8 @@ def refusal(call: Call) -> str | None:
     capability = getattr(_device(), "compute_capability", None)
     if capability != "9.0":
         return f"it needs compute capability 9.0, Hopper (got {capability})"
-    if call.dtype != "bfloat16":
-        return f"it takes bfloat16 (got {call.dtype})"
-    if call.biased or call.soft_cap is not None or call.chunk is not None:
-        return "it has no bias, soft_cap or chunk"
-    if not set(call.outputs) <= set(OUTPUTS):
-        return f"its outputs are {OUTPUTS} (got {call.outputs})"
+    if reason := fused.refusal(call):
+        return reason
     if call.width % TILES.depth:
         return f"the width must be a multiple of {TILES.depth} (got {call.width})"
     least = (TILES.columns + 1) * call.shards

@@ -28,7 +28,6 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
 LANES = 128
-OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +67,8 @@ def refusal(call: Call) -> str | None:
     """The reason why this backend cannot take the call, or None."""
     if call.platform != "tpu":
         return f"it runs on TPUs (got {call.platform})"
-    if call.dtype != "bfloat16":
-        return f"it takes bfloat16 (got {call.dtype})"
-    if call.biased or call.soft_cap is not None or call.chunk is not None:
-        return "it has no bias, soft_cap or chunk"
-    if not set(call.outputs) <= set(OUTPUTS):
-        return f"its outputs are {OUTPUTS} (got {call.outputs})"
+    if reason := fused.refusal(call):
+        return reason
     if not TILES.piece(call.width):
         return f"a width beyond {TILES.depth} must be a multiple of {LANES} (got {call.width})"
     return None

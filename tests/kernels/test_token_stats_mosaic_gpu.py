@@ -13,7 +13,8 @@ from token_stats_float64 import statistics
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats import fused, mosaic_gpu
 from jaxrl_llm.kernels.token_stats.api import BACKENDS, call_of, token_stats
-from jaxrl_llm.kernels.token_stats.mosaic_gpu import OUTPUTS, Kernels, Tiles
+from jaxrl_llm.kernels.token_stats.fused import OUTPUTS
+from jaxrl_llm.kernels.token_stats.mosaic_gpu import Kernels, Tiles
 
 WORDS = jnp.zeros(2, jnp.uint32)
 NEW_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")

@@ -11,7 +11,8 @@ from token_stats_float64 import statistics
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats import fused, mosaic_tpu
 from jaxrl_llm.kernels.token_stats.api import BACKENDS, call_of, token_stats
-from jaxrl_llm.kernels.token_stats.mosaic_tpu import OUTPUTS, Kernels, Tiles
+from jaxrl_llm.kernels.token_stats.fused import OUTPUTS
+from jaxrl_llm.kernels.token_stats.mosaic_tpu import Kernels, Tiles
 
 WORDS = jnp.zeros(2, jnp.uint32)
 
