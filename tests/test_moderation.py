@@ -42,7 +42,9 @@ def classifier(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.fixture(autouse=True)
 def one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     create = Partitioner.create.__func__
-    monkeypatch.setattr(Partitioner, "create", classmethod(lambda cls, *_: create(cls, MeshConfig(), jax.devices()[:1])))
+    monkeypatch.setattr(
+        Partitioner, "create", classmethod(lambda cls, *_: create(cls, MeshConfig(), jax.devices()[:1]))
+    )
 
 
 RESPONSES = ["a placeholder", "", "another placeholder of more words, which is longer"]
