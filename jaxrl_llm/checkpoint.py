@@ -15,11 +15,10 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import tree_sums
+from jaxrl_llm.out_of_memory import ran_out
 from jaxrl_llm.tree_sums import Damaged
 
 _TORN = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
-# What orbax raises where files of a checkpoint are of another tree, or damaged.
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +119,9 @@ def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any])
         restored = manager.restore(step, args=ocp.args.Composite(**args))
         trees = {name: restored[name] for name in abstract}
         _same_shapes(trees, abstract)
-    except _UNREADABLE as error:
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
         raise ValueError(
             f"the checkpoint {manager.directory}/{step} is of another model, optimizer or algorithm, or damaged: {_first_line(error)}. "
             f"Give the run another RUN_DIR, or the model that the checkpoint was made with; if it is damaged, {_way_out(manager, step)}"
@@ -138,7 +139,9 @@ def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], di
     try:
         content = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
         return tree_sums.opened(content, where)
-    except _UNREADABLE as error:
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
         raise Damaged(f"{where} is damaged ({_first_line(error)}): {_way_out(manager, step)}") from error
 
 
@@ -210,7 +213,9 @@ def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> 
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=arguments)["params"][name]
         _same_shapes(restored, abstract)
-    except _UNREADABLE as error:
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
         raise ValueError(f"the checkpoint {path} is of another model, or damaged: {_first_line(error)}") from error
     tree_sums.check(restored, written, path, inside=f"['state'].params['{name}']")
     return restored
