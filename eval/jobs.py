@@ -60,6 +60,10 @@ class Cores:
         self._numbers = itertools.count()
         self._changed = threading.Condition()
         self.stopped = threading.Event()
+        self._told = f"Cores(jobs={jobs}, threads={threads})"
+
+    def __repr__(self) -> str:
+        return self._told
 
     @contextmanager
     def slot(self, urgency: int) -> Iterator[list[int]]:
