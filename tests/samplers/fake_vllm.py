@@ -69,7 +69,7 @@ class FakeVllm:
     def __post_init__(self) -> None:
         self.going = asyncio.Event()
         self.going.set()
-        self.active: set[object] = set()
+        self.active: set[Any] = set()  # sequences that are being drawn
         self.aborted: set[object] = set()
         self.memory: dict[str, Any] = {}
         self.staged: tuple[int, str] = (-1, "idle")
