@@ -219,10 +219,10 @@ def test_a_late_request_is_asked_elsewhere_and_the_first_answer_counts_once(star
             if fault == "hung":
                 servers[1].slow[GENERATE] = 60.0
             else:
-                servers[1].step_s = 0.15
+                servers[1].step_s = 0.5
             begin = time.monotonic()
             found = await collect(client, prefixes, 2)
-            assert time.monotonic() - begin < 1.7, "a server of 12 x 0.15 s or 60 s does not hold it"
+            assert time.monotonic() - begin < 5.0, "a server of 12 x 0.5 s or 60 s does not hold it"
             for index, group in want.items():
                 assert [c.tokens.tolist() for c in found[index]] == [c.tokens.tolist() for c in group]
             await until(lambda: not servers[1].active)
