@@ -49,8 +49,7 @@ class Tiles:
       cluster: blocks that share the head's tiles, 1 or 2.
       slice: columns that the end of a tile works on at once.
       cached: bytes of hidden states that the L2 cache keeps while the head goes by.
-      buffer: bytes of the logits' gradient in memory, for so many tokens that it holds `entries` entries.
-      entries: least entries of the vocabulary in that buffer: with few, the hidden states' gradient is summed too often.
+      buffer: bytes of the logits' gradient in memory.
       multiprocessors: of the chip; None asks the device.
       head_columns: the head is given as [D, V].
     """
@@ -63,7 +62,6 @@ class Tiles:
     slice: int = 32
     cached: int = 24 * 2**20
     buffer: int = 128 * 2**20
-    entries: int = 4096
     multiprocessors: int | None = None
     head_columns: bool = False
 
@@ -199,9 +197,9 @@ class Kernels:
         return sums, None
 
     def backward(
-        self, inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any
+        self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32; of a mesh's padding)."""
+        """Gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
         hidden, head = _operands(inputs, covered, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
@@ -213,23 +211,23 @@ class Kernels:
             dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
-            return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
+            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
+            return dhidden, fused.put(dhead, dw, first, call)
 
-        dhead = jnp.zeros((call.vocabulary, call.width), head_dtype)
         dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
         if covered < call.vocabulary:
             # First, so that its gradient of the hidden states is the sum's own memory.
             rest, rest_call = _rest(inputs, call, covered)
             # A chunk that is named keeps xla from expecting the products of the forward.
-            dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
+            rest_call = replace(rest_call, chunk=call.vocabulary, parts=1)
+            dx, dw, db = xla.backward(rest, rows, None, rest_call, jnp.zeros(rest.head.shape, jnp.float32))
             dhidden = jnp.pad(dx, ((0, hidden.shape[0] - call.tokens), (0, 0)))
-            dhead = lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            dhead = fused.put(dhead, dw, covered, call)
             if dbias is not None and db is not None:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
         else:
             dhidden = jnp.zeros(hidden.shape, jnp.float32)
-        most = max(self.tiles.buffer // (hidden.shape[0] * 2), self.tiles.entries)
+        most = self.tiles.buffer // (hidden.shape[0] * 2)
         dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
         dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias

@@ -29,9 +29,10 @@ def interpreter():
     return params.force_gpu_interpret_mode(params.InterpretGPUParams())
 
 
-def test_values_and_gradients_are_right_in_the_interpreter():
-    # 3 tiles of 64 entries in shares of 1 and 2, then 22 entries and one of a mesh's padding for xla. The interpreter of
-    # jax 0.10 knows neither clusters that share a tile nor a transposed operand.
+def test_values_and_gradients_are_right_in_the_interpreter(monkeypatch):
+    # Two shares of 50 tokens; 3 tiles of 64 entries in shares of 1 and 2, then 22 entries and one of a mesh's padding for
+    # xla. The interpreter of jax 0.10 knows neither clusters that share a tile nor a transposed operand.
+    monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=50, elements=2**20, unit=1))
     tokens, width, vocabulary = 100, 64, 214
     cluster = 2 if NEW_INTERPRETER else 1
     tiles = Tiles(
@@ -42,7 +43,6 @@ def test_values_and_gradients_are_right_in_the_interpreter():
         cluster=cluster,
         multiprocessors=2 * cluster,
         buffer=2 * 128 * cluster * 64 * 2,
-        entries=64,
         head_columns=not NEW_INTERPRETER,
     )
     rng = np.random.default_rng(0)
