@@ -184,9 +184,10 @@ class Kernels:
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
         """Sums over the shard's vocabulary of each token."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, covered, self.tiles)
+        hidden, head = _operands(inputs, self.tiles)
         work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
-        sums = {name: x[: call.tokens] for name, x in _sums(hidden, head, call, work).items()}
+        sums = _sums(hidden, head[:covered] if _ragged(head) else head, call, work)
+        sums = {name: x[: call.tokens] for name, x in sums.items()}
         if "logprob" in call.outputs:
             sums["target"] = fused.target_logits(inputs, covered)
         if "uniform_logprob" in call.outputs:
@@ -201,15 +202,18 @@ class Kernels:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, covered, self.tiles)
+        hidden, head = _operands(inputs, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
         def add(first: Any, entries: int, carry: Any) -> Any:
             dhidden, dhead = carry
             work = plan(self.tiles, hidden.shape[0], call.width, entries // self.tiles.columns)
-            start = lax.div(first, jnp.int32(self.tiles.columns))
-            dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
+            start = lax.div(first, jnp.int32(self.tiles.columns))
+            if _ragged(head):
+                dz = _logit_gradients(hidden, weights, coefficients, targets - first, 0, call, work)
+            else:
+                dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
             return dhidden, fused.put(dhead, dw, first, call)
@@ -250,12 +254,16 @@ def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
     return part, replace(call, vocabulary=call.vocabulary - covered)
 
 
-def _operands(inputs: Inputs, covered: int, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def _ragged(head: jax.Array) -> bool:
+    """Whether TMA cannot take the whole head: it moves groups of 8 rows."""
+    return head.shape[0] % 8 > 0
+
+
+def _operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Hidden states padded to whole blocks, and the head in their dtype."""
     hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
     more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
-    # TMA moves groups of 8 rows of an array whose rows are a multiple of 8; a ragged vocabulary costs a copy of the head.
-    return jnp.pad(hidden, ((0, more), (0, 0))), head[:covered] if head.shape[0] % 8 else head
+    return jnp.pad(hidden, ((0, more), (0, 0))), head
 
 
 def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:
