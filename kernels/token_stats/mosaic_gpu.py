@@ -206,12 +206,13 @@ class Kernels:
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
         def add(first: Any, entries: int, carry: Any) -> Any:
-            dhidden, dhead = carry
+            # The gradients of logits wait for the last buffer to be free.
+            (dhidden, dhead), start = lax.optimization_barrier((carry, lax.div(first, jnp.int32(self.tiles.columns))))
             work = plan(self.tiles, hidden.shape[0], call.width, entries // self.tiles.columns)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
-            start = lax.div(first, jnp.int32(self.tiles.columns))
             if _ragged(head):
-                dz = _logit_gradients(hidden, weights, coefficients, targets - first, 0, call, work)
+                place = start * self.tiles.columns
+                dz = _logit_gradients(hidden, weights, coefficients, targets - place, 0, call, work)
             else:
                 dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
@@ -231,7 +232,8 @@ class Kernels:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
         else:
             dhidden = jnp.zeros(hidden.shape, jnp.float32)
-        most = self.tiles.buffer // (hidden.shape[0] * 2)
+        # A wide head's part, which may be copied once, takes at most half as much as its logits' gradient may.
+        most = self.tiles.buffer // max(hidden.shape[0] * 2, call.width * 4)
         dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
         dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias
