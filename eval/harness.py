@@ -8,7 +8,6 @@ again and it goes on where it stopped; what was invalid, as with a judge that wa
 import asyncio
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -23,7 +22,7 @@ from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
-from jaxrl_llm.eval.results import Results, locked, same_configuration, write_whole
+from jaxrl_llm.eval.results import Results, described, locked, same_configuration, write_whole
 from jaxrl_llm.experience import Prompt, Rollout
 from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.protocols import Closing, Params, SamplerFactory
@@ -256,7 +255,7 @@ class Evaluating:
         for prompt in self.prompts.values():
             asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
         evaluation = self.evaluation
-        grading = {"reward": _stable(evaluation.reward), "answer": _stable(evaluation.answer)}
+        grading = {"reward": described(evaluation.reward), "answer": described(evaluation.answer)}
         return {
             "schema": SCHEMA,
             "model_hash": self.hash,
@@ -292,7 +291,7 @@ class Evaluating:
             "prompts": counts,
             "model": {"path": self.model.name, "hash": self.hash},
             "sampling": self._sampling(),
-            "sampler": _stable(self.harness.sampler),
+            "sampler": described(self.harness.sampler),
             "throughput": self._throughput(),
             "commit": run_folder.commit(),
             "gin": config,
@@ -300,6 +299,10 @@ class Evaluating:
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         for name, e in estimates.items():
             print(f"  {name:<28} {e.mean:.4f}" + (f" +- {e.ci95:.4f}" if np.isfinite(e.ci95) else ""))
+        if evaluation.reward is not None and (lacking := sum(any(map(_invalid, group)) for group in groups.values())):
+            print(
+                f"{lacking} of {len(groups)} groups lack scores (the warnings say why): the same command asks for them again"
+            )
         print(f"wrote {self.folder / SUMMARY}", flush=True)
 
     def _throughput(self) -> dict[str, float]:
@@ -317,11 +320,6 @@ def model_hash(params: Params) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         digest.update(np.ascontiguousarray(to_host(leaf)).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _stable(component: Any) -> str:
-    """A component's repr without addresses, which differ at every start."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(component))
 
 
 def _invalid(record: Record) -> bool:

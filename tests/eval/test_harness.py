@@ -13,9 +13,14 @@ from tiny_model import write_model, write_sums
 
 from jaxrl_llm import launch
 from jaxrl_llm.eval.harness import Harness
+from jaxrl_llm.eval.results import apart, described
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.plan import plan
+from jaxrl_llm.rewards.endpoint import ChatEndpoint
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.service import Service
+from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.rewards.wrap import Down
 
 ROOT = Path(__file__).parents[2]
@@ -190,6 +195,23 @@ def test_results_of_another_configuration_are_refused_and_kept(folder, tmp_path)
     with pytest.raises(ValueError, match=r"another configuration \(settings was .*set OUT_DIR"):
         harness.run(config)
     assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+def test_results_depend_on_the_judge_and_not_on_where_it_is():
+    def judge(url, model="judge", cache="", **limits):
+        asked = ChatEndpoint(service=Service(urls=(url,), **limits), model=model, cache=cache)
+        return Weighted(parts={"quality": Judge(endpoint=asked)})
+
+    here = described(judge("http://127.0.0.1:1"))
+    assert here == described(judge("http://10.0.0.1:2", cache="elsewhere", limit_s=5.0)) and "judge" in here
+    assert here != described(judge("http://127.0.0.1:1", model="another"))
+    assert described(object()) == "<object object>"
+
+
+def test_what_differs_of_long_texts_is_shown_alone():
+    one, two = apart("a" * 900 + "x" + "b" * 900, "a" * 900 + "y" + "b" * 900)
+    assert one == "..." + "a" * 30 + "x" + "b" * 89 and two == "..." + "a" * 30 + "y" + "b" * 89
+    assert apart("short", "other") == ("short", "other")
 
 
 def test_bad_input_is_named(folder, tmp_path):
