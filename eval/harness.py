@@ -31,6 +31,7 @@ from jaxrl_llm.shown import token_streams
 
 SCHEMA = 1
 SUMMARY = "summary.json"
+GRADED_AT_A_TIME = 32  # groups of an earlier start
 
 
 @dataclass(kw_only=True, eq=False)
@@ -218,17 +219,30 @@ class Evaluating:
         return [{**record, **found} for record, found in zip(group, streams, strict=True)]
 
     async def _grade_again(self) -> None:
-        """Grades groups with an invalid score, or none, from their texts."""
+        """Grades groups with an invalid score, or none, from their texts; what was graded is kept if one fails."""
         graded = self.evaluation.reward is not None
         again = [key for key, group in self.results.groups.items() if graded and any(map(_invalid, group))]
-        for name, kind in again:
+        if not again:
+            return
+        turns = asyncio.Semaphore(GRADED_AT_A_TIME)
+
+        async def grade(name: str, kind: str) -> None:
             old = self.results.groups[name, kind]
-            new = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
+            async with turns:
+                new = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
             kept = [{n: o[n] for n in ("tokens", "streams") if n in o} for o in old]
             self.results.groups[name, kind] = [r | o for r, o in zip(new, kept, strict=True)]
-        if again:
+
+        try:
+            async with asyncio.TaskGroup() as grading:
+                for key in again:
+                    grading.create_task(grade(*key))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
             self.results.rewrite()
-            print(f"graded {len(again)} groups again that had invalid scores", flush=True)
+        left = sum(any(map(_invalid, self.results.groups[key])) for key in again)
+        print(f"graded {len(again) - left} of {len(again)} groups that had invalid scores", flush=True)
 
     async def close(self) -> None:
         """Stops the sampler and the reward's processes, whatever happened."""

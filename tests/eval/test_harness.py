@@ -1,5 +1,6 @@
 """A whole evaluation of a tiny random model through its gin file: resumed, guarded, planned."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -40,12 +41,16 @@ class Graded:
     fails: bool = False
     down: int = -1
     calls: list[int] = field(default_factory=list, repr=False, compare=False)
+    together: list[int] = field(default_factory=list, repr=False, compare=False)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Any = None) -> Scores:
         self.calls.append(len(rollouts))
-        if len(self.calls) == self.stop:
+        begun = len(self.calls)
+        await asyncio.sleep(0)
+        self.together.append(len(self.calls) - begun)  # others that began meanwhile
+        if begun == self.stop:
             raise Killed
-        if 0 < self.down <= len(self.calls):
+        if 0 < self.down <= begun:
             raise Down("no judge")
         values = np.array(["e" in r.text for r in rollouts], np.float64)
         return Scores(parts={"has_e": values}, valid={"has_e": np.full(len(rollouts), not self.fails)})
@@ -162,8 +167,15 @@ def test_invalid_grades_are_graded_again_from_the_recorded_texts(folder, tmp_pat
     harness.run(config)
     assert summary(tmp_path)["metrics"] | {"greedy": None, "sampled_invalid": 24.0} == summary(tmp_path)["metrics"]
     before = lines(tmp_path)
+    harness, config = built(folder, tmp_path, Graded(down=4))
+    with pytest.raises(Down, match="no judge"):
+        harness.run(config)
+    assert sum(r["score"] is not None for r in lines(tmp_path)) == sum(harness.evaluation.reward.calls[:3]), (
+        "they are kept"
+    )
     harness, config = built(folder, tmp_path, Graded())
     harness.run(config)
+    assert max(harness.evaluation.reward.together) > 3, "several at a time"
     after = lines(tmp_path)
     assert [r["score"] for r in after] == [float("e" in r["response"]) for r in before]
     assert [(r["response"], r["tokens"]) for r in after] == [(r["response"], r["tokens"]) for r in before]
