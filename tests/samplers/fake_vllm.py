@@ -6,6 +6,7 @@ The toy policy: version v's log-prob of a token depends on the token before it a
 import asyncio
 import ctypes
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -299,3 +300,14 @@ class Addresses:
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         ctypes.memmove(to, source, width * rows)
+        raise NotImplementedError
+
+
+async def serve(port: int) -> None:
+    """Serves until the process is ended: `python fake_vllm.py --port PORT`."""
+    await FakeVllm(port=port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[sys.argv.index("--port") + 1])))
