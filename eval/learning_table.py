@@ -69,7 +69,7 @@ def result(folder: Path, name: str, seed: int, file: Path) -> dict[str, Any]:
 
 def _provenance(folder: Path) -> dict[str, Any]:
     facts = json.loads((folder / "run.json").read_text())
-    return {name: facts[name] for name in ("commit", "versions", "devices") if name in facts}
+    return {name: facts[name] for name in ("commit", "jax", "devices") if name in facts}
 
 
 def results(out: Path) -> list[dict[str, Any]]:
