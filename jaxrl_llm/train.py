@@ -334,8 +334,7 @@ class Training:
             self.best = value
         host = self.before = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
         trees = {"state": state, **stage.frozen}
-        for best in (False,) * due + (True,) * improved:
-            self.checkpoints.save(step, trees, host, best=best)
+        self.checkpoints.save(step, trees, host, last=due, best=improved)
 
 
 async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
