@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "experience",
         "protocols",
+        "parts",
         "wire",
         "phases",
         "shapes",

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import Failed, none_judged, part
 
@@ -103,8 +102,3 @@ class Classifier:
         if prompt.messages is None:
             raise ValueError(f"prompt {prompt.id!r} is no chat: set Classifier.sees = 'pair' or 'response'")
         return [*map(dict, prompt.messages), {"role": "assistant", "content": rollout.text}]
-
-    def close(self) -> None:
-        """Closes the scorer, where it holds something."""
-        if isinstance(self.scorer, Closing):
-            self.scorer.close()

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
 from jaxrl_llm.rewards.wrap import Failed
 
@@ -254,11 +254,6 @@ class ClassmateCoT:
         """A seed of the rollout's own tokens, the same whenever and beside whatever it is scored."""
         name = rollout.prompt.id.encode() + np.asarray(rollout.tokens, np.int32).tobytes()
         return int(np.random.SeedSequence((self.seed, zlib.crc32(name))).generate_state(1)[0] >> 1)
-
-    def close(self) -> None:
-        """Closes the behaviour, where it holds something."""
-        if isinstance(self.behaviour, Closing):
-            self.behaviour.close()
 
 
 def kept(thought: np.ndarray, keep: float | str) -> np.ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.distinctness import Distinctness
 from jaxrl_llm.rewards.wrap import Failed, none_judged
 
@@ -119,11 +119,6 @@ class Darling:
                 "'group_minimum' or 'sigmoid' ('raw' multiplies it all the same)"
             )
         return quality - least if self.negative == "group_minimum" else quality
-
-    def close(self) -> None:
-        """Closes the quality reward, where it holds something."""
-        if isinstance(self.quality, Closing):
-            self.quality.close()
 
 
 def _standard(values: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:

@@ -74,10 +74,6 @@ class FormatAnswer:
         span = text.rpartition("<answer>")[2].replace("</answer>", "")
         return span if "\\boxed" in span else maths.delimited(span)
 
-    def close(self) -> None:
-        """Ends the processes of `maths`."""
-        self.maths.close()
-
 
 def references(rollout: Rollout) -> list[str]:
     """The right answers: the column "references" of the prompt where it has one, else its reference."""

@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.judge_answers import PARSERS
@@ -99,11 +98,6 @@ class Judge:
     @property
     def _template(self) -> str:
         return self.template or (PREDICTION if self.sees == "thought" else QUALITY)
-
-    def close(self) -> None:
-        """Closes the endpoint, where it holds something."""
-        if isinstance(self.endpoint, Closing):
-            self.endpoint.close()
 
 
 def fields(template: str) -> set[str]:

@@ -14,7 +14,6 @@ from typing import ClassVar
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.wrap import Failed, judge_together
 
@@ -110,8 +109,3 @@ class Rubric:
             if numbers and numbers[-1] <= MOST:
                 found[name] = numbers[-1]
         return found
-
-    def close(self) -> None:
-        """Closes the endpoint, where it holds something."""
-        if isinstance(self.endpoint, Closing):
-            self.endpoint.close()

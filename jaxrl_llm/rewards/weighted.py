@@ -66,12 +66,6 @@ class Weighted:
                 parts[key], valid[key] = values, scores.valid[own]
         return Scores(parts=parts, valid=valid, weights=weights)
 
-    def close(self) -> None:
-        """Closes the rewards that hold processes."""
-        for reward in self.parts.values():
-            if hasattr(reward, "close"):
-                reward.close()
-
     async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
         try:
             return await asyncio.wait_for(self.parts[name].score(rollouts, stats), self.limit_s)
