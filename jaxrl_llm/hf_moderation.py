@@ -73,13 +73,14 @@ class Moderation:
           FileNotFoundError, ValueError: no such folder, no tokenizer there, or no sequence classifier.
         """
         del stats
-        sequences = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
+        whole = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
+        sequences = [tokens[: self.max_tokens] for tokens in whole]
         # Programs are started from the event loop's thread, in one order on every device; only the wait is elsewhere.
         pending = [self._forward(self._loaded[1], *batch) for batch in padded(sequences, self.rows)]
         found = [await asyncio.to_thread(np.asarray, x) for x in pending]
         probabilities = np.concatenate(found)[: len(rollouts)].astype(np.float64)
         parts = {"harmful": (probabilities.max(axis=1) > self.threshold).astype(np.float64)}
-        parts["log/cut"] = np.array([float(len(s) == self.max_tokens) for s in sequences])
+        parts["log/cut"] = np.array([float(len(tokens) > self.max_tokens) for tokens in whole])
         parts |= {f"log/{label}": probabilities[:, i] for i, label in enumerate(self.labels)}
         return Scores(parts=parts, valid={name: np.ones(len(rollouts), bool) for name in parts})
 
@@ -91,9 +92,9 @@ class Moderation:
         return self.template.format(question=asked if self.question else "", response=response)
 
     def tokens(self, text: str) -> np.ndarray:
-        """int32 [T] of the text with its end, cut to `max_tokens`."""
+        """int32 [T] of the text with its end."""
         tokenizer = self._tokenizer
-        return np.array(tokenizer(text + (tokenizer.eos_token or ""))["input_ids"][: self.max_tokens], np.int32)
+        return np.array(tokenizer(text + (tokenizer.eos_token or ""))["input_ids"], np.int32)
 
     @cached_property
     def labels(self) -> list[str]:
