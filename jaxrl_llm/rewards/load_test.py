@@ -59,7 +59,7 @@ async def load(
                 async with session.post(url.rstrip("/") + path, json=body) as answer:
                     await answer.read()
                     failed += answer.status != 200
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 failed += 1
             taken.append(time.perf_counter() - begin)
 
