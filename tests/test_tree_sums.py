@@ -81,7 +81,9 @@ def test_a_best_checkpoint_that_fails_is_named(tmp_path, monkeypatch, end):
     checkpoints, full = Checkpoints(tmp_path, Checkpointing(best="reward")), OSError("no space left")
     checkpoints.close()
     for method in ("wait_until_finished", "close"):
-        monkeypatch.setattr(ocp.CheckpointManager, method, lambda m: refuse(full) if m.directory.name == "best" else None)
+        monkeypatch.setattr(
+            ocp.CheckpointManager, method, lambda m: refuse(full) if m.directory.name == "best" else None
+        )
     with pytest.raises(OSError, match=rf"written to {tmp_path}/best \(no space left"):
         getattr(checkpoints, end)()
 
