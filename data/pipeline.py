@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout
 
 Row = TypeVar("Row")
@@ -109,12 +110,8 @@ class Encoder:
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.truncation not in ("drop", "left", "error"):
-            raise ValueError(f"Encoder.truncation must be 'drop', 'left' or 'error' (got {self.truncation!r})")
-        for name in ("max_prompt_tokens", "max_response_tokens"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"Encoder.{name} must be at least 1 (got {limit})")
+        bounds.one_of(self, ("drop", "left", "error"), "truncation")
+        bounds.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
     def counts(self) -> dict[str, int]:
         """Rows seen, kept and truncated so far, and rows dropped by reason."""
@@ -170,9 +167,8 @@ class Encoder:
         encoded = [row for row in map(encode, rows) if row is not None]
         if not encoded:
             raise NoRows(
-                f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise Encoder.max_prompt_tokens "
-                f"(now {self.max_prompt_tokens}) or Encoder.max_response_tokens (now {self.max_response_tokens}), "
-                "or check the data"
+                f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise PROMPT_LIMIT "
+                f"(now {self.max_prompt_tokens}) or RESPONSE_LIMIT (now {self.max_response_tokens}), or check the data"
             )
         return encoded
 
@@ -219,8 +215,8 @@ class Encoder:
         """What `truncation` says of an overlong text: False drops it, True cuts it."""
         if self.truncation == "error":
             raise ValueError(
-                f"the {what} of {name!r} has {length} tokens and Encoder.max_{what}_tokens is {limit}: raise it, or "
-                "set Encoder.truncation to 'drop' or 'left'"
+                f"the {what} of {name!r} has {length} tokens and {what.upper()}_LIMIT is {limit}: raise it, or set "
+                "`truncation` of stages.Stage or harness.Harness to 'drop' or 'left'"
             )
         self._counts["truncated" if self.truncation == "left" else reason] += 1
         return self.truncation == "left"

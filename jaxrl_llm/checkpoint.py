@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm import tree_sums
+from jaxrl_llm import bounds, tree_sums
 from jaxrl_llm.out_of_memory import ran_out
 from jaxrl_llm.tree_sums import Damaged
 
@@ -38,10 +38,7 @@ class Checkpointing:
     best: str | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
-            raise ValueError(
-                f"Checkpointing.every and Checkpointing.keep must be >= 1 (got {self.every} and {self.keep})"
-            )
+        bounds.at_least(self, 1, "every", "keep")
 
 
 class Checkpoints:

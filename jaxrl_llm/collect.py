@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
 from jaxrl_llm.protocols import Filter, Reward
 from jaxrl_llm.rollouts import Asking, seed_of
@@ -131,8 +132,7 @@ class Varied:
     max_draws: int = 4
 
     def __post_init__(self) -> None:
-        if self.max_draws < 1:
-            raise ValueError(f"Varied.max_draws must be >= 1 (got {self.max_draws})")
+        bounds.at_least(self, 1, "max_draws")
 
     def keep(self, group: ScoredGroup) -> bool:
         sampled = np.array([r.role == "sample" for r in group.rollouts])

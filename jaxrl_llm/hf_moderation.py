@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxrl_llm import hf_weights
+from jaxrl_llm import bounds, hf_weights
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.hf_reward_model import padded
@@ -58,11 +58,8 @@ class Moderation:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"hf_moderation.Moderation.threshold must be in (0, 1) (got {self.threshold})")
-        for name in ("rows", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"hf_moderation.Moderation.{name} must be >= 1 (got {getattr(self, name)})")
+        bounds.within(self, "(0, 1)", "threshold")
+        bounds.at_least(self, 1, "rows", "max_tokens")
         if "{response}" not in self.template:
             raise ValueError("hf_moderation.Moderation.template must have the field {response}")
 

@@ -3,15 +3,13 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import TypeVar
+from typing import Any
 
 from jaxrl_llm.protocols import Closing
 
-Kind = TypeVar("Kind")
 
-
-def parts(root: object, kind: type[Kind]) -> Iterator[Kind]:
-    """Those of one kind, outermost first; what lies inside of one of them is its own affair."""
+def parts(root: object, kind: Any) -> Iterator[Any]:
+    """Those that are instances of `kind`, outermost first; what lies inside of one of them is its own affair."""
     if isinstance(root, kind):
         yield root
         return

@@ -63,6 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "experience",
         "protocols",
         "parts",
+        "bounds",
         "wire",
         "phases",
         "shapes",

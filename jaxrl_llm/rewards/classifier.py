@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import Failed, none_judged, part
@@ -63,8 +64,7 @@ class Classifier:
     name: str = "classifier"
 
     def __post_init__(self) -> None:
-        if self.sees not in ("response", "pair", "chat"):
-            raise ValueError(f"Classifier.sees must be 'response', 'pair' or 'chat' (got {self.sees!r})")
+        bounds.one_of(self, ("response", "pair", "chat"), "sees")
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
             raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
 

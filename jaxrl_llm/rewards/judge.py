@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
@@ -51,10 +52,8 @@ class Judge:
     name: str = "judge"
 
     def __post_init__(self) -> None:
-        if self.parser not in PARSERS:
-            raise ValueError(f"Judge.parser must be one of {tuple(PARSERS)} (got {self.parser!r})")
-        if self.sees not in ("response", "output", "thought"):
-            raise ValueError(f"Judge.sees must be 'response', 'output' or 'thought' (got {self.sees!r})")
+        bounds.one_of(self, PARSERS, "parser")
+        bounds.one_of(self, ("response", "output", "thought"), "sees")
         if "judged" not in fields(self._template):
             raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
 

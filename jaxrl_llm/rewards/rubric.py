@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.wrap import Failed, judge_together
@@ -69,10 +70,7 @@ class Rubric:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.lower_is_better) - set(self.criteria)):
             raise ValueError(f"rubric.Rubric.lower_is_better names {unknown}, which rubric.Rubric.criteria lacks")
-        if not 1 <= self.least_rated <= len(self.criteria):
-            raise ValueError(
-                f"rubric.Rubric.least_rated must be between 1 and {len(self.criteria)} (got {self.least_rated})"
-            )
+        bounds.within(self, f"[1, {len(self.criteria)}]", "least_rated")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """One part [G]."""

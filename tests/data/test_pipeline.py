@@ -104,9 +104,9 @@ def test_truncation_on_the_left_keeps_the_end() -> None:
 
 
 def test_truncation_as_an_error_names_the_prompt_and_the_binding() -> None:
-    with pytest.raises(ValueError, match=r"prompt of 'abcd' has 5 tokens and Encoder.max_prompt_tokens is 4"):
+    with pytest.raises(ValueError, match=r"prompt of 'abcd' has 5 tokens and PROMPT_LIMIT is 4"):
         encoder(4, truncation="error").prompts(ROWS)
-    with pytest.raises(ValueError, match=r"response of 'a' has 3 tokens and Encoder.max_response_tokens is 2"):
+    with pytest.raises(ValueError, match=r"response of 'a' has 3 tokens and RESPONSE_LIMIT is 2"):
         encoder(4, truncation="error", max_response_tokens=2).demonstrations([text("a", "xy")])
 
 
@@ -149,7 +149,7 @@ def test_tokens_given_by_the_source_are_kept() -> None:
 
 
 def test_bad_options_of_the_encoder_say_what_is_allowed() -> None:
-    with pytest.raises(ValueError, match=r"max_prompt_tokens must be at least 1 \(got 0\)"):
+    with pytest.raises(ValueError, match=r"max_prompt_tokens must be >= 1 \(got 0\)"):
         encoder(0)
     with pytest.raises(Exception, match=r"truncation"):
         encoder(truncation="right")
