@@ -41,6 +41,16 @@ class Prompt:
             raise ValueError(f"prompt {self.id!r} needs either `messages` or `text`, and got both or neither")
 
     @property
+    def whole(self) -> str:
+        """The text, or the contents of all messages."""
+        return self.text if self.text is not None else "\n\n".join(m["content"] for m in self.messages or ())
+
+    @property
+    def question(self) -> str:
+        """The text, or the last message's content."""
+        return self.messages[-1]["content"] if self.messages else self.text or ""
+
+    @property
     def prefix(self) -> np.ndarray:
         """The token ids, int32 [T]; raises ValueError before encoding."""
         if self.tokens is None:

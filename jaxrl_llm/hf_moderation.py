@@ -83,9 +83,7 @@ class Moderation:
 
     def text(self, prompt: Prompt, response: str) -> str:
         """What the classifier reads, without the end-of-sequence token."""
-        asked = prompt.extra.get("instruction") or prompt.text
-        if asked is None:
-            asked = prompt.messages[-1]["content"] if prompt.messages else ""
+        asked = prompt.extra.get("instruction") or prompt.question
         return self.template.format(question=asked if self.question else "", response=response)
 
     def tokens(self, text: str) -> np.ndarray:

@@ -48,12 +48,6 @@ class Overlong:
         return (self.how == "linear") | (jnp.sum(mask, axis=1) < self.max_length)
 
 
-def high_entropy(entropy: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:
-    """The `share` of the mask's tokens with the highest entropy, at least one token
-    (https://arxiv.org/abs/2506.01939)."""
-    return highest(entropy, mask, share)
-
-
 def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:
     """The `share` of the mask's tokens, rounded down and at least one, with the largest x; ties with the last are all
     in."""

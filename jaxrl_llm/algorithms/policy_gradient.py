@@ -23,7 +23,7 @@ from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
 from jaxrl_llm.algorithms.objective import Objective
-from jaxrl_llm.algorithms.penalties import Overlong, high_entropy
+from jaxrl_llm.algorithms.penalties import Overlong, highest
 from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
@@ -156,7 +156,7 @@ class PolicyGradient(Objective):
         estimate = self.estimate(view, rewards)
         advantages = jnp.where(mask, estimate.advantages, 0.0)
         if self.entropy_share < 1:
-            advantages = jnp.where(high_entropy(view.entropy, mask, self.entropy_share), advantages, 0.0)
+            advantages = jnp.where(highest(view.entropy, mask, self.entropy_share), advantages, 0.0)
         aux = self.prepare(view, advantages)
         if self.kl_coef > 0 and self.kl_in == "loss":
             aux["kl_coef"] = jnp.where(mask, coef, 0.0)

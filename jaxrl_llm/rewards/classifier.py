@@ -95,10 +95,7 @@ class Classifier:
         if self.sees == "response":
             return rollout.text
         if self.sees == "pair":
-            question = (
-                prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
-            )
-            return [question, rollout.text]
+            return [prompt.whole, rollout.text]
         if prompt.messages is None:
             raise ValueError(f"prompt {prompt.id!r} is no chat: set Classifier.sees = 'pair' or 'response'")
         return [*map(dict, prompt.messages), {"role": "assistant", "content": rollout.text}]

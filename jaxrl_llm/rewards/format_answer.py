@@ -84,16 +84,3 @@ def references(rollout: Rollout) -> list[str]:
 def judge(references: Sequence[str], text: str) -> float:
     """1 where `text` ends in an expression equal to one of `references`; runs in a worker process."""
     return max(maths.judge(reference, text) for reference in references)
-
-
-def breakdown(formed: np.ndarray, answered: np.ndarray) -> dict[str, tuple[int, float]]:
-    """{class: (count, percentage)} of the four classes of form and answer, from 0 or 1 [N] each."""
-    total = max(len(formed), 1)
-    classes = {
-        "format1_answer1": (1, 1),
-        "format1_answer0": (1, 0),
-        "format0_answer0": (0, 0),
-        "format0_answer1": (0, 1),
-    }
-    counts = {name: int(np.sum((formed == f) & (answered == a))) for name, (f, a) in classes.items()}
-    return {name: (count, 100 * count / total) for name, count in counts.items()}

@@ -87,8 +87,7 @@ class Judge:
         Raises:
           ValueError: the prompt lacks a column that the template names.
         """
-        text = prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
-        columns = {**prompt.extra, "prompt": text, "judged": judged, "reference": prompt.reference}
+        columns = {**prompt.extra, "prompt": prompt.whole, "judged": judged, "reference": prompt.reference}
         missing = fields(self._template) - set(columns)
         if missing:
             raise ValueError(f"Judge.template names {sorted(missing)}, which prompt {prompt.id!r} lacks in `extra`")

@@ -81,7 +81,7 @@ class Rubric:
         if len(rollout.text.strip()) < self.least_characters:
             raise Failed(f"{len(rollout.text.strip())} characters are no piece (at least {self.least_characters})")
         prompt = rollout.prompt
-        asked = prompt.extra.get("instruction") or prompt.text or (prompt.messages or [{"content": ""}])[-1]["content"]
+        asked = prompt.extra.get("instruction") or prompt.question
         # The texts are filled in last and once: braces in them are theirs.
         content = self.question.format(
             prompt=asked, judged=rollout.text, criteria="\n".join(self.criteria), lower=", ".join(self.lower_is_better)
