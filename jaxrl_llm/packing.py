@@ -269,8 +269,3 @@ class PackedRows:
         """Writes a packed stream [B, T] into the view's stream `into` [S, T]."""
         here = self.index_of >= 0
         into[self.row_of[here], self.index_of[here]] = packed[here]
-
-    @property
-    def fill(self) -> float:
-        """Share of positions that hold a token."""
-        return float(np.mean(self.segments > 0))

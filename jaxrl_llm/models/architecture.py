@@ -1,7 +1,6 @@
 """The sizes and switches that tell one decoder-only transformer from another."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from jaxrl_llm import bounds
 
@@ -49,8 +48,6 @@ class Architecture:
       max_positions: longest sequence in tokens.
       init_std: standard deviation of random weights.
     """
-
-    family: ClassVar[str] = ""
 
     vocabulary_size: int
     width: int
