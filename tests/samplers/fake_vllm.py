@@ -300,7 +300,6 @@ class Addresses:
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
         ctypes.memmove(to, source, width * rows)
-        raise NotImplementedError
 
 
 async def serve(port: int) -> None:
