@@ -210,8 +210,10 @@ class VllmSampler:
         model.mkdir(parents=True, exist_ok=True)
         hf_weights.describe(policy, model, tokenizer, dtype=self.dtype)
         scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
+        # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
+        head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
         arguments = (
-            "--served-model-name", MODEL, "--dtype", self.dtype, "--max-model-len", str(max_length),
+            "--served-model-name", MODEL, "--dtype", self.dtype, *head, "--max-model-len", str(max_length),
             "--max-num-seqs", str(self.sequences), *scale_out,
         )  # fmt: skip
         return [

@@ -24,7 +24,7 @@ import json, sys, time
 from vllm import LLM, SamplingParams
 given = json.loads(sys.argv[1])
 llm = LLM(model=given["model"], dtype="bfloat16", max_model_len=given["length"], max_num_seqs=1024, generation_config="vllm",
-          gpu_memory_utilization=given["memory"], logprobs_mode="processed_logprobs", **given["options"])
+          gpu_memory_utilization=given["memory"], logprobs_mode="processed_logprobs", hf_overrides={"head_dtype": "float32"}, **given["options"])
 settings = SamplingParams(n=given["n"], max_tokens=given["tokens"], temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
 for turn in range(given["repeats"] + 1):
     began = time.perf_counter()
