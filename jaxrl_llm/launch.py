@@ -13,11 +13,12 @@ from typing import Any
 
 import jaxrl_llm
 from jaxrl_llm import out_of_memory, xla_flags
+from jaxrl_llm.rewards.wrap import Down
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
 # Errors of the user's making: one line says what to do, and a stack would hide it.
-EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError)
+EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError, Down)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.rewards.wrap import Down, Failed
 
 T = TypeVar("T")
@@ -49,12 +50,8 @@ class Service:
             raise ValueError(
                 f"Service.urls must be a sequence of addresses that begin with http:// or https:// (got {self.urls!r})"
             )
-        for name in ("limit_s", "tries", "concurrency"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"Service.{name} must be > 0 (got {getattr(self, name)})")
-        for name in ("backoff_s", "stop_after"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Service.{name} must be >= 0 (got {getattr(self, name)})")
+        bounds.above(self, 0, "limit_s", "tries", "concurrency")
+        bounds.at_least(self, 0, "backoff_s", "stop_after")
         object.__setattr__(self, "_state", _State())
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
@@ -75,8 +72,8 @@ class Service:
                 self._state.failures += 1
                 if self.stop_after and self._state.failures >= self.stop_after:
                     raise Down(
-                        f"the last {self._state.failures} calls failed; last: {failure}. Start the server, set "
-                        "service.Service.urls, or let the run go on without it by service.Service.stop_after = 0"
+                        f"the last {self._state.failures} calls failed; last: {failure}. Start the server, look at "
+                        "its answers where it gave some, set service.Service.urls, or let the run go on without it by service.Service.stop_after = 0"
                     ) from failure
                 raise
             self._state.failures = 0
@@ -93,7 +90,7 @@ class Service:
                 except _Again as error:
                     problem, wait = str(error), error.wait_s
                 except TimeoutError:
-                    problem, wait = f"no answer within {self.limit_s} s", 0.0
+                    problem, wait = f"no answer within {self.limit_s:g} s (service.Service.limit_s)", 0.0
                 except (aiohttp.ClientError, OSError) as error:
                     problem, wait = f"{type(error).__name__}: {error}", 0.0
                 except (ValueError, KeyError, TypeError, IndexError) as error:
