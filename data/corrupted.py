@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.data import generated
 from jaxrl_llm.experience import Prompt
 from jaxrl_llm.protocols import Source
@@ -29,8 +30,7 @@ class Corrupted:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 < self.share <= 1:
-            raise ValueError(f"corrupted.Corrupted.share must be in (0, 1] (got {self.share})")
+        bounds.within(self, "(0, 1]", "share")
         if len(set(self.alphabet)) < 2:
             raise ValueError(f"corrupted.Corrupted.alphabet must hold two or more characters (got {self.alphabet!r})")
 

@@ -7,26 +7,21 @@ from typing import Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
+
 Split = Literal["train", "heldout"]
 
 # Spaces up to this size are listed whole; larger ones are drawn from.
 LISTED = 2**18
 
 
-def check(*, name: str, split: str, heldout_share: float, noise: float, size: int | None) -> None:
-    """Checks the options that every family has.
-
-    Raises:
-      ValueError: an option outside its range.
-    """
-    if split not in ("train", "heldout"):
-        raise ValueError(f"{name}.split must be 'train' or 'heldout' (got {split!r})")
-    if not 0 < heldout_share < 1:
-        raise ValueError(f"{name}.heldout_share must be in (0, 1) (got {heldout_share})")
-    if not 0 <= noise <= 1:
-        raise ValueError(f"{name}.noise must be in [0, 1] (got {noise})")
-    if size is not None and size < 1:
-        raise ValueError(f"{name}.size must be at least 1, or None for every problem once (got {size})")
+def check(family: object) -> None:
+    """Raises ValueError where an option that families share is out of its range."""
+    bounds.one_of(family, ("train", "heldout"), "split")
+    bounds.at_least(family, 1, "size")
+    for name, interval in (("heldout_share", "(0, 1)"), ("noise", "[0, 1]")):
+        if hasattr(family, name):
+            bounds.within(family, interval, name)
 
 
 def held_out(key: str, share: float) -> bool:

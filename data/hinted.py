@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.data import generated
 from jaxrl_llm.experience import Prompt
 
@@ -41,12 +42,9 @@ class Hinted:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(name="Hinted", split=self.split, heldout_share=self.heldout_share, noise=0.0, size=self.size)
-        for name in ("mention_share", "faithful_share", "follow_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"Hinted.{name} must be in [0, 1] (got {getattr(self, name)})")
-        if not 1 <= self.digits <= 4:
-            raise ValueError(f"Hinted.digits must be in 1..4 (got {self.digits})")
+        generated.check(self)
+        bounds.within(self, "[0, 1]", "mention_share", "faithful_share", "follow_share")
+        bounds.within(self, "[1, 4]", "digits")
 
     def rows(self) -> Sequence[Prompt]:
         """All prompts, the hinted letter in extra["hinted"]; the same at every call."""

@@ -1,14 +1,14 @@
-"""From a source's rows to token prefixes, in an order that resumes to the row and is one on any number of hosts."""
+"""From a source's rows to token prefixes, in an order that resumes to the row."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout
-from jaxrl_llm.protocols import Source
 
 Row = TypeVar("Row")
 
@@ -28,90 +28,39 @@ class NoRows(ValueError):
 
 
 class PromptStream(Generic[Row]):
-    """Rows in one global order; each host reads its share of every global batch.
-
-    Row g of the global order goes to host g % host_count when batches start at multiples of host_count, so a global
-    batch holds the same rows on any number of hosts. Every epoch has its own order.
+    """Rows without end, every epoch in an order of its own.
 
     Args:
-      source: a Source, or rows that were encoded already (prompts or demonstrations).
+      rows: prompts, or rows that were encoded already.
       seed: names the order; two seeds share no epoch.
-      shuffle: False keeps the order of the rows.
-      host_index: which host this is, 0 <= host_index < host_count.
-      host_count: hosts that read together.
-      epochs: passes over the rows; None never ends.
 
     Raises:
-      ValueError: no rows, or a host index outside the host count.
+      ValueError: no rows.
     """
 
-    def __init__(
-        self,
-        source: Source | Sequence[Row],
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-        host_index: int = 0,
-        host_count: int = 1,
-        epochs: int | None = None,
-    ) -> None:
-        if not 0 <= host_index < host_count:
-            raise ValueError(
-                f"PromptStream.host_index must be in [0, {host_count}) for {host_count} hosts (got {host_index})"
-            )
-        if epochs is not None and epochs < 1:
-            raise ValueError(f"PromptStream.epochs must be at least 1, or None for no end (got {epochs})")
-        self.rows: Sequence[Any] = source.rows() if isinstance(source, Source) else source
-        if not self.rows:
-            raise ValueError(f"PromptStream got no rows from {type(source).__name__}: a run needs at least one prompt")
-        self.seed, self.shuffle, self.epochs = seed, shuffle, epochs
-        self.host_index, self.host_count = host_index, host_count
-        self.position = 0
-        self._order = _order(len(self.rows), seed) if shuffle else (lambda g: g % len(self.rows))
+    def __init__(self, rows: Sequence[Row], *, seed: int = 0) -> None:
+        if not rows:
+            raise ValueError("PromptStream got no rows: a run needs at least one prompt")
+        self.rows, self.seed, self.position = rows, seed, 0
+        self._order = _order(len(rows), seed)
 
     @property
     def epoch(self) -> float:
         """Passes over the rows so far."""
         return self.position / len(self.rows)
 
-    @property
-    def remaining(self) -> int | None:
-        """Rows left on all hosts together; None where the stream never ends."""
-        return None if self.epochs is None else max(0, self.epochs * len(self.rows) - self.position)
-
     def next_batch(self, n: int) -> list[Row]:
-        """This host's share of the next `n` rows of the global order.
-
-        The last batch of the last epoch may be short, and after it come empty ones: `remaining` says so on every host
-        alike.
-
-        Raises:
-          ValueError: `n` does not split evenly over the hosts.
-        """
-        if n < 1 or n % self.host_count:
-            raise ValueError(
-                f"a global batch of {n} prompts does not split over {self.host_count} hosts: choose a multiple of it"
-            )
-        end = self.position + (n if self.remaining is None else min(n, self.remaining))
-        batch = [self.rows[self._order(g)] for g in range(self.position + self.host_index, end, self.host_count)]
-        self.position = end
+        """The next `n` rows."""
+        batch = [self.rows[self._order(g)] for g in range(self.position, self.position + n)]
+        self.position += n
         return batch
 
-    def __iter__(self) -> Iterator[Row]:
-        return self
-
-    def __next__(self) -> Row:
-        batch = self.next_batch(self.host_count)
-        if not batch:
-            raise StopIteration
-        return batch[0]
-
     def state(self) -> dict[str, Any]:
-        """JSON-like, equal on every host: how many rows of the global order were read, and what names that order."""
-        return {"position": self.position, "rows": len(self.rows), "seed": self.seed, "shuffle": self.shuffle}
+        """JSON-like: how many rows were read, and what names their order."""
+        return {"position": self.position, "rows": len(self.rows), "seed": self.seed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`, on any number of hosts.
+        """Goes on from `state`.
 
         Raises:
           ValueError: the rows or their order are not those of `state`.
@@ -161,12 +110,8 @@ class Encoder:
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.truncation not in ("drop", "left", "error"):
-            raise ValueError(f"Encoder.truncation must be 'drop', 'left' or 'error' (got {self.truncation!r})")
-        for name in ("max_prompt_tokens", "max_response_tokens"):
-            limit = getattr(self, name)
-            if limit is not None and limit < 1:
-                raise ValueError(f"Encoder.{name} must be at least 1 (got {limit})")
+        bounds.one_of(self, ("drop", "left", "error"), "truncation")
+        bounds.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
     def counts(self) -> dict[str, int]:
         """Rows seen, kept and truncated so far, and rows dropped by reason."""
@@ -222,9 +167,8 @@ class Encoder:
         encoded = [row for row in map(encode, rows) if row is not None]
         if not encoded:
             raise NoRows(
-                f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise Encoder.max_prompt_tokens "
-                f"(now {self.max_prompt_tokens}) or Encoder.max_response_tokens (now {self.max_response_tokens}), "
-                "or check the data"
+                f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise PROMPT_LIMIT "
+                f"(now {self.max_prompt_tokens}) or RESPONSE_LIMIT (now {self.max_response_tokens}), or check the data"
             )
         return encoded
 
@@ -271,8 +215,8 @@ class Encoder:
         """What `truncation` says of an overlong text: False drops it, True cuts it."""
         if self.truncation == "error":
             raise ValueError(
-                f"the {what} of {name!r} has {length} tokens and Encoder.max_{what}_tokens is {limit}: raise it, or "
-                "set Encoder.truncation to 'drop' or 'left'"
+                f"the {what} of {name!r} has {length} tokens and {what.upper()}_LIMIT is {limit}: raise it, or set "
+                "`truncation` of stages.Stage or harness.Harness to 'drop' or 'left'"
             )
         self._counts["truncated" if self.truncation == "left" else reason] += 1
         return self.truncation == "left"

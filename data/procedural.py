@@ -32,9 +32,7 @@ class ReasoningGym:
     heldout_share: float = 0.1
 
     def __post_init__(self) -> None:
-        generated.check(
-            name="ReasoningGym", split=self.split, heldout_share=self.heldout_share, noise=0.0, size=self.size
-        )
+        generated.check(self)
         templates.named(self.template, "ReasoningGym")
         own = sorted({"size", "seed"} & set(self.config))
         if own:

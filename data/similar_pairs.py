@@ -79,7 +79,7 @@ class Rearranged:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(name="Rearranged", split=self.split, heldout_share=0.1, noise=0.0, size=self.size)
+        generated.check(self)
         if not 0 < self.similar_share < 1 or not 2 <= self.length <= len(self.alphabet):
             raise ValueError(
                 "Rearranged.similar_share must be in (0, 1) and length in 2..letters of the alphabet (got "

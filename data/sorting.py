@@ -35,9 +35,7 @@ class Sorting:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(
-            name="Sorting", split=self.split, heldout_share=self.heldout_share, noise=self.noise, size=self.size
-        )
+        generated.check(self)
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(
                 f"Sorting needs 1 <= min_length <= max_length (got {self.min_length} and {self.max_length})"

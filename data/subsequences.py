@@ -39,9 +39,7 @@ class Subsequences:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(
-            name="Subsequences", split=self.split, heldout_share=self.heldout_share, noise=self.noise, size=self.size
-        )
+        generated.check(self)
         if not 1 <= self.chosen < self.length <= len(set(self.alphabet)) == len(self.alphabet):
             raise ValueError(
                 "Subsequences needs 1 <= chosen < length <= the letters of its alphabet, each once (got "

@@ -38,9 +38,7 @@ class Sums:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(
-            name="Sums", split=self.split, heldout_share=self.heldout_share, noise=self.noise, size=self.size
-        )
+        generated.check(self)
         if not 0 <= self.low <= self.high:
             raise ValueError(f"Sums needs 0 <= low <= high (got low={self.low}, high={self.high})")
         if not self.operators or set(self.operators) - set(OPERATORS):

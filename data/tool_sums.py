@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxrl_llm import bounds
 from jaxrl_llm.data.sums import Sums
 from jaxrl_llm.experience import Prompt
 
@@ -22,8 +23,7 @@ class ToolSums:
     end: str = ";"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.called_share <= 1:
-            raise ValueError(f"ToolSums.called_share must be in [0, 1] (got {self.called_share})")
+        bounds.within(self, "[0, 1]", "called_share")
 
     def rows(self) -> Sequence[Prompt]:
         """The sums' prompts; the first of every hundred up to `called_share` show a call."""

@@ -67,7 +67,7 @@ def records(
             "id": rollout.prompt.id,
             "kind": kind,
             "sample": i,
-            "prompt": question(rollout.prompt),
+            "prompt": rollout.prompt.question,
             "reference": rollout.prompt.reference,
             "source": rollout.prompt.source,
             "response": rollout.text,
@@ -79,11 +79,6 @@ def records(
         }
         for i, rollout in enumerate(rollouts)
     ]
-
-
-def question(prompt: Prompt) -> str:
-    """What the prompt asks: its text, or its last message."""
-    return prompt.text or "" if prompt.messages is None else prompt.messages[-1]["content"]
 
 
 def value(record: Record, part: str = "") -> float:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import run_folder
+from jaxrl_llm import bounds, run_folder
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval import entropy_figures
 from jaxrl_llm.eval.evaluate import SEED
@@ -69,9 +69,7 @@ class EntropyFlow:
     high_entropy: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("limit", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"entropy_flow.EntropyFlow.{name} must be >= 1 (got {getattr(self, name)})")
+        bounds.at_least(self, 1, "limit", "rows")
 
     def run(self, config: str = "") -> None:
         """Draws answers, measures, writes and says what was found."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.collect import Collector
 from jaxrl_llm.eval.answered import KINDS, Answered, Extract, Measure, estimate, mean, records, value
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
@@ -46,8 +47,7 @@ class Evaluation:
             raise ValueError(
                 f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1"
             )
-        if self.limit is not None and self.limit < 1:
-            raise ValueError(f"Evaluation.limit must be >= 1, or None for all prompts (got {self.limit})")
+        bounds.at_least(self, 1, "limit")
 
     @property
     def kinds(self) -> dict[str, int]:

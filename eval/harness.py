@@ -6,6 +6,7 @@ again and it goes on where it stopped; what was invalid, as with a judge that wa
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -17,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxrl_llm import run_folder
+from jaxrl_llm import parts, run_folder
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
@@ -25,7 +26,7 @@ from jaxrl_llm.eval.progress import Progress
 from jaxrl_llm.eval.results import Results, described, locked, same_configuration, write_whole
 from jaxrl_llm.experience import Prompt, Rollout
 from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
-from jaxrl_llm.protocols import Closing, Params, SamplerFactory
+from jaxrl_llm.protocols import Params, SamplerFactory
 from jaxrl_llm.rollouts import Asking, seed_of, stopping
 from jaxrl_llm.shown import token_streams
 
@@ -245,12 +246,11 @@ class Evaluating:
         print(f"graded {len(again) - left} of {len(again)} groups that had invalid scores", flush=True)
 
     async def close(self) -> None:
-        """Stops the sampler and the reward's processes, whatever happened."""
-        if self.sampler is not None:
-            await self.sampler.close()
-        held: object = self.evaluation.reward
-        if isinstance(held, Closing):
-            held.close()
+        """Stops the sampler and the reward's processes; the one also where the other fails."""
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(parts.close, self.evaluation.reward)
+            if self.sampler is not None:
+                closing.push_async_callback(self.sampler.close)
 
     def _announce(self) -> None:
         lost = {n: c for n, c in self.encoder.counts().items() if c and n not in ("rows", "kept")}

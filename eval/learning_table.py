@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.eval.run_rows import by_line
+
 GREEDY, SAMPLED, PAIRS = "eval/heldout/greedy", "eval/heldout/sampled", "eval/pairs/accuracy"
 STRONG = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
 Result = Mapping[str, Any]
@@ -69,7 +71,7 @@ def result(folder: Path, name: str, seed: int, file: Path) -> dict[str, Any]:
 
 def _provenance(folder: Path) -> dict[str, Any]:
     facts = json.loads((folder / "run.json").read_text())
-    return {name: facts[name] for name in ("commit", "versions", "devices") if name in facts}
+    return {name: facts[name] for name in ("commit", "jax", "devices") if name in facts}
 
 
 def results(out: Path) -> list[dict[str, Any]]:
@@ -178,7 +180,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
 def write(out: Path) -> list[dict[str, Any]]:
     """learning.json and learning.md of all results in `out`, which are returned."""
     found = results(out)
-    (out / "learning.json").write_text(json.dumps(found, indent=1) + "\n")
+    (out / "learning.json").write_text(by_line(found, 1) + "\n")
     (out / "learning.md").write_text(markdown(found))
     return found
 

@@ -19,15 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.eval.answered import Answered, mean, value
 from jaxrl_llm.eval.ngrams import words
 from jaxrl_llm.eval.results import write_whole
+from jaxrl_llm.rewards.partition import short_texts_equal
 
 Similar = Callable[[str, str], bool]
-
-SHORT_WORDS = 5
-# Cut points between the utilities 1 to 10 on raw scores of Skywork-Reward-Gemma-2-27B-v0.2.
-SKYWORK = (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047)
 
 
 def partition(texts: Sequence[str], similar: Similar) -> list[int]:
@@ -60,13 +58,6 @@ def utility_flat(classes: Sequence[int], utilities: Sequence[float]) -> float:
     return float(np.sum(np.asarray(utilities) * firsts(classes)) / len(classes))
 
 
-def equal_if_short(a: str, b: str) -> bool | None:
-    """The rule for texts of at most five words: equal if they share half the longer one's words; None for longer texts."""
-    first, second = a.lower().split(), b.lower().split()
-    longest = max(len(first), len(second))
-    return 2 * len({*first} & {*second}) >= longest if longest <= SHORT_WORDS else None
-
-
 def rouge1(a: str, b: str) -> float:
     """F1 of the words that two texts share, with multiplicity; 0 where one has none."""
     first, second = Counter(words(a)), Counter(words(b))
@@ -80,7 +71,7 @@ def rouge1_similar(a: str, b: str, *, threshold: float = 0.458) -> bool:
     Args:
       threshold: NoveltyBench's for this predicate; its main one is a classifier, which any function of two texts can be.
     """
-    short = equal_if_short(a, b)
+    short = short_texts_equal(a, b)
     return rouge1(a, b) > threshold if short is None else short
 
 
@@ -93,7 +84,8 @@ class Novelty:
     Attributes:
       similar: two texts -> whether they are equivalent.
       part: the reward's part that is the quality; empty takes the total.
-      cut_points: raw quality -> utility 1 + the number of cut points below it; empty takes the quality as it is.
+      cut_points: raw quality -> utility 1 + the number of cut points below it; empty takes the quality as it is. Those of
+        Skywork-Reward-Gemma-2-27B-v0.2: (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047).
       patience: probability that a reader looks at the next generation.
     """
 
@@ -103,8 +95,7 @@ class Novelty:
     patience: float = 0.8
 
     def __post_init__(self) -> None:
-        if not 0 < self.patience <= 1:
-            raise ValueError(f"novelty.Novelty.patience must be in (0, 1] (got {self.patience})")
+        bounds.within(self, "(0, 1]", "patience")
         if list(self.cut_points) != sorted(self.cut_points):
             raise ValueError(f"novelty.Novelty.cut_points must rise (got {list(self.cut_points)})")
 

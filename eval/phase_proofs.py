@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
 
 SYSTEMS = ("tokenbuncher", "bupo")
 ATTACK_STEPS = 10
@@ -297,7 +297,7 @@ def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
 
     def write() -> dict[str, Any]:
         found = collect(seeds, runs)
-        (out / "phases.json").write_text(json.dumps(found, indent=1) + "\n")
+        (out / "phases.json").write_text(by_line(found, 2) + "\n")
         (out / "phases.md").write_text(markdown(found))
         return found
 

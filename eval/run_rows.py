@@ -24,6 +24,17 @@ def rows(folder: Path) -> list[Row]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def by_line(found: Any, depth: int) -> str:
+    """JSON text with a line for each entry of the outer `depth` levels."""
+    if depth == 0 or not isinstance(found, dict | list):
+        return json.dumps(found)
+    if isinstance(found, list):
+        return "[\n" + ",\n".join(by_line(one, depth - 1) for one in found) + "\n]"
+    return (
+        "{\n" + ",\n".join(f"{json.dumps(str(name))}: {by_line(one, depth - 1)}" for name, one in found.items()) + "\n}"
+    )
+
+
 def seconds(found: Sequence[Row]) -> float:
     """The wall time of a run's steps."""
     return float(sum(row.get("time/step_s", 0.0) for row in found))

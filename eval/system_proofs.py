@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
 from jaxrl_llm.eval.system_plots import plot
 
 SEEDS = (0, 1, 2)
@@ -206,7 +206,7 @@ def write(out: Path) -> dict[str, Any]:
         one = json.loads(file.read_text())
         results.setdefault(one["arm"], {})[one["seed"]] = one
     verdicts = {"darling": darling(results), "classmate": classmate(results)}
-    (out / "systems.json").write_text(json.dumps({"results": results, "verdicts": verdicts}, indent=1) + "\n")
+    (out / "systems.json").write_text(by_line({"results": results, "verdicts": verdicts}, 3) + "\n")
     (out / "systems.md").write_text(markdown(results, verdicts))
     plot(results, out / "systems.png", list(ABLATIONS))
     return verdicts

@@ -22,7 +22,6 @@ INTERNAL = (
     "data.prepare",
     "models.hf_names",
     "models.mesh_attention",
-    "samplers.cuda_ipc",
     "samplers.fleet",
     "samplers.cuda_ipc",
     "samplers.manifest",

@@ -5,8 +5,10 @@ place, controllers, best evaluation. A save that was cut off leaves no checkpoin
 checksum of every array and one of itself, which are compared when a checkpoint is read.
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl_llm import tree_sums
+from jaxrl_llm import bounds, tree_sums
 from jaxrl_llm.out_of_memory import ran_out
 from jaxrl_llm.tree_sums import Damaged
 
@@ -36,10 +38,7 @@ class Checkpointing:
     best: str | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1 or self.keep < 1:
-            raise ValueError(
-                f"Checkpointing.every and Checkpointing.keep must be >= 1 (got {self.every} and {self.keep})"
-            )
+        bounds.at_least(self, 1, "every", "keep")
 
 
 class Checkpoints:
@@ -50,6 +49,7 @@ class Checkpoints:
         self.folder = (run_dir / "checkpoints").absolute()
         self._last = _manager(self.folder, config.keep)
         self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
+        self._managers = [manager for manager in (self._last, self._best) if manager]
 
     def latest(self) -> int | None:
         """Step of the last whole checkpoint, or None."""
@@ -67,40 +67,39 @@ class Checkpoints:
         """
         return restore(self._last, step, abstract)
 
-    def save(self, step: int, trees: dict[str, Any], host: dict[str, Any], *, best: bool = False) -> None:
+    def save(
+        self, step: int, trees: dict[str, Any], host: dict[str, Any], *, last: bool = True, best: bool = False
+    ) -> None:
         """Saves in the background after copying to the host; raises OSError of this save or the one before it.
 
         Args:
           trees: device pytrees by name.
           host: the host's state, JSON-like.
-          best: save as the best checkpoint, not as the last.
+          last: save as the last checkpoint.
+          best: save as the best one.
         """
-        manager, other = (self._best, self._last) if best else (self._last, self._best)
-        assert manager is not None
-        if other is not None and jax.process_count() > 1:
-            other.wait_until_finished()  # two managers' saves would meet at one barrier of the processes
+        wanted = [manager for manager, asked in ((self._last, last), (self._best, best)) if asked and manager]
+        if not wanted:
+            return
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
-        try:
-            manager.save(step, args=ocp.args.Composite(**args))
-        except (OSError, ValueError) as error:
-            raise _unwritten(Path(manager.directory), step, error) from error
+        for manager in wanted:
+            if jax.process_count() > 1:
+                self.wait()  # two managers' saves would meet at one barrier of the processes
+            with _written(manager, f"checkpoint {step}"):
+                manager.save(step, args=ocp.args.Composite(**args))
 
     def wait(self) -> None:
         """Returns when every save is on disk."""
-        for manager in filter(None, (self._last, self._best)):
-            try:
+        for manager in self._managers:
+            with _written(manager):
                 manager.wait_until_finished()
-            except (OSError, ValueError) as error:
-                raise _unwritten(self.folder, -1, error) from error
 
     def close(self) -> None:
         """Ends what is being saved; raises OSError where that fails."""
-        for manager in filter(None, (self._last, self._best)):
-            try:
-                manager.close()
-            except (OSError, ValueError) as error:
-                raise _unwritten(self.folder, -1, error) from error
+        with contextlib.ExitStack() as closing:
+            for manager in self._managers:
+                closing.callback(_written(manager)(manager.close))
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
@@ -183,13 +182,18 @@ def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
         raise Damaged(f"the checkpoint {where} is damaged: {_first_line(error)}") from error
 
 
-def _unwritten(folder: Path, step: int, error: Exception) -> OSError:
-    free = shutil.disk_usage(folder.parent if folder.parent.exists() else "/").free
-    which = f"checkpoint {step}" if step >= 0 else "a checkpoint"
-    return OSError(
-        f"{which} could not be written to {folder} ({_first_line(error)}; {free / 2**20:.0f} MiB free). "
-        "Earlier checkpoints are whole: free some space or set RUN_DIR to another disk, and start the same command again"
-    )
+@contextlib.contextmanager
+def _written(manager: ocp.CheckpointManager, which: str = "a checkpoint") -> Iterator[None]:
+    """Says where a save failed, and what to do."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        folder = Path(manager.directory)
+        free = shutil.disk_usage(folder.parent if folder.parent.exists() else "/").free
+        raise OSError(
+            f"{which} could not be written to {folder} ({_first_line(error)}; {free / 2**20:.0f} MiB free). "
+            "Earlier checkpoints are whole: free some space or set RUN_DIR to another disk, and start the same command again"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

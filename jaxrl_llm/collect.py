@@ -1,13 +1,15 @@
 """A batch of scored groups: prompts are sampled, scored while others are still being sampled, and filtered."""
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
 from jaxrl_llm.protocols import Filter, Reward
 from jaxrl_llm.rollouts import Asking, seed_of
@@ -67,11 +69,12 @@ class Collector:
         if self.greedy:
             async for i, greedy in self.asking.groups(prompts, 1, self.settings.greedy(), seeds, role="greedy"):
                 rollouts[i] += greedy
-        async for i, group in self.asking.groups(prompts, self.group_size, self.settings, seeds):
-            rollouts[i] = group + rollouts[i]
-            scoring[i] = asyncio.ensure_future(self._scores(rollouts[i]))
-        sampled = time.perf_counter()
-        scores = [await scoring[i] for i in range(len(prompts))]
+        async with _ended(scoring):
+            async for i, group in self.asking.groups(prompts, self.group_size, self.settings, seeds):
+                rollouts[i] = group + rollouts[i]
+                scoring[i] = asyncio.ensure_future(self._scores(rollouts[i]))
+            sampled = time.perf_counter()
+            scores = [await scoring[i] for i in range(len(prompts))]
         self.seconds["sample"] += sampled - begin
         self.seconds["reward"] += time.perf_counter() - sampled
         groups = [ScoredGroup(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
@@ -80,7 +83,9 @@ class Collector:
 
     async def rescore(self, groups: Sequence[ScoredGroup], stats: Sequence[dict[str, np.ndarray]]) -> list[ScoredGroup]:
         """The groups scored by a reward that needs the learner's statistics, {name: [G]} of each group."""
-        scores = await asyncio.gather(*(self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)))
+        asked = [self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)]
+        async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
+            scores = [await task for task in scoring.values()]
         scored = [ScoredGroup(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
         self._count_invalid(scored)
         return scored
@@ -105,6 +110,17 @@ class Collector:
         return counts
 
 
+@contextlib.asynccontextmanager
+async def _ended(tasks: Mapping[int, asyncio.Task[Scores]]) -> AsyncIterator[None]:
+    """Leaves no task behind, whatever ends the block."""
+    try:
+        yield
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Varied:
     """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): keeps groups whose rewards differ.
@@ -116,8 +132,7 @@ class Varied:
     max_draws: int = 4
 
     def __post_init__(self) -> None:
-        if self.max_draws < 1:
-            raise ValueError(f"Varied.max_draws must be >= 1 (got {self.max_draws})")
+        bounds.at_least(self, 1, "max_draws")
 
     def keep(self, group: ScoredGroup) -> bool:
         sampled = np.array([r.role == "sample" for r in group.rollouts])

@@ -1,11 +1,11 @@
-"""The models beside the policy that a stage's rewards ask: found in the rewards' fields, started, and given its weights.
+"""The models beside the policy that a stage's rewards ask, started, and given its weights.
 
 A companion that follows the policy holds a copy of its weights, of the stage's begin or of a later step. The copies are
 part of a checkpoint, so that a run goes on with the same ones.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -13,21 +13,6 @@ import jax.numpy as jnp
 
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Companion, Params
-
-
-def found(root: object) -> Iterator[Companion]:
-    """The companions in the fields of a component, and in those of its parts."""
-    if isinstance(root, Companion):
-        yield root
-    elif is_dataclass(root) and not isinstance(root, type):
-        for part in fields(root):
-            yield from found(getattr(root, part.name, None))
-    elif isinstance(root, Mapping):
-        for part in root.values():
-            yield from found(part)
-    elif isinstance(root, Sequence) and not isinstance(root, str | bytes):
-        for part in root:
-            yield from found(part)
 
 
 @dataclass(kw_only=True, eq=False)

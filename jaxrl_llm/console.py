@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from jaxrl_llm import bounds
+
 FIRST_STEP = (
     "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
     " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
@@ -73,8 +75,7 @@ class Console:
     times: tuple[str, ...] = ("publish", "sample", "reward", "score", "update", "evaluate")
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"steps between lines must be at least 1 (got {self.every}): set console.Console.every")
+        bounds.at_least(self, 1, "every")
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "ConsoleWriter":
         """Starts printing; the bar, if any, starts at `resume_step` of `total_steps`."""

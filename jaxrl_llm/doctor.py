@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from jaxrl_llm import xla_flags
+
 PYTHON_LEAST = (3, 11)
 VLLM_LEAST, VLLM_NEWEST = (0, 18), (0, 32)
 FREE_FAIL, FREE_WARN = 1e9, 20e9  # bytes
@@ -104,7 +106,7 @@ def check_devices() -> Iterator[Finding]:
     if devices[0].platform == "cpu":
         if shutil.which("nvidia-smi"):
             advice = "this machine has NVIDIA's tools: pip install 'jaxrl-llm[gpu]' to use its GPUs"
-        elif list(Path("/dev").glob("accel[0-9]*")):
+        elif xla_flags.tpus():
             advice = "this machine has TPU devices: pip install 'jaxrl-llm[tpu]' to use them"
     yield Finding(status="WARN" if advice else "OK", check="devices", found=found, advice=advice)
     for device in devices:

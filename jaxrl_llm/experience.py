@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
+
 Finish = Literal["stop", "length", "aborted"]
 Role = Literal["sample", "greedy"]
 
@@ -37,6 +39,16 @@ class Prompt:
     def __post_init__(self) -> None:
         if (self.messages is None) == (self.text is None) and self.tokens is None:
             raise ValueError(f"prompt {self.id!r} needs either `messages` or `text`, and got both or neither")
+
+    @property
+    def whole(self) -> str:
+        """The text, or the contents of all messages."""
+        return self.text if self.text is not None else "\n\n".join(m["content"] for m in self.messages or ())
+
+    @property
+    def question(self) -> str:
+        """The text, or the last message's content."""
+        return self.messages[-1]["content"] if self.messages else self.text or ""
 
     @property
     def prefix(self) -> np.ndarray:
@@ -73,18 +85,12 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks = {
-            "max_tokens": (self.max_tokens >= 1, ">= 1"),
-            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens"),
-            "temperature": (self.temperature >= 0, ">= 0"),
-            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "> 0"),
-        }
-        for name, (ok, allowed) in checks.items():
-            if not ok:
-                raise ValueError(f"SamplingSettings.{name} must be {allowed} (got {getattr(self, name)})")
+        bounds.at_least(self, 1, "max_tokens")
+        bounds.at_least(self, 0, "temperature", "top_k")
+        bounds.within(self, f"[0, {self.max_tokens}]", "min_tokens")
+        bounds.within(self, "(0, 1]", "top_p")
+        bounds.within(self, "[0, 1)", "min_p")
+        bounds.above(self, 0, "repetition_penalty")
 
     @property
     def plain(self) -> bool:

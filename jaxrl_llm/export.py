@@ -18,12 +18,6 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.stage_parts import new_key
 
 
-def policy_of(run_dir: Path, *, step: int | None = None, best: bool = False) -> tuple[Any, Any, Any]:
-    """The policy, its parameters (adapters merged) and the tokenizer of a run's checkpoint; arguments and errors of `saved`."""
-    found = saved(run_dir, step=step, best=best)
-    return found.policy.plain, found.merged(), found.run.tokenizer.load()
-
-
 def value_model(found: Saved, name: str) -> tuple[Any, Any]:
     """The value model `name` ("critic" or "reward_model") that the checkpoint's stage trained, and its parameters.
 

@@ -177,11 +177,9 @@ def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[ScoredGroup
 
 
 def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int | None) -> list[ScoredGroup]:
-    """Chunks of `length` predictions of all rows, prompt and response with its end, joined in an order that `seed` names.
+    """Chunks of `length` predictions of all rows, prompt and response with its end, joined one after the other.
 
-    None is the order of the rows.
-
-    A chunk begins with a token that is predicted by none in it, and ends with the first token of the next chunk.
+    Their order is named by `seed`; None is that of the rows. A chunk begins with a token that is predicted by none in it, and ends with the first token of the next chunk.
 
     Raises:
       ValueError: fewer tokens than fill a chunk.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxrl_llm import hf_weights
+from jaxrl_llm import bounds, hf_weights
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.hf_reward_model import padded
@@ -58,11 +58,8 @@ class Moderation:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"hf_moderation.Moderation.threshold must be in (0, 1) (got {self.threshold})")
-        for name in ("rows", "max_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"hf_moderation.Moderation.{name} must be >= 1 (got {getattr(self, name)})")
+        bounds.within(self, "(0, 1)", "threshold")
+        bounds.at_least(self, 1, "rows", "max_tokens")
         if "{response}" not in self.template:
             raise ValueError("hf_moderation.Moderation.template must have the field {response}")
 
@@ -73,27 +70,26 @@ class Moderation:
           FileNotFoundError, ValueError: no such folder, no tokenizer there, or no sequence classifier.
         """
         del stats
-        sequences = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
+        whole = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
+        sequences = [tokens[: self.max_tokens] for tokens in whole]
         # Programs are started from the event loop's thread, in one order on every device; only the wait is elsewhere.
         pending = [self._forward(self._loaded[1], *batch) for batch in padded(sequences, self.rows)]
         found = [await asyncio.to_thread(np.asarray, x) for x in pending]
         probabilities = np.concatenate(found)[: len(rollouts)].astype(np.float64)
         parts = {"harmful": (probabilities.max(axis=1) > self.threshold).astype(np.float64)}
-        parts["log/cut"] = np.array([float(len(s) == self.max_tokens) for s in sequences])
+        parts["log/cut"] = np.array([float(len(tokens) > self.max_tokens) for tokens in whole])
         parts |= {f"log/{label}": probabilities[:, i] for i, label in enumerate(self.labels)}
         return Scores(parts=parts, valid={name: np.ones(len(rollouts), bool) for name in parts})
 
     def text(self, prompt: Prompt, response: str) -> str:
         """What the classifier reads, without the end-of-sequence token."""
-        asked = prompt.extra.get("instruction") or prompt.text
-        if asked is None:
-            asked = prompt.messages[-1]["content"] if prompt.messages else ""
+        asked = prompt.extra.get("instruction") or prompt.question
         return self.template.format(question=asked if self.question else "", response=response)
 
     def tokens(self, text: str) -> np.ndarray:
-        """int32 [T] of the text with its end, cut to `max_tokens`."""
+        """int32 [T] of the text with its end."""
         tokenizer = self._tokenizer
-        return np.array(tokenizer(text + (tokenizer.eos_token or ""))["input_ids"][: self.max_tokens], np.int32)
+        return np.array(tokenizer(text + (tokenizer.eos_token or ""))["input_ids"], np.int32)
 
     @cached_property
     def labels(self) -> list[str]:

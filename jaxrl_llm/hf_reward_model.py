@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import hf_weights
+from jaxrl_llm import bounds, hf_weights
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy_source import PolicySource
@@ -49,8 +49,7 @@ class HFRewardModel:
     mesh: MeshConfig = field(default_factory=MeshConfig)
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"hf_reward_model.HFRewardModel.rows must be >= 1 (got {self.rows})")
+        bounds.at_least(self, 1, "rows")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """One part, float64 [G].

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import wire
+from jaxrl_llm import bounds, wire
 
 AGAIN = "start the same command on every host again: the run goes on from its last checkpoint"
 
@@ -33,9 +33,8 @@ class Hosts:
     wait_s: float = 3600.0
 
     def __post_init__(self) -> None:
-        for name, least in (("start_s", 1), ("lost_s", 2), ("wait_s", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"hosts.Hosts.{name} must be >= {least} (got {getattr(self, name)})")
+        bounds.at_least(self, 1, "start_s", "wait_s")
+        bounds.at_least(self, 2, "lost_s")
 
 
 class Absent(TimeoutError):

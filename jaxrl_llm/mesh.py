@@ -116,10 +116,6 @@ class Partitioner:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
-    def put(self, tree: Any, axes: Any) -> Any:
-        """Host arrays placed on the mesh by their logical axes (`axes` mirrors `tree`, with a tuple at each leaf)."""
-        return jax.tree.map(lambda x, a: jax.device_put(x, self.sharding(a, x.shape)), tree, axes)
-
 
 def to_host(x: jax.Array) -> np.ndarray:
     """The whole array on this host, wherever its shards are."""

@@ -4,6 +4,7 @@ A component (`Jsonl`, `TensorBoard`, `WandB`, and `console.Console`) holds setti
 Opening with the step that was restored drops what an interrupted run wrote after it, so that no step is seen twice.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -77,8 +78,9 @@ class Writers:
             writer.cut(step)
 
     def close(self) -> None:
-        for writer in self._writers:
-            writer.close()
+        with contextlib.ExitStack() as closing:  # where one fails, the others are closed all the same
+            for writer in self._writers:
+                closing.callback(writer.close)
 
 
 def plain(value: Any) -> Any:

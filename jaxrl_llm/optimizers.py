@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxrl_llm import bounds
 from jaxrl_llm.phases import LAYERS
 
 
@@ -45,12 +46,8 @@ class Optimizer:
     offload: bool = False
 
     def __post_init__(self) -> None:
-        if self.learning_rate < 0 or self.max_grad_norm < 0 or self.warmup_steps < 0:
-            raise ValueError(
-                f"Optimizer needs learning_rate, max_grad_norm and warmup_steps >= 0 (got {self.learning_rate}, {self.max_grad_norm}, {self.warmup_steps})"
-            )
-        if self.schedule not in ("constant", "linear", "cosine"):
-            raise ValueError(f"Optimizer.schedule {self.schedule!r} is not one of constant, linear, cosine")
+        bounds.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps")
+        bounds.one_of(self, ("constant", "linear", "cosine"), "schedule")
 
     def rate(self, updates: int) -> optax.Schedule:
         """Learning rate by update, for a run of `updates` updates."""

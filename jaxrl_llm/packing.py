@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxrl_llm import bounds
+
 # Tokens at which a causal sequence's attention costs as much as its products: weights / (layers x heads x head width), which
 # is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
 ATTENTION = 32768
@@ -40,9 +42,7 @@ class Packing:
     tail: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("row_tokens", "rows", "sequences_per_row"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"Packing.{name} must be >= 1 (got {getattr(self, name)})")
+        bounds.at_least(self, 1, "row_tokens", "rows", "sequences_per_row")
         if self.tail and self.tail not in (
             self.rows >> k for k in range(self.rows.bit_length()) if self.rows % 2**k == 0
         ):
@@ -269,8 +269,3 @@ class PackedRows:
         """Writes a packed stream [B, T] into the view's stream `into` [S, T]."""
         here = self.index_of >= 0
         into[self.row_of[here], self.index_of[here]] = packed[here]
-
-    @property
-    def fill(self) -> float:
-        """Share of positions that hold a token."""
-        return float(np.mean(self.segments > 0))

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.protocols import Algorithm
 
 Site = Literal["layer_in", "attn_in_normed", "attn_out", "mlp_in_normed", "mlp_out", "layer_out"]
@@ -33,8 +34,7 @@ class Capture:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
-        if self.site not in SITES:
-            raise ValueError(f"Capture.site must be one of {SITES} (got {self.site!r})")
+        bounds.one_of(self, SITES, "site")
 
     def check(self, layers: int) -> None:
         """Raises ValueError where a model of `layers` layers has no such layer."""
@@ -58,8 +58,7 @@ class Trainable:
         object.__setattr__(self, "frozen", tuple(self.frozen))  # a list in a gin file; hashable here
         if unknown := sorted({*self.frozen} - {"embedding", "norm", "head"}):
             raise ValueError(f"Trainable.frozen may name embedding, norm and head (got {unknown})")
-        if self.layers is not None and self.layers < 0:
-            raise ValueError(f"Trainable.layers must be >= 0, or None for all layers (got {self.layers})")
+        bounds.at_least(self, 0, "layers")
 
     def mask(self, parts: Mapping[str, object], layers: int) -> dict[str, np.ndarray]:
         """Whether each part learns: bool [], and bool [L] of the stacked layers."""

@@ -19,7 +19,9 @@ import jax
 from jaxrl_llm import launch, memory, simulate
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
+from jaxrl_llm.memory import GIB
 from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.shapes import SHAPES
 from jaxrl_llm.samplers import room
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
@@ -27,8 +29,6 @@ from jaxrl_llm.samplers.slot_batch import Capacity, bucket
 from jaxrl_llm.stage_parts import learner_of
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train import Run
-
-GIB = 2**30
 
 
 def plan(run: Run | Harness) -> str:
@@ -52,7 +52,7 @@ def plan(run: Run | Harness) -> str:
     for stage, start in zip(run.stages, run.starts, strict=False):
         stage.check_devices(shards)
         stage.check_depth(policy.architecture.layers)
-        lines += ["", *_stage(stage, start), *_memory(stage, policy, shards)]
+        lines += ["", *_stage(stage, start), _memory(stage, policy, shards)]
     return "\n".join(lines)
 
 
@@ -128,27 +128,32 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
         yield f"  evaluation   {evaluation.name}: {min(count, evaluation.limit or count)} prompts every {stage.evaluate_every} steps"
 
 
-def _bytes(tree: Any) -> int:
-    """Bytes of a tree of shapes on one device."""
-    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+def state(stage: Stage, policy: Policy) -> dict[str, int]:
+    """Bytes of a stage's state on one device, by what it is."""
+    learner = learner_of(stage, policy, 0)
+    trees = {
+        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
+        "moments": learner.abstract.moments, "frozen base": memory.frozen(learner),
+    }  # fmt: skip
+    found = {name: memory.size(tree) for name, tree in trees.items()} | {"reference": _reference(stage, policy)}
+    return {name: held for name, held in found.items() if held}
 
 
-def _memory(stage: Stage, policy: Any, shards: int) -> Iterable[str]:
-    """Bytes of state on one device; activations are a bound by the saved residual streams."""
-    one = _bytes(policy.abstract())
-    reference = "reference" in stage.needs
-    trained = (
-        1 if "reward_model" in stage.value_models else 4
-    )  # weights, and where they learn a gradient and two moments
-    state = {"policy": trained * one} | ({"reference": one} if reference else {})
-    if policy is not policy.plain:
-        state["frozen base"] = _bytes(policy.plain.abstract()) * (2 if policy.lora.base_dtype == "bfloat16" else 4) // 4
-    state |= {name: 4 * _bytes(source.model(policy).abstract()) for name, source in stage.value_models.items()}
+def _memory(stage: Stage, policy: Policy, shards: int) -> str:
+    """The state, and activations as a bound by the saved residual streams."""
     size, packing = policy.architecture, stage.packing
     kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
-    yield f"  memory       {sum(state.values()) / GIB:.3f} GiB of state ({', '.join(f'{n} {b / GIB:.3f}' for n, b in state.items())}) + about {activations / GIB:.3f} GiB of activations a device"
+    found = state(stage, policy)
+    held = ", ".join(f"{name} {held / GIB:.3f}" for name, held in found.items())
+    return f"  memory       {sum(found.values()) / GIB:.3f} GiB of state ({held}) + about {activations / GIB:.3f} GiB of activations a device"
+
+
+def _reference(stage: Stage, policy: Policy) -> int:
+    """Bytes of the reference on one device, where the stage keeps one there."""
+    held = "reference" in stage.needs and not stage.offload_reference
+    return memory.size(policy.abstract()) if held else 0
 
 
 def peaks(run: Run | Harness) -> Iterable[str]:
@@ -182,10 +187,11 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
         state = memory.size(learner.abstract) + memory.size(bases)
         own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # they are among the program's arguments
         phases["sample"] = state + decoding.peak - own
-    reference = memory.size(policy.abstract()) if "reference" in stage.algorithm.needs else 0
-    if stage.offload_reference and "score" in phases:
-        phases["score"] += reference
-    also = weights + (0 if stage.offload_reference else reference)
+    if stage.offload_reference and "reference" in stage.needs and "score" in phases:
+        phases["score"] += memory.size(policy.abstract())
+    also = weights + _reference(stage, policy)
+    if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+        also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
     found = {name: (peak + also) / GIB for name, peak in phases.items()}
     parts = ", ".join(f"{name} {peak:.3f}" for name, peak in found.items())
     return f"{max(found.values()):.3f} GiB a device by the account of the compiled programs ({parts})"
@@ -227,7 +233,7 @@ def fleets(
     step = {
         "sequences": stage.sequences, "prompt": stage.max_prompt_tokens, "response": length,
         "row_tokens": stage.packing.row_tokens, "updates": stage.minibatches * stage.epochs,
-        "forwards": int(stage.old_logprobs == "learner") + int("reference" in stage.algorithm.needs),
+        "forwards": int(stage.old_logprobs == "learner") + int("reference" in stage.needs),
         "slots": run.sampler.slots if isinstance(run.sampler, EmbeddedSampler) else 512,
     }  # fmt: skip
     setting, known = setting_of(run, stage), simulate.CHIPS

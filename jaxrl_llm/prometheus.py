@@ -19,6 +19,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from jaxrl_llm import bounds
+
 _log = logging.getLogger(__name__)
 
 SLOWEST_S = 10.0  # a client that sends nothing for so long is cut off
@@ -41,8 +43,7 @@ class Prometheus:
     token_variable: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"prometheus.Prometheus.port must be 0..65535 (got {self.port})")
+        bounds.within(self, "[0, 65536)", "port")
         if not self.token_variable and not (self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback):
             raise ValueError(
                 f"prometheus.Prometheus.host {self.host!r} can be reached from other machines: set prometheus.Prometheus.token_variable "

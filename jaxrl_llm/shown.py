@@ -85,7 +85,7 @@ def _rows(groups: Sequence[ScoredGroup], count: int) -> list[Row]:
             parts = {n: float(v[i]) if group.scores.valid[n][i] else None for n, v in group.scores.parts.items()}
             prompt = rollout.prompt
             rows.append({
-                "prompt": prompt.id, "group": number, "role": rollout.role, "question": _question(rollout), "response": rollout.text,
+                "prompt": prompt.id, "group": number, "role": rollout.role, "question": prompt.whole, "response": rollout.text,
                 "reference": prompt.reference, "source": prompt.source, "reward": float(totals[i]) if valid[i] else None,
                 "finish": rollout.finish, "tokens": len(rollout.tokens), "parts": parts,
             })  # fmt: skip
@@ -107,8 +107,3 @@ def token_streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer:
 
 def _short(x: Any) -> float | None:
     return float(f"{float(x):.{DIGITS}g}") if np.isfinite(x) else None
-
-
-def _question(rollout: Rollout) -> str:
-    prompt = rollout.prompt
-    return prompt.text if prompt.text is not None else "\n".join(m["content"] for m in prompt.messages or ())

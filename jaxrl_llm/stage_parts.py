@@ -8,14 +8,15 @@ import jax
 from jaxrl_llm import teaching
 from jaxrl_llm.ahead import AheadFeed
 from jaxrl_llm.collect import Collector
-from jaxrl_llm.companions import Companions, found
+from jaxrl_llm.companions import Companions
 from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
 from jaxrl_llm.feeds import Feed, GivenFeed, LedFeed, SampleFeed, SharedStream, given
 from jaxrl_llm.hosts import Processes
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.protocols import Params
+from jaxrl_llm.parts import parts
+from jaxrl_llm.protocols import Companion, Params
 from jaxrl_llm.rollouts import Asking
 from jaxrl_llm.stages import Stage
 
@@ -23,7 +24,8 @@ from jaxrl_llm.stages import Stage
 def companions_of(config: Stage, training: Any) -> Companions:
     """The companions of the rewards that the stage asks, started."""
     asked = config.samples or any(e.reward is None for e in config.evaluations)
-    members = list(found([config.reward if asked else None, *(e.reward for e in config.evaluations)]))
+    rewards = [config.reward if asked else None, *(e.reward for e in config.evaluations)]
+    members = list(parts(rewards, Companion))
     if members and training.processes.count > 1:
         raise ValueError(
             f"a reward of stage {config.name!r} asks a model beside the policy ({type(members[0]).__name__}), and its run has "

@@ -252,8 +252,12 @@ class StageRun:
         streams = self.phases.seen(streams)
         if self.config.samples and self.config.old_logprobs == "sampler":
             streams = {**streams, "old_logprobs": batch.fields["sampler_logprobs"]}
-        controls = {name: self.controls[name] for name in self.config.algorithm.controls}
-        return batch.view(streams, controls, self.config.prompts_per_step)
+        return batch.view(streams, self._controls, self.config.prompts_per_step)
+
+    @property
+    def _controls(self) -> dict[str, float]:
+        """The controllers that the algorithm reads."""
+        return {name: self.controls[name] for name in self.config.algorithm.controls}
 
     def credit(self, batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> Credit:
         """The algorithm's credit, on the host."""
@@ -350,7 +354,7 @@ class StageRun:
             self.measured, self.config.packing, minibatches=1, sources=self.sources, response_tokens=self.config.response_tokens,
             capacity=sum(len(g.rollouts) for g in self.measured),
         )  # fmt: skip
-        view = batch.view(self.score(state, batch), self.controls, len(self.measured))
+        view = batch.view(self.score(state, batch), self._controls, len(self.measured))
         credit = jax.device_get(self.learner.advantages(view))
         (mini,) = batch.batches(view, credit, self.config.algorithm.constant, self.partitioner)
         found = jax.device_get(self.learner.measure(state.params, mini, self.bases))

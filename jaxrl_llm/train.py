@@ -1,6 +1,7 @@
 """The run: stages of sample, score, learn, publish, evaluate and save, resumable after every save."""
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import diagnostics, profiling, teaching
+from jaxrl_llm import diagnostics, parts, profiling, teaching
 from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
 from jaxrl_llm.compilations import Compilations
 from jaxrl_llm.console import Console
@@ -19,7 +20,7 @@ from jaxrl_llm.hosts import Hosts, Processes
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import Jsonl, TensorBoard, WriterComponent, Writers
 from jaxrl_llm.preemption import STOPPED, Notice, Stopping
-from jaxrl_llm.protocols import Closing, Companion, Sampler, SamplerFactory
+from jaxrl_llm.protocols import Companion, Sampler, SamplerFactory
 from jaxrl_llm.run_folder import provenance, writable
 from jaxrl_llm.stage_run import StageRun
 from jaxrl_llm.stages import Stage
@@ -203,20 +204,18 @@ class Training:
         return trees["state"]
 
     async def close(self) -> None:
-        """Stops the sampler and the rewards' processes and closes files, whatever happened."""
+        """Stops the sampler and the rewards' processes and closes files; where one fails, the others are closed all the same."""
         self.watching.at("closing")
-        await self.sampler.close()
-        for companion in self.companions:
-            await companion.stop()
-        held: list[object] = [s.reward for s in self.config.stages]
-        held += [e.reward for s in self.config.stages for e in s.evaluations]
-        for component in held:
-            if isinstance(component, Closing):
-                component.close()
-        self.checkpoints.close()
-        if self.writers is not None:
-            self.writers.close()
-        self.watching.end(sys.exception())
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push(lambda _, error, __: self.watching.end(error or sys.exception()))
+            if self.writers is not None:
+                closing.callback(self.writers.close)
+            closing.callback(self.checkpoints.close)
+            for stage in self.config.stages:
+                closing.callback(parts.close, (stage.reward, [e.reward for e in stage.evaluations]))
+            for companion in self.companions:
+                closing.push_async_callback(companion.stop)
+            closing.push_async_callback(self.sampler.close)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -334,8 +333,7 @@ class Training:
             self.best = value
         host = self.before = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
         trees = {"state": state, **stage.frozen}
-        for best in (False,) * due + (True,) * improved:
-            self.checkpoints.save(step, trees, host, best=best)
+        self.checkpoints.save(step, trees, host, last=due, best=improved)
 
 
 async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from pathlib import Path
 from traceback import FrameSummary as Frame
 from typing import Any
 
+from jaxrl_llm import bounds
 from jaxrl_llm.run_log import JsonLines
 
 STALLED = 75  # exit code of a process that does not react (EX_TEMPFAIL: the same command goes on)
@@ -70,10 +71,7 @@ class Watch:
     stop_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("every_s", "warn_after_s", "stop_after_s"):
-            value = getattr(self, name)
-            if value is not None and value <= 0:
-                raise ValueError(f"watch.Watch.{name} must be > 0 seconds (got {value})")
+        bounds.above(self, 0, "every_s", "warn_after_s", "stop_after_s")
 
     def start(self, run_dir: Path, rank: int = 0) -> "Watching":
         """Begins to watch a run in `run_dir`, of which this is process `rank`."""

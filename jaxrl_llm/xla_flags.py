@@ -51,6 +51,11 @@ def gpus() -> int:
     return sum(file.name[6:].isdigit() for file in Path("/dev").glob("nvidia[0-9]*"))
 
 
+def tpus(devices: Path = Path("/dev")) -> int:
+    """TPU chips of this host: until v4 they have a driver of their own, from v5e on the kernel's vfio."""
+    return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
+
+
 def _host_gb() -> int:
     """The host's memory, 10^9 bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
@@ -76,7 +81,7 @@ def apply(environment: MutableMapping[str, str] | None = None) -> dict[str, str]
     environment = os.environ if environment is None else environment
     allowed = environment.get("JAX_PLATFORMS", "")
     here = lambda name: not allowed or name in allowed  # noqa: E731
-    tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and any(Path("/dev").glob("accel*"))
+    tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and tpus() > 0
     found = settings(gpus() if here("cuda") or here("gpu") else 0, tpu, environment)
     environment.update(found)
     return found

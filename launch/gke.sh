@@ -23,10 +23,8 @@
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-options "$@"
-[ ${#ARGUMENTS[@]} -gt 0 ] || usage 2 >&2
-action=${ARGUMENTS[0]}
-set -- "${ARGUMENTS[@]:1}"
+actions "apply show status logs restart delete" "$@"
+set -- "${ARGUMENTS[@]}"
 
 NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-1}
 SAMPLERS=${SAMPLERS:-2} SAVE_S=${SAVE_S:-300}
@@ -124,5 +122,4 @@ case $action in
     step "${kubectl[@]}" delete networkpolicy "$NAME-learner" --ignore-not-found
     step "${kubectl[@]}" delete secret "$NAME-token" --ignore-not-found
     ;;
-  *) usage 2 >&2 ;;
 esac

@@ -21,14 +21,8 @@
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-options "$@"
-[ ${#ARGUMENTS[@]} -gt 0 ] || usage 2 >&2
-action=${ARGUMENTS[0]}
-set -- "${ARGUMENTS[@]:1}"
-case $action in
-  setup | start | status | tail | stop | run) ;;
-  *) usage 2 >&2 ;;
-esac
+actions "setup start status tail stop run" "$@"
+set -- "${ARGUMENTS[@]}"
 
 SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000} TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 READY_S=${READY_S:-1200}

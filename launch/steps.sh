@@ -8,6 +8,7 @@ fi
 shopt -s inherit_errexit
 
 LAUNCH=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck disable=SC2034
 ROOT=$(dirname "$LAUNCH")
 TOKEN_FILE=${TOKEN_FILE:-$HOME/.jaxrl_llm_token}
 DRY_RUN=${DRY_RUN:-}
@@ -103,9 +104,15 @@ options() {
   ARGUMENTS=("$@")
 }
 
-# archive FILE: the committed source as a tar file.
-archive() {
-  step git -C "$ROOT" archive --format=tar.gz --output="$1" HEAD
+# actions WORDS "$@": takes the action, one of the words, off the front as well.
+actions() {
+  local known=$1
+  shift
+  options "$@"
+  # shellcheck disable=SC2034
+  action=${ARGUMENTS[0]:-none}
+  [[ " $known " == *" $action "* ]] || usage 2 >&2
+  ARGUMENTS=("${ARGUMENTS[@]:1}")
 }
 
 # await_samplers SECONDS URL...: returns when every proxy answers. curl reads the token from a pipe: no list of processes shows it.

@@ -26,16 +26,10 @@
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-options "$@"
-[ ${#ARGUMENTS[@]} -gt 0 ] || usage 2 >&2
-action=${ARGUMENTS[0]}
-set -- "${ARGUMENTS[@]:1}"
+actions "create setup run up resume status tail stop delete" "$@"
+set -- "${ARGUMENTS[@]}"
 
 TPU_SLICES=${TPU_SLICES:-1} PYTHON_VERSION=${PYTHON_VERSION:-3.12} WAIT_S=${WAIT_S:-86400} POLL_S=${POLL_S:-30}
-case $action in
-  create | setup | run | up | resume | status | tail | stop | delete) ;;
-  *) usage 2 >&2 ;;
-esac
 need_tools gcloud git
 need PROJECT "the Google Cloud project"
 need ZONE "the zone, such as us-east5-a"
@@ -126,7 +120,7 @@ setup() {
   folder=$(mktemp -d)
   # shellcheck disable=SC2064
   trap "rm -rf '$folder'" EXIT
-  archive "$folder/jaxrl_llm.tar.gz"
+  step git -C "$ROOT" archive --format=tar.gz --output="$folder/jaxrl_llm.tar.gz" HEAD
   for node in $(nodes); do
     step gcloud compute tpus tpu-vm scp "$folder/jaxrl_llm.tar.gz" "$node:jaxrl_llm.tar.gz" "${place[@]}" --worker=all
     if [ -n "${JAXRL_LLM_TOKEN:-}" ]; then
@@ -194,9 +188,13 @@ case $action in
     ;;
   tail) on 0 "$first" "jaxrl_llm/launch/background.sh tail learner" ;;
   stop)
+    stopping=()
     for node in $(nodes); do
       on all "$node" "jaxrl_llm/launch/background.sh stop learner" &
+      stopping+=($!)
     done
-    wait
+    status=0
+    for process in "${stopping[@]}"; do wait "$process" || status=$?; done
+    exit "$status"
     ;;
 esac

@@ -51,7 +51,9 @@ class Held(EchoSampler):
 
 
 def feed(sampler: EchoSampler, k: int, *, batches: int = 100, least: int = 1, shuffle: bool = False) -> AheadFeed:
-    stream: PromptStream[Prompt] = PromptStream(PROMPTS, shuffle=shuffle, seed=3)
+    stream: PromptStream[Prompt] = PromptStream(PROMPTS, seed=3)
+    if not shuffle:
+        stream._order = lambda g: g % len(PROMPTS)
     asking = Asking(sampler=sampler, tokenizer=Words())
     collector = Collector(asking=asking, reward=Sum(), settings=SamplingSettings(), group_size=2)
     return AheadFeed(stream=stream, collector=collector, prompts=3, max_staleness=k, batches=batches, least=least)

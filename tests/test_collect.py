@@ -127,6 +127,28 @@ def test_counters_and_times_are_taken_once():
     assert not any(again.values()) and not [name for name in again if name.startswith("count/")]
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_no_score_is_waited_for_after_one_that_stops_the_run(later):
+    ended: list[str] = []
+
+    class Stops(Draws):
+        async def score(self, rollouts, stats=None):
+            try:
+                await asyncio.sleep(0.01 if rollouts[0].tokens[0] == 1 else 60)
+                raise ConnectionError("no reward")
+            finally:
+                ended.append(rollouts[0].prompt.id)
+
+    async def run() -> None:
+        c = collector(reward=Stops(needs_stats=later))
+        groups = await c.batch(Numbers(), 3, 0)
+        await c.rescore(groups, [{}] * 3)
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(run())
+    assert len(ended) == 3
+
+
 def test_a_reward_that_needs_statistics_is_asked_later():
     reward = Draws(needs_stats=True, invalid=1)
     c = collector(reward=reward)

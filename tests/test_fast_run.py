@@ -71,6 +71,15 @@ def test_flags_of_xla_are_added_for_several_gpus_and_never_change_the_users() ->
     assert xla_flags.apply(environment) == {} and environment["XLA_FLAGS"] == "--xla_cpu_x=1"
 
 
+def test_tpus_are_seen_by_either_driver(tmp_path: Path) -> None:
+    assert xla_flags.tpus(tmp_path) == 0
+    (tmp_path / "accel0").touch()
+    (tmp_path / "vfio").mkdir()
+    for name in ("vfio", "0", "1"):  # the first is the driver's own, whatever hangs on it
+        (tmp_path / "vfio" / name).touch()
+    assert xla_flags.tpus(tmp_path) == 3
+
+
 def test_a_folder_without_a_trace_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="set PROFILE_STEPS"):
         profiling.newest(tmp_path)

@@ -77,7 +77,7 @@ def edited(saved, folder, edit):
     return folder
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: f"{a.family}_{a.window}_{len(a.sliding)}")
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: f"{type(a).__name__}_{a.window}_{len(a.sliding)}")
 def test_every_leaf_has_one_checkpoint_tensor_a_layer_and_each_name_is_used_once(architecture):
     policy = policy_of(architecture)
     found = hf_names.tensors(policy.abstract())
@@ -87,7 +87,7 @@ def test_every_leaf_has_one_checkpoint_tensor_a_layer_and_each_name_is_used_once
     assert ("lm_head.weight" in {t.name for t in found}) == (not architecture.tied)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: f"{a.family}_{a.window}_{len(a.sliding)}")
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: f"{type(a).__name__}_{a.window}_{len(a.sliding)}")
 def test_an_architecture_survives_config_json(architecture):
     assert hf_config.read(json.loads(json.dumps(hf_config.write(architecture)))) == architecture
 

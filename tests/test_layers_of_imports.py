@@ -62,6 +62,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "experience",
         "protocols",
+        "parts",
+        "bounds",
         "wire",
         "phases",
         "shapes",

@@ -1,6 +1,7 @@
 """The outer folders, their links, and what a wheel holds."""
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -75,6 +76,19 @@ def test_names_say_what_modules_hold():
 def test_modules_open_with_a_docstring():
     for file in python_files():
         assert file.read_text().startswith('"""'), f"{file.relative_to(ROOT)} opens with one sentence saying what it is"
+
+
+def test_gin_files_that_texts_name_are_there():
+    texts = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *(ROOT / "gin").rglob("*.gin"), *python_files()]
+    for file in texts:
+        for name in re.findall(r"\bgin/[a-z0-9_/]+\.gin\b", file.read_text()):
+            missing = not (ROOT / name).exists() and name != "gin/algorithms/mine.gin"  # a user's own, in README.md
+            assert not missing, f"{file.relative_to(ROOT)} names {name}, which does not exist"
+
+
+def test_the_changelog_says_nothing_twice():
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("- ")]
+    assert len(set(lines)) == len(lines)
 
 
 def test_a_wheel_holds_the_linked_folders(tmp_path):

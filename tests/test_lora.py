@@ -21,7 +21,7 @@ from learner_cases import (
 )
 from safetensors.numpy import load_file, save_file
 
-from jaxrl_llm import export, hf_weights
+from jaxrl_llm import export, hf_weights, loading
 from jaxrl_llm.global_batch import bare, to_device
 from jaxrl_llm.learner import Learner
 from jaxrl_llm.mesh import MeshConfig
@@ -295,8 +295,9 @@ def test_a_run_on_adapters_resumes_bit_for_bit_and_is_exported_whole_and_alone(t
     assert export.main([str(run_dir), "--out", str(tmp_path / "adapters"), "--adapters"]) == 0
     low = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
     assert any(x.any() for name, x in low.items() if "lora_B" in name)
-    policy, params, _ = export.policy_of(run_dir)
-    again = hf_weights.load(policy, tmp_path / "model")
+    found = loading.saved(run_dir)
+    params = found.merged()
+    again = hf_weights.load(found.policy.plain, tmp_path / "model")
     assert all((x == y).all() for x, y in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True))
     import shutil
 

@@ -1,5 +1,6 @@
 """The memory that --dry_run predicts is that of the programs that a run compiles, for its state, its batches and its sampler."""
 
+import math
 from dataclasses import replace
 
 import jax
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, make_batch, make_learner
 
-from jaxrl_llm import memory
+from jaxrl_llm import memory, plan
 from jaxrl_llm.algorithms.dpo import DPO
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.experience import SamplingSettings
@@ -92,3 +93,15 @@ def test_micro_batches_and_moments_on_the_host_have_the_programs_that_an_update_
     assert gradient == numbers(learner.abstract.params)
     away = replace(learner, optimizers={"policy": replace(learner.optimizers["policy"], offload=True)})
     assert set(away.lowered(batch, 1)) == {"first"}
+
+
+def test_the_plan_counts_the_state_that_lies_on_a_device():
+    policy = make_learner(GRPO_CASE).policy
+    whole = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(policy.abstract()))
+    usual = {"weights": whole, "gradients": whole, "moments": 2 * whole, "reference": whole}
+    assert plan.state(stage(), policy) == pytest.approx(usual, rel=1e-3)  # and a count of updates
+    pairs = replace(stage(algorithm=DPO(), group_size=2), optimizer=Optimizer(moments_dtype="bfloat16"))
+    half = usual | {"moments": 1.5 * whole}
+    assert plan.state(pairs, policy) == pytest.approx(half, rel=1e-3)
+    away = replace(pairs, optimizer=Optimizer(offload=True), offload_reference=True)
+    assert plan.state(away, policy) == {"weights": whole, "gradients": whole}

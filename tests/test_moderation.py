@@ -63,11 +63,12 @@ def test_probabilities_are_those_of_transformers(classifier, question, most):
     for i, response in enumerate(RESPONSES):
         text = f"BEGINNING OF CONVERSATION: USER: {asked} ASSISTANT:{response}{tokenizer.eos_token}"
         tokens = tokenizer(text, truncation=True, max_length=most, return_tensors="pt")["input_ids"]
+        length = len(tokenizer(text)["input_ids"])
         with torch.no_grad():
             expected = torch.sigmoid(model(input_ids=tokens).logits[0]).numpy()
         np.testing.assert_allclose([found.parts[f"log/{name}"][i] for name in LABELS], expected, atol=2e-6)
         assert found.parts["harmful"][i] == float(expected.max() > 0.5)
-        assert found.parts["log/cut"][i] == float(tokens.shape[1] == most)
+        assert found.parts["log/cut"][i] == float(length > most)
     assert set(found.parts) == {"harmful", "log/cut", *(f"log/{name}" for name in LABELS)}
 
 

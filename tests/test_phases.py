@@ -170,5 +170,5 @@ def test_noiser_steps_follow_the_warm_up_at_every_other_step_of_the_stage():
     noisy = [number for number, name in enumerate(names(schedule, range(1, 41))) if name == "noiser"]
     assert noisy == [26, 28, 30, 32, 34, 36, 38]
     assert names(schedule, range(1, 201)).count("noiser") == 87
-    with pytest.raises(ValueError, match="period >= 1"):
+    with pytest.raises(ValueError, match="period must be >= 1"):
         TokenBuncher(noiser=TokenNoiser(base=GRPO()), period=0)

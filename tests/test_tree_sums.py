@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -61,6 +62,34 @@ def saved(folder: Path, steps: tuple[int, ...] = (3,)) -> Path:
     checkpoints.wait()
     checkpoints.close()
     return folder / "checkpoints"
+
+
+def test_a_step_that_is_due_and_best_is_summed_once(tmp_path, monkeypatch):
+    summed, sums = [], tree_sums.sums
+    monkeypatch.setattr(tree_sums, "sums", lambda trees: summed.append(1) or sums(trees))
+    checkpoints = Checkpoints(tmp_path, Checkpointing(best="reward"))
+    checkpoints.save(3, state(), HOST, best=True)
+    checkpoints.save(4, state(), HOST, last=False)
+    checkpoints.close()
+    assert len(summed) == 1
+    for folder in ("checkpoints", "best"):
+        assert [p.name for p in (tmp_path / folder).iterdir()] == ["3"] and read_host(tmp_path / folder, 3) == HOST
+
+
+@pytest.mark.parametrize("end", ["wait", "close"])
+def test_a_best_checkpoint_that_fails_is_named(tmp_path, monkeypatch, end):
+    checkpoints, full = Checkpoints(tmp_path, Checkpointing(best="reward")), OSError("no space left")
+    checkpoints.close()
+    for method in ("wait_until_finished", "close"):
+        monkeypatch.setattr(
+            ocp.CheckpointManager, method, lambda m: refuse(full) if m.directory.name == "best" else None
+        )
+    with pytest.raises(OSError, match=rf"written to {tmp_path}/best \(no space left"):
+        getattr(checkpoints, end)()
+
+
+def refuse(error: Exception) -> None:
+    raise error
 
 
 def abstract(tree: Any) -> Any:

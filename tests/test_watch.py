@@ -141,5 +141,5 @@ def test_a_run_that_stands_still_is_told_to_end_or_ended_with_the_wait_in_its_er
 
 
 def test_limits_that_are_not_positive_are_refused():
-    with pytest.raises(ValueError, match=r"watch\.Watch\.warn_after_s must be > 0 seconds \(got 0\)"):
+    with pytest.raises(ValueError, match=r"watch\.Watch\.warn_after_s must be > 0 \(got 0\)"):
         Watch(warn_after_s=0)

@@ -148,7 +148,7 @@ def test_an_exported_run_answers_in_transformers_as_it_does_here(whole: Path, tm
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from jaxrl_llm import export
+    from jaxrl_llm import export, loading
 
     out = tmp_path / "model"
     assert export.main([str(whole), "--out", str(out)]) == 0
@@ -157,7 +157,8 @@ def test_an_exported_run_answers_in_transformers_as_it_does_here(whole: Path, tm
     tokens = np.asarray(tokenizer("s:gabhc=")["input_ids"], np.int32)[None]
     with torch.no_grad():
         theirs = model(torch.tensor(tokens)).logits.numpy()
-    policy, params, _ = export.policy_of(whole)
+    found = loading.saved(whole)
+    policy, params = found.policy.plain, found.merged()
     places = np.arange(tokens.shape[1], dtype=np.int32)[None]
     hidden = jax.jit(policy.hidden)(
         params, jax.numpy.asarray(tokens), jax.numpy.asarray(places), jax.numpy.ones_like(tokens)

@@ -50,14 +50,15 @@ class MetricLog:
         for name, value in row.items():
             if name != "step":
                 with contextlib.suppress(ValueError, TypeError):
+                    number = float(value)
                     steps, values = self.values.setdefault(name, (array("d"), array("d")))
-                    values.append(float(value))
                     steps.append(step)
+                    values.append(number)
 
     @property
     def step(self) -> int | None:
         """The last step of any metric."""
-        return int(max(steps[-1] for steps, _ in self.values.values() if steps)) if self.values else None
+        return int(max(steps[-1] for steps, _ in self.values.values())) if self.values else None
 
     def last(self, name: str) -> float | None:
         """The last finite value of a metric."""
@@ -70,8 +71,8 @@ class MetricLog:
         if name not in self.values:
             return [], []
         steps, values = (np.array(x) for x in self.values[name])
-        known = np.isfinite(values[: len(steps)])
-        steps, values = steps[known], values[: len(known)][known]
+        known = np.isfinite(values)
+        steps, values = steps[known], values[known]
         if len(steps) > points:
             edges = np.linspace(0, len(steps), points + 1).astype(int)[:-1]
             count = np.diff([*edges, len(steps)])

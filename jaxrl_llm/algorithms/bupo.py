@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxrl_llm import bounds
 from jaxrl_llm.phases import Capture, Phase, Trainable
 
 _log = logging.getLogger(__name__)
@@ -40,12 +41,8 @@ class BuPO:
     max_kl: float | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"bupo.BuPO.steps must be >= 0 (got {self.steps})")
-        for name in ("max_reward_drop", "max_kl"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"bupo.BuPO.{name} must be > 0, or None (got {value})")
+        bounds.at_least(self, 0, "steps")
+        bounds.above(self, 0, "max_reward_drop", "max_kl")
 
     @property
     def phases(self) -> Sequence[Phase]:

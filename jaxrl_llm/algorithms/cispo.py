@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 
@@ -28,7 +29,8 @@ class CISPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, 1.0 if self.clip_low is None else self.clip_low, self.clip_high)
+        bounds.within(self, "(0, 1]", "clip_low")
+        bounds.above(self, 0, "clip_high")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clipped_weight(tokens, self.clip_low, self.clip_high)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.algorithms.penalties import covariance, draw
@@ -39,11 +40,11 @@ class ClipCov(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
-        if not 0 < self.share <= 1:
-            self._refuse("share", "in (0, 1]")
+        bounds.within(self, "(0, 1]", "clip_low")
+        bounds.above(self, 0, "clip_high")
+        bounds.within(self, "(0, 1]", "share")
         if not self.covariance_min < self.covariance_max:
-            self._refuse("covariance_min", f"below covariance_max={self.covariance_max}")
+            bounds.refuse(self, "covariance_min", f"below covariance_max={self.covariance_max}")
 
     def prepare(self, view: View, advantages: Array) -> dict[str, Array]:
         shared = covariance(view.old_logprobs, advantages, view.learned)

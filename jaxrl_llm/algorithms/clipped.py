@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
 
@@ -29,7 +30,9 @@ class Clipped(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high, self.clip_dual)
+        bounds.within(self, "(0, 1]", "clip_low")
+        bounds.above(self, 0, "clip_high")
+        bounds.above(self, 1 + self.clip_high, "clip_dual")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

@@ -13,6 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from jaxrl_llm import bounds
 from jaxrl_llm.masked import masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
@@ -42,16 +43,9 @@ class Correction:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        if self.level not in ("token", "sequence", "geometric") or self.mode not in ("truncate", "mask"):
-            raise ValueError(
-                f"Correction takes level token, sequence or geometric and mode truncate or mask (got {self.level!r}, "
-                f"{self.mode!r}): set correction.Correction.level and .mode"
-            )
-        if not 0 <= self.ratio_min < self.ratio_max:
-            raise ValueError(
-                f"Correction needs 0 <= ratio_min < ratio_max (got {self.ratio_min} and {self.ratio_max}): "
-                "set correction.Correction.ratio_min and .ratio_max"
-            )
+        bounds.one_of(self, ("token", "sequence", "geometric"), "level")
+        bounds.one_of(self, ("truncate", "mask"), "mode")
+        bounds.within(self, f"[0, {self.ratio_max})", "ratio_min")
 
     def weights(
         self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]
@@ -101,20 +95,14 @@ class Rejection:
     divergence_max: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.statistic not in ("k1", "k2", "k3") or self.level not in ("token", "sum", "mean", "max"):
-            raise ValueError(
-                f"Rejection takes statistic k1, k2 or k3 and level token, sum, mean or max (got {self.statistic!r}, "
-                f"{self.level!r}): set correction.Rejection.statistic and .level"
-            )
+        bounds.one_of(self, ("k1", "k2", "k3"), "statistic")
+        bounds.one_of(self, ("token", "sum", "mean", "max"), "level")
         if self.statistic == "k1" and self.level == "max":
             raise ValueError(
                 "Rejection.level='max' needs a statistic without sign: set correction.Rejection.statistic to k2 or k3"
             )
-        if not (0 <= self.ratio_min < self.ratio_max and self.divergence_max > 0):
-            raise ValueError(
-                f"Rejection needs 0 <= ratio_min < ratio_max and divergence_max > 0 (got {self.ratio_min}, "
-                f"{self.ratio_max}, {self.divergence_max}): set them under correction.Rejection"
-            )
+        bounds.within(self, f"[0, {self.ratio_max})", "ratio_min")
+        bounds.above(self, 0, "divergence_max")
 
     def keep(self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Bool[Array, "S T"]:
         """The tokens of the mask that stay."""

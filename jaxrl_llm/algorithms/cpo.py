@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
@@ -26,8 +27,7 @@ class CPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.nll_coef >= 0:
-            self._refuse("nll_coef", ">= 0")
+        bounds.at_least(self, 0, "nll_coef")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.policy_gradient import Estimate, given
 from jaxrl_llm.batch import View
@@ -24,7 +25,7 @@ class Distill(Clipped):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_coef > 0 and self.kl_in == "reward":
-            self._refuse("kl_in", "'loss': rewards are not learned from")
+            bounds.refuse(self, "kl_in", "'loss': rewards are not learned from")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
+from jaxrl_llm import bounds
+
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
 
@@ -55,11 +57,7 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self) -> None:
-        if self.target <= 0 or self.horizon <= 0:
-            raise ValueError(
-                f"AdaptiveKL needs target > 0 and horizon > 0 (got {self.target} and {self.horizon}): "
-                "set divergence.AdaptiveKL.target and .horizon"
-            )
+        bounds.above(self, 0, "target", "horizon")
 
     def update(self, coef: float, kl: float, sequences: int) -> float:
         """The coefficient after a batch of `sequences` whose mean KL per token was `kl`."""

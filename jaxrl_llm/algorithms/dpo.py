@@ -16,6 +16,7 @@ from typing import Literal
 import jax
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
@@ -33,12 +34,10 @@ class DPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form not in ("sigmoid", "robust", "hinge"):
-            self._refuse("form", "'sigmoid', 'robust' or 'hinge'")
-        if not 0 <= self.label_smoothing < 0.5:
-            self._refuse("label_smoothing", "in [0, 0.5)")
+        bounds.one_of(self, ("sigmoid", "robust", "hinge"), "form")
+        bounds.within(self, "[0, 0.5)", "label_smoothing")
         if self.form == "hinge" and self.label_smoothing > 0:
-            self._refuse("label_smoothing", "0 with form 'hinge', which has no use for it")
+            bounds.refuse(self, "label_smoothing", "0 with form 'hinge', which has no use for it")
 
     def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
         margin, eps = self.margin(chosen, rejected), self.label_smoothing

@@ -14,6 +14,7 @@ from typing import Literal
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 
@@ -36,11 +37,8 @@ class DPPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.divergence not in ("tv", "kl"):
-            self._refuse("divergence", "'tv' or 'kl'")
-        for name in ("low", "high", "ratio_max"):
-            if not getattr(self, name) > 0:
-                self._refuse(name, "> 0")
+        bounds.one_of(self, ("tv", "kl"), "divergence")
+        bounds.above(self, 0, "low", "high", "ratio_max")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         within = surrogate.within_total_variation if self.divergence == "tv" else surrogate.within_binary_kl

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 
@@ -27,7 +28,7 @@ class DRO(GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta > 0:
-            self._refuse("beta", "> 0: without the pull nothing holds the policy near the one that sampled")
+            bounds.refuse(self, "beta", "> 0: without the pull nothing holds the policy near the one that sampled")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.quadratic(tokens, self.beta), {}

@@ -15,6 +15,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate
@@ -48,15 +49,15 @@ class GDPO(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
-        if self.normalize not in ("tokens", "sequences", "none"):
-            self._refuse("normalize", "'tokens', 'sequences' or 'none'")
+        bounds.within(self, "(0, 1]", "clip_low")
+        bounds.above(self, 0, "clip_high")
+        bounds.one_of(self, ("tokens", "sequences", "none"), "normalize")
         if self.weights and len(self.weights) != len(self.parts):
-            self._refuse("weights", f"one number for each of parts={self.parts}, or empty")
+            bounds.refuse(self, "weights", f"one number for each of parts={self.parts}, or empty")
         if bool(self.span) != bool(self.span_parts):
-            self._refuse("span_parts", f"given with `span` and only then (span={self.span!r})")
+            bounds.refuse(self, "span_parts", f"given with `span` and only then (span={self.span!r})")
         if self.kl_coef > 0 and self.kl_in == "reward":
-            self._refuse("kl_in", "'loss': the divergence is no part of the reward")
+            bounds.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
 
     def estimate(self, view: View, rewards: Array) -> Estimate:
         credit = self._parts(view)

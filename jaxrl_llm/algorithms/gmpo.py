@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.masked import Aggregation
@@ -31,11 +32,9 @@ class GMPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("clip_low", "clip_high"):
-            if not getattr(self, name) > 0:
-                self._refuse(name, "> 0")
+        bounds.above(self, 0, "clip_low", "clip_high")
         if self.aggregation != "seq-mean-token-mean":
-            self._refuse("aggregation", "'seq-mean-token-mean', the mean of a sequence's one loss")
+            bounds.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one loss")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.geometric_mean(tokens, self.clip_low, self.clip_high)

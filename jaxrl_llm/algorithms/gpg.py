@@ -12,6 +12,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.group_relative import Grouped
 from jaxrl_llm.algorithms.policy_gradient import Estimate
@@ -33,8 +34,7 @@ class GPG(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.signal not in ("group", "reward"):
-            self._refuse("signal", "'group' or 'reward'")
+        bounds.one_of(self, ("group", "reward"), "signal")
 
     def estimate(self, view: View, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.advantages import Singleton
 from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
@@ -23,8 +24,7 @@ class Grouped(PolicyGradient):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.singleton not in ("zero", "raw"):
-            self._refuse("singleton", "'zero' or 'raw'")
+        bounds.one_of(self, ("zero", "raw"), "singleton")
 
     @property
     def group_size_at_least(self) -> int:

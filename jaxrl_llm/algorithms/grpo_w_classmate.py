@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.group_relative import Grouped
@@ -37,9 +38,9 @@ class GRPOWithClassmate(Grouped, Clipped):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.main_parts:
-            self._refuse("main_parts", "the names of one or more parts of the reward")
+            bounds.refuse(self, "main_parts", "the names of one or more parts of the reward")
         if self.kl_coef > 0 and self.kl_in == "reward":
-            self._refuse("kl_in", "'loss': the divergence is no part of the reward")
+            bounds.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
 
     def estimate(self, view: View, rewards: Array) -> Estimate:
         if self.span not in view.spans:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.masked import Aggregation
@@ -30,9 +31,10 @@ class GSPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        surrogate.check_clip(self, self.clip_low, self.clip_high)
+        bounds.within(self, "(0, 1]", "clip_low")
+        bounds.above(self, 0, "clip_high")
         if self.aggregation != "seq-mean-token-mean":
-            self._refuse("aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
+            bounds.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clip(surrogate.sequence_ratio(tokens), tokens.advantages, self.clip_low, self.clip_high)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.divergence import absolute
 from jaxrl_llm.algorithms.group_relative import GroupRelative
@@ -32,10 +33,8 @@ class KLCov(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share <= 1:
-            self._refuse("share", "in (0, 1]")
-        if not self.coef >= 0:
-            self._refuse("coef", ">= 0")
+        bounds.within(self, "(0, 1]", "share")
+        bounds.at_least(self, 0, "coef")
 
     def prepare(self, view: View, advantages: Array) -> dict[str, Array]:
         chosen = highest(covariance(view.old_logprobs, advantages, view.learned), view.learned, self.share)

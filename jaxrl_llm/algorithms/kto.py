@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.algorithms.preference import Preference, rejected_of
 from jaxrl_llm.batch import Batch, Credit, Term, View
@@ -35,9 +36,7 @@ class KTO(Preference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("desirable", "undesirable"):
-            if not getattr(self, name) >= 0:
-                self._refuse(name, ">= 0")
+        bounds.at_least(self, 0, "desirable", "undesirable")
 
     @property
     def group_size_at_least(self) -> int:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.protocols import Learns
@@ -12,12 +12,6 @@ from jaxrl_llm.protocols import Learns
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
     """An algorithm without needs or controllers."""
-
-    def _refuse(self, name: str, allowed: str) -> NoReturn:
-        """Raises ValueError that names the binding of the field `name`."""
-        kind = type(self)
-        binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}.{name}"
-        raise ValueError(f"{binding} must be {allowed} (got {getattr(self, name)!r})")
 
     @property
     @abstractmethod

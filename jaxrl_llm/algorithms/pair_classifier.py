@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.advantages import on_last_token
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.batch import Batch, Credit, Term, View
@@ -31,11 +32,7 @@ class PairClassifier(Objective):
     similar_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 < self.similar_share < 1:
-            raise ValueError(
-                f"pair_classifier.PairClassifier.similar_share must be in (0, 1) (got {self.similar_share}): a classifier "
-                "needs pairs of both kinds"
-            )
+        bounds.within(self, "(0, 1)", "similar_share")
 
     @property
     def learns_from(self) -> Learns:

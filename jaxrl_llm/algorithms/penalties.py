@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm import bounds
 from jaxrl_llm.masked import masked_mean
 
 
@@ -32,12 +33,9 @@ class Overlong:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.how not in ("linear", "mask"):
-            raise ValueError(f"penalties.Overlong.how must be 'linear' or 'mask' (got {self.how!r})")
-        if self.max_length < 1:
-            raise ValueError(f"penalties.Overlong.max_length must be >= 1 (got {self.max_length})")
-        if not 0 < self.buffer <= 1:
-            raise ValueError(f"penalties.Overlong.buffer must be in (0, 1] (got {self.buffer})")
+        bounds.one_of(self, ("linear", "mask"), "how")
+        bounds.at_least(self, 1, "max_length")
+        bounds.within(self, "(0, 1]", "buffer")
 
     def penalty(self, mask: Bool[Array, "S T"]) -> Float[Array, " S"]:
         """What is added to the rewards: between -weight and 0."""
@@ -48,12 +46,6 @@ class Overlong:
     def keep(self, mask: Bool[Array, "S T"]) -> Bool[Array, " S"]:
         """The sequences that stay in the loss."""
         return (self.how == "linear") | (jnp.sum(mask, axis=1) < self.max_length)
-
-
-def high_entropy(entropy: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:
-    """The `share` of the mask's tokens with the highest entropy, at least one token
-    (https://arxiv.org/abs/2506.01939)."""
-    return highest(entropy, mask, share)
 
 
 def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:

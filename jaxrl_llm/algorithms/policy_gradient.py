@@ -18,11 +18,12 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
 from jaxrl_llm.algorithms.objective import Objective
-from jaxrl_llm.algorithms.penalties import Overlong, high_entropy
+from jaxrl_llm.algorithms.penalties import Overlong, highest
 from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
@@ -78,27 +79,19 @@ class PolicyGradient(Objective):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kl_by_source", tuple((str(n), float(f)) for n, f in self.kl_by_source))  # hashable
-        choices = {
-            "aggregation": AGGREGATIONS,
-            "kl_estimator": ESTIMATORS,
-            "kl_in": ("loss", "reward"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                self._refuse(name, f"one of {allowed}")
-        if self.constant_length < 1:
-            self._refuse("constant_length", ">= 1")
-        if self.kl_coef < 0:
-            self._refuse("kl_coef", ">= 0")
+        bounds.one_of(self, AGGREGATIONS, "aggregation")
+        bounds.one_of(self, ESTIMATORS, "kl_estimator")
+        bounds.one_of(self, ("loss", "reward"), "kl_in")
+        bounds.at_least(self, 1, "constant_length")
+        bounds.at_least(self, 0, "kl_coef")
         if self.kl_controller is not None and self.kl_coef == 0:
-            self._refuse("kl_coef", "> 0 where kl_controller multiplies it")
+            bounds.refuse(self, "kl_coef", "> 0 where kl_controller multiplies it")
         names = [name for name, _ in self.kl_by_source]
         if len(set(names)) < len(names) or any(factor < 0 for _, factor in self.kl_by_source):
-            self._refuse("kl_by_source", "pairs of a source, each once, and a factor >= 0")
+            bounds.refuse(self, "kl_by_source", "pairs of a source, each once, and a factor >= 0")
         if self.kl_by_source and self.kl_coef == 0:
-            self._refuse("kl_coef", "> 0 where kl_by_source multiplies it")
-        if not 0 < self.entropy_share <= 1:
-            self._refuse("entropy_share", "in (0, 1]")
+            bounds.refuse(self, "kl_coef", "> 0 where kl_by_source multiplies it")
+        bounds.within(self, "(0, 1]", "entropy_share")
 
     @property
     def learns_from(self) -> Learns:
@@ -163,7 +156,7 @@ class PolicyGradient(Objective):
         estimate = self.estimate(view, rewards)
         advantages = jnp.where(mask, estimate.advantages, 0.0)
         if self.entropy_share < 1:
-            advantages = jnp.where(high_entropy(view.entropy, mask, self.entropy_share), advantages, 0.0)
+            advantages = jnp.where(highest(view.entropy, mask, self.entropy_share), advantages, 0.0)
         aux = self.prepare(view, advantages)
         if self.kl_coef > 0 and self.kl_in == "loss":
             aux["kl_coef"] = jnp.where(mask, coef, 0.0)
@@ -181,7 +174,7 @@ class PolicyGradient(Objective):
         """float32 [S, 1]: the factor of kl_coef at each sequence; raises ValueError for a source that the data lacks."""
         factors = dict(self.kl_by_source)
         if unknown := sorted(set(factors) - set(view.sources)):
-            self._refuse("kl_by_source", f"of sources that the data has, {list(view.sources)} and not {unknown}")
+            bounds.refuse(self, "kl_by_source", f"of sources that the data has, {list(view.sources)} and not {unknown}")
         return jnp.asarray([factors.get(name, 1.0) for name in view.sources or ("",)], jnp.float32)[view.source][
             :, None
         ]

@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.policy_gradient import Estimate, given
@@ -41,13 +42,9 @@ class PPO(Clipped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                self._refuse(name, "in [0, 1]")
-        if self.value_clip is not None and not self.value_clip > 0:
-            self._refuse("value_clip", "> 0, or None")
-        if not self.value_coef > 0:
-            self._refuse("value_coef", "> 0")
+        bounds.within(self, "[0, 1]", "gamma", "lam")
+        bounds.above(self, 0, "value_clip")
+        bounds.above(self, 0, "value_coef")
 
     @property
     def needs(self) -> frozenset[str]:

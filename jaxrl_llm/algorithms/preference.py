@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.batch import Batch, Credit, Term, View
@@ -74,8 +75,7 @@ class Preference(Objective):
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        if not self.beta > 0:
-            self._refuse("beta", "> 0")
+        bounds.above(self, 0, "beta")
 
     @property
     def learns_from(self) -> Learns:

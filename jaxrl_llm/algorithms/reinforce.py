@@ -11,6 +11,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.algorithms.policy_gradient import Estimate
@@ -32,8 +33,7 @@ class Reinforce(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.objective not in ("logprob", "ratio"):
-            self._refuse("objective", "'logprob' or 'ratio'")
+        bounds.one_of(self, ("logprob", "ratio"), "objective")
 
     @property
     def group_size_at_least(self) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.clipped import Clipped
 from jaxrl_llm.algorithms.divergence import Estimator
@@ -38,8 +39,7 @@ class ReinforcePlusPlus(Grouped, Clipped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.gamma <= 1:
-            self._refuse("gamma", "in (0, 1]")
+        bounds.within(self, "(0, 1]", "gamma")
 
     @property
     def group_size_at_least(self) -> int:

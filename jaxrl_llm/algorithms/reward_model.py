@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.advantages import on_last_token
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.preference import complete_pairs, rejected_of
@@ -33,8 +34,7 @@ class RewardModel(Objective):
     center_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.center_coef < 0:
-            self._refuse("center_coef", ">= 0")
+        bounds.at_least(self, 0, "center_coef")
 
     @property
     def learns_from(self) -> Learns:

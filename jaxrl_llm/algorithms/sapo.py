@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.masked import Aggregation
@@ -30,9 +31,7 @@ class SAPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("tau_positive", "tau_negative"):
-            if not getattr(self, name) > 0:
-                self._refuse(name, "> 0")
+        bounds.above(self, 0, "tau_positive", "tau_negative")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.soft_gate(tokens.ratio, tokens.advantages, self.tau_positive, self.tau_negative), {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_sum
@@ -27,10 +28,8 @@ class SFT(Objective):
     constant_length: int = 1024
 
     def __post_init__(self) -> None:
-        if self.aggregation not in AGGREGATIONS:
-            self._refuse("aggregation", f"one of {AGGREGATIONS}")
-        if self.constant_length < 1:
-            self._refuse("constant_length", ">= 1")
+        bounds.one_of(self, AGGREGATIONS, "aggregation")
+        bounds.at_least(self, 1, "constant_length")
 
     @property
     def learns_from(self) -> Learns:

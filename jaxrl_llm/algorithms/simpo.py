@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
@@ -26,8 +27,7 @@ class SimPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.gamma >= 0:
-            self._refuse("gamma", ">= 0")
+        bounds.at_least(self, 0, "gamma")
 
     @property
     def needs(self) -> frozenset[str]:

@@ -52,18 +52,6 @@ class Tokens(NamedTuple):
         return spread(sequence_mean(x, self.sequence, self.mask, self.sequences), self.sequence, self.mask)
 
 
-def check_clip(algorithm: object, low: float, high: float, dual: float | None = None) -> None:
-    """Raises ValueError, naming the binding, where the bounds of a clipped ratio leave nothing to learn from."""
-    kind = type(algorithm)
-    binding = f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
-    if not 0 < low <= 1:
-        raise ValueError(f"{binding}.clip_low must be in (0, 1] (got {low})")
-    if not high > 0:
-        raise ValueError(f"{binding}.clip_high must be > 0 (got {high})")
-    if dual is not None and not dual > 1 + high:
-        raise ValueError(f"{binding}.clip_dual must be > 1 + clip_high = {1 + high}, or None (got {dual})")
-
-
 def clip(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], low: float, high: float, dual: float | None = None
 ) -> tuple[Float[Array, "B T"], MetricStreams]:

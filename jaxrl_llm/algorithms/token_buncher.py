@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.batch import Batch, Credit, Term, View
 from jaxrl_llm.masked import masked_mean, masked_sum
 from jaxrl_llm.phases import Phase
-from jaxrl_llm.protocols import Algorithm
+from jaxrl_llm.protocols import Algorithm, Learns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +40,12 @@ class TokenNoiser:
     weights: Literal["paper", "reference_code"] = "paper"
 
     def __post_init__(self) -> None:
-        if not 0 < self.epsilon < 1:
-            raise ValueError(f"token_buncher.TokenNoiser.epsilon must be in (0, 1) (got {self.epsilon})")
-        for name, allowed in (("noise", ("sampled", "expected")), ("weights", ("paper", "reference_code"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"token_buncher.TokenNoiser.{name} must be one of {allowed} (got {getattr(self, name)!r})"
-                )
+        bounds.within(self, "(0, 1)", "epsilon")
+        bounds.one_of(self, ("sampled", "expected"), "noise")
+        bounds.one_of(self, ("paper", "reference_code"), "weights")
 
     @property
-    def learns_from(self) -> Literal["samples", "demonstrations", "documents", "pairs"]:
+    def learns_from(self) -> Learns:
         return self.base.learns_from
 
     @property
@@ -111,10 +108,8 @@ class TokenBuncher:
     period: int = 2
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0 or self.period < 1:
-            raise ValueError(
-                f"token_buncher.TokenBuncher needs warmup_steps >= 0 and period >= 1 (got {self.warmup_steps} and {self.period})"
-            )
+        bounds.at_least(self, 0, "warmup_steps")
+        bounds.at_least(self, 1, "period")
 
     @property
     def phases(self) -> Sequence[Phase]:

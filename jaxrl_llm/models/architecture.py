@@ -1,7 +1,8 @@
 """The sizes and switches that tell one decoder-only transformer from another."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+
+from jaxrl_llm import bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +22,7 @@ class Llama3RopeScaling:
     original_max_positions: int = 8192
 
     def __post_init__(self) -> None:
-        if not self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError(
-                f"Llama3RopeScaling needs low_frequency_factor < high_frequency_factor "
-                f"(got {self.low_frequency_factor} and {self.high_frequency_factor})"
-            )
+        bounds.above(self, self.low_frequency_factor, "high_frequency_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +49,6 @@ class Architecture:
       init_std: standard deviation of random weights.
     """
 
-    family: ClassVar[str] = ""
-
     vocabulary_size: int
     width: int
     layers: int
@@ -75,15 +70,12 @@ class Architecture:
     def __post_init__(self) -> None:
         name = type(self).__name__
         sizes = "vocabulary_size width layers heads kv_heads head_width mlp_width max_positions"
-        for size in sizes.split():
-            if getattr(self, size) < 1:
-                raise ValueError(f"{name}.{size} must be >= 1 (got {getattr(self, size)})")
+        bounds.at_least(self, 1, *sizes.split())
         if self.heads % self.kv_heads:
             raise ValueError(f"{name}.kv_heads must divide {name}.heads (got {self.kv_heads} and {self.heads})")
         if self.head_width % 2:
             raise ValueError(f"{name}.head_width must be even for the rotary halves (got {self.head_width})")
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"{name}.window must be >= 1, or None for full attention (got {self.window})")
+        bounds.at_least(self, 1, "window")
         if not self.sliding:
             raise ValueError(f"{name}.sliding must not be empty: (True,) slides all layers, (False, True) every second")
 

@@ -4,7 +4,6 @@ https://arxiv.org/abs/2407.21783
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from jaxrl_llm.models.architecture import Architecture
 
@@ -12,8 +11,6 @@ from jaxrl_llm.models.architecture import Architecture
 @dataclass(frozen=True, kw_only=True)
 class Llama3(Architecture):
     """Sizes of a Llama model; see Architecture."""
-
-    family: ClassVar[str] = "llama3"
 
     rope_theta: float = 5e5
     norm_epsilon: float = 1e-5

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
+from jaxrl_llm import bounds
 from jaxrl_llm.mesh import Axes
 from jaxrl_llm.models import hf_names
 from jaxrl_llm.models.linear import Adapted
@@ -50,17 +51,14 @@ class LoRA:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list in a gin file; hashable here
-        if self.rank < 1:
-            raise ValueError(f"lora.LoRA.rank must be >= 1 (got {self.rank})")
-        if not self.alpha > 0:
-            raise ValueError(f"lora.LoRA.alpha must be > 0 (got {self.alpha})")
+        bounds.at_least(self, 1, "rank")
+        bounds.above(self, 0, "alpha")
         unknown = [t for t in self.targets if t not in LINEAR]
         if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
             raise ValueError(
                 f"lora.LoRA.targets must name linear maps of a layer, each once, of {', '.join(LINEAR)} (got {list(self.targets)})"
             )
-        if self.base_dtype not in COMPUTE_DTYPES:
-            raise ValueError(f"lora.LoRA.base_dtype must be one of {COMPUTE_DTYPES} (got {self.base_dtype!r})")
+        bounds.one_of(self, COMPUTE_DTYPES, "base_dtype")
 
     @property
     def scale(self) -> float:

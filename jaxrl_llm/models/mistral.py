@@ -1,7 +1,6 @@
 """Mistral and Ministral: sliding-window attention in all layers, or in some of them (https://arxiv.org/abs/2310.06825)."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from jaxrl_llm.models.architecture import Architecture
 
@@ -9,8 +8,6 @@ from jaxrl_llm.models.architecture import Architecture
 @dataclass(frozen=True, kw_only=True)
 class Mistral(Architecture):
     """Sizes of a Mistral or Ministral model; see Architecture."""
-
-    family: ClassVar[str] = "mistral"
 
     rope_theta: float = 1e4
     norm_epsilon: float = 1e-5

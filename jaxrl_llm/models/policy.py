@@ -32,8 +32,7 @@ class Policy:
       partitioner: the mesh and its axis table.
       compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
       remat: what the backward pass recomputes, by name: "none", "dots", "gate", "projections", "attention", "full" or
-        "offload"; see
-        models/remat.py.
+        "offload"; see models/remat.py.
       unroll: layers of one step of the scan over layers.
     """
 

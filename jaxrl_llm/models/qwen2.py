@@ -1,7 +1,6 @@
 """Qwen2 and Qwen2.5: biased query, key and value projections (https://arxiv.org/abs/2412.15115)."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from jaxrl_llm.models.architecture import Architecture
 
@@ -9,8 +8,6 @@ from jaxrl_llm.models.architecture import Architecture
 @dataclass(frozen=True, kw_only=True)
 class Qwen2(Architecture):
     """Sizes of a dense Qwen2 or Qwen2.5 model; see Architecture."""
-
-    family: ClassVar[str] = "qwen2"
 
     qkv_bias: bool = field(default=True, init=False)
     qk_norm: bool = field(default=False, init=False)

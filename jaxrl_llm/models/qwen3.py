@@ -1,7 +1,6 @@
 """Qwen3: RMS-normalised queries and keys, no biases (https://arxiv.org/abs/2505.09388)."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from jaxrl_llm.models.architecture import Architecture
 
@@ -9,8 +8,6 @@ from jaxrl_llm.models.architecture import Architecture
 @dataclass(frozen=True, kw_only=True)
 class Qwen3(Architecture):
     """Sizes of a dense Qwen3 model; see Architecture."""
-
-    family: ClassVar[str] = "qwen3"
 
     qkv_bias: bool = field(default=False, init=False)
     qk_norm: bool = field(default=True, init=False)

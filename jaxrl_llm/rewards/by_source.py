@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.protocols import Reward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,12 +63,6 @@ class BySource:
                 "BySource.default"
             )
         return "default", self.default
-
-    def close(self) -> None:
-        """Closes the rewards that hold processes."""
-        for reward in self._all:
-            if isinstance(reward, Closing):
-                reward.close()
 
     @property
     def _all(self) -> list[Reward]:

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import Failed, none_judged, part
 
@@ -64,8 +64,7 @@ class Classifier:
     name: str = "classifier"
 
     def __post_init__(self) -> None:
-        if self.sees not in ("response", "pair", "chat"):
-            raise ValueError(f"Classifier.sees must be 'response', 'pair' or 'chat' (got {self.sees!r})")
+        bounds.one_of(self, ("response", "pair", "chat"), "sees")
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
             raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
 
@@ -96,15 +95,7 @@ class Classifier:
         if self.sees == "response":
             return rollout.text
         if self.sees == "pair":
-            question = (
-                prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
-            )
-            return [question, rollout.text]
+            return [prompt.whole, rollout.text]
         if prompt.messages is None:
             raise ValueError(f"prompt {prompt.id!r} is no chat: set Classifier.sees = 'pair' or 'response'")
         return [*map(dict, prompt.messages), {"role": "assistant", "content": rollout.text}]
-
-    def close(self) -> None:
-        """Closes the scorer, where it holds something."""
-        if isinstance(self.scorer, Closing):
-            self.scorer.close()

@@ -19,8 +19,9 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
 from jaxrl_llm.rewards.wrap import Failed
 
@@ -128,20 +129,14 @@ class ClassmateCoT:
             raise ValueError(
                 f"ClassmateCoT.reward_type must be one of {DEFINED} (got {self.reward_type!r}{', which ' * bool(known)}{known})"
             )
-        if self.condition not in CONDITIONS:
-            raise ValueError(f"ClassmateCoT.condition must be one of {CONDITIONS} (got {self.condition!r})")
-        if self.sign not in (1, -1):
-            raise ValueError(
-                f"ClassmateCoT.sign must be 1 (reward the behaviour) or -1 (its absence) (got {self.sign})"
-            )
+        bounds.one_of(self, CONDITIONS, "condition")
+        bounds.one_of(self, (1, -1), "sign")
         if not self.classmates and self.condition != "no_classmate":
             raise ValueError(
                 "ClassmateCoT.classmates is empty: name one, or set ClassmateCoT.condition = 'no_classmate'"
             )
-        if self.samples < 1 or self.weight < 0:
-            raise ValueError(
-                f"ClassmateCoT.samples must be >= 1 and weight >= 0 (got {self.samples} and {self.weight})"
-            )
+        bounds.at_least(self, 1, "samples")
+        bounds.at_least(self, 0, "weight")
         if self.behaviour.needs_stats:
             raise ValueError("ClassmateCoT.behaviour must not need the learner's statistics")
         kept(np.zeros(1, np.int32), self.keep)
@@ -254,11 +249,6 @@ class ClassmateCoT:
         """A seed of the rollout's own tokens, the same whenever and beside whatever it is scored."""
         name = rollout.prompt.id.encode() + np.asarray(rollout.tokens, np.int32).tobytes()
         return int(np.random.SeedSequence((self.seed, zlib.crc32(name))).generate_state(1)[0] >> 1)
-
-    def close(self) -> None:
-        """Closes the behaviour, where it holds something."""
-        if isinstance(self.behaviour, Closing):
-            self.behaviour.close()
 
 
 def kept(thought: np.ndarray, keep: float | str) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import judge_together
@@ -37,12 +38,9 @@ class CodeTests:
     least: float = 0.99
 
     def __post_init__(self) -> None:
-        if self.kind not in PATHS:
-            raise ValueError(f"CodeTests.kind must be one of {tuple(PATHS)} (got {self.kind!r})")
-        if self.test_limit_s <= 0 or not 0 <= self.least <= 1:
-            raise ValueError(
-                f"CodeTests.test_limit_s must be > 0 and least in [0, 1] (got {self.test_limit_s} and {self.least})"
-            )
+        bounds.one_of(self, PATHS, "kind")
+        bounds.above(self, 0, "test_limit_s")
+        bounds.within(self, "[0, 1]", "least")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.

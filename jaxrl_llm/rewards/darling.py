@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Bool, Float
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.distinctness import Distinctness
 from jaxrl_llm.rewards.wrap import Failed, none_judged
 
@@ -52,11 +53,8 @@ class Darling:
     correct_above: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.combine not in ("product", "sum") or self.negative not in NEGATIVE:
-            raise ValueError(
-                f"Darling.combine must be 'product' or 'sum', and negative one of {NEGATIVE} "
-                f"(got {self.combine!r}, {self.negative!r})"
-            )
+        bounds.one_of(self, ("product", "sum"), "combine")
+        bounds.one_of(self, NEGATIVE, "negative")
         if self.normalise and self.combine == "product":
             raise ValueError(
                 "Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False"
@@ -119,11 +117,6 @@ class Darling:
                 "'group_minimum' or 'sigmoid' ('raw' multiplies it all the same)"
             )
         return quality - least if self.negative == "group_minimum" else quality
-
-    def close(self) -> None:
-        """Closes the quality reward, where it holds something."""
-        if isinstance(self.quality, Closing):
-            self.quality.close()
 
 
 def _standard(values: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import maths
 from jaxrl_llm.rewards.maths import Maths
@@ -41,8 +42,7 @@ class FormatAnswer:
     maths: Maths = field(default_factory=Maths)
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"FormatAnswer.form must be one of {tuple(FORMS)} (got {self.form!r})")
+        bounds.one_of(self, FORMS, "form")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""
@@ -74,10 +74,6 @@ class FormatAnswer:
         span = text.rpartition("<answer>")[2].replace("</answer>", "")
         return span if "\\boxed" in span else maths.delimited(span)
 
-    def close(self) -> None:
-        """Ends the processes of `maths`."""
-        self.maths.close()
-
 
 def references(rollout: Rollout) -> list[str]:
     """The right answers: the column "references" of the prompt where it has one, else its reference."""
@@ -88,16 +84,3 @@ def references(rollout: Rollout) -> list[str]:
 def judge(references: Sequence[str], text: str) -> float:
     """1 where `text` ends in an expression equal to one of `references`; runs in a worker process."""
     return max(maths.judge(reference, text) for reference in references)
-
-
-def breakdown(formed: np.ndarray, answered: np.ndarray) -> dict[str, tuple[int, float]]:
-    """{class: (count, percentage)} of the four classes of form and answer, from 0 or 1 [N] each."""
-    total = max(len(formed), 1)
-    classes = {
-        "format1_answer1": (1, 1),
-        "format1_answer0": (1, 0),
-        "format0_answer0": (0, 0),
-        "format0_answer1": (0, 1),
-    }
-    counts = {name: int(np.sum((formed == f) & (answered == a))) for name, (f, a) in classes.items()}
-    return {name: (count, 100 * count / total) for name, count in counts.items()}

@@ -9,6 +9,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxrl_llm import bounds
+
 # A text, a pair of texts, or chat messages that the tokenizer's template renders.
 Text = str | Sequence[str] | Sequence[Mapping[str, str]]
 
@@ -59,16 +61,10 @@ class HfClassifier:
     _loaded: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.output not in ("logit", "probability") or self.keep not in ("start", "end"):
-            raise ValueError(
-                "HfClassifier.output must be 'logit' or 'probability', and keep 'start' or 'end' "
-                f"(got {self.output!r}, {self.keep!r})"
-            )
-        if self.sign not in (1, -1) or self.max_tokens < 1 or self.batch < 1:
-            raise ValueError(
-                "HfClassifier.sign must be 1 or -1, max_tokens and batch >= 1 "
-                f"(got {self.sign}, {self.max_tokens}, {self.batch})"
-            )
+        bounds.one_of(self, ("logit", "probability"), "output")
+        bounds.one_of(self, ("start", "end"), "keep")
+        bounds.one_of(self, (1, -1), "sign")
+        bounds.at_least(self, 1, "max_tokens", "batch")
         object.__setattr__(self, "_loaded", _Loaded(self))
 
     async def scores(self, texts: Sequence[Text]) -> list[float | None]:

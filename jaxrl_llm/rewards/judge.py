@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.judge_answers import PARSERS
@@ -52,10 +52,8 @@ class Judge:
     name: str = "judge"
 
     def __post_init__(self) -> None:
-        if self.parser not in PARSERS:
-            raise ValueError(f"Judge.parser must be one of {tuple(PARSERS)} (got {self.parser!r})")
-        if self.sees not in ("response", "output", "thought"):
-            raise ValueError(f"Judge.sees must be 'response', 'output' or 'thought' (got {self.sees!r})")
+        bounds.one_of(self, PARSERS, "parser")
+        bounds.one_of(self, ("response", "output", "thought"), "sees")
         if "judged" not in fields(self._template):
             raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
 
@@ -89,8 +87,7 @@ class Judge:
         Raises:
           ValueError: the prompt lacks a column that the template names.
         """
-        text = prompt.text if prompt.text is not None else "\n\n".join(m["content"] for m in prompt.messages or ())
-        columns = {**prompt.extra, "prompt": text, "judged": judged, "reference": prompt.reference}
+        columns = {**prompt.extra, "prompt": prompt.whole, "judged": judged, "reference": prompt.reference}
         missing = fields(self._template) - set(columns)
         if missing:
             raise ValueError(f"Judge.template names {sorted(missing)}, which prompt {prompt.id!r} lacks in `extra`")
@@ -99,11 +96,6 @@ class Judge:
     @property
     def _template(self) -> str:
         return self.template or (PREDICTION if self.sees == "thought" else QUALITY)
-
-    def close(self) -> None:
-        """Closes the endpoint, where it holds something."""
-        if isinstance(self.endpoint, Closing):
-            self.endpoint.close()
 
 
 def fields(template: str) -> set[str]:

@@ -83,7 +83,7 @@ async def load(url: str, call: Call, requests: int, concurrency: int, limit_s: f
                     got = await answer.read()
                     size += len(got)
                     failed += answer.status != 200
-            except aiohttp.ClientError:
+            except (aiohttp.ClientError, TimeoutError):
                 failed += 1
             taken.append(time.perf_counter() - sent)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Closing, Reward
+from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.wrap import Failed, none_judged
 
@@ -43,32 +43,22 @@ class Monitor:
         A monitor that fails costs no rollout: its two parts are invalid.
         """
         scores = await self.reward.score(rollouts, stats)
-        weights = [(name, scores.weights.get(name, 1.0)) for name in scores.parts if not name.startswith("log/")]
-        total = sum((weight * np.asarray(scores.parts[name]) for name, weight in weights), np.zeros(len(rollouts)))
-        known = np.all(
-            [scores.valid[name] for name, weight in weights if weight] or [np.ones(len(rollouts), bool)], axis=0
-        )
+        group = ScoredGroup(rollouts=rollouts, scores=scores)
         try:
             found = await self.monitor.score(rollouts)
         except Failed as failure:
             found = none_judged(self.monitor.name, rollouts, failure)
         seen, valid = found.parts[self.monitor.name], found.valid[self.monitor.name]
-        both = valid & known
+        both = valid & group.valid()
         return Scores(
             parts={
                 **scores.parts,
                 "log/monitor": seen,
-                "log/monitor_squared_error": np.where(both, (seen - total) ** 2, 0.0),
+                "log/monitor_squared_error": np.where(both, (seen - group.total()) ** 2, 0.0),
             },
             valid={**scores.valid, "log/monitor": valid, "log/monitor_squared_error": both},
             weights=scores.weights,
         )
-
-    def close(self) -> None:
-        """Closes what holds something."""
-        for held in (self.reward, self.monitor):
-            if isinstance(held, Closing):
-                held.close()
 
 
 def agreement(

@@ -12,6 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
+from jaxrl_llm import bounds
 from jaxrl_llm.rewards.pairs import Pair, Pairwise
 
 LINKAGES = ("single", "complete", "greedy")
@@ -35,13 +36,9 @@ class Partition:
     short_words: int = 5
 
     def __post_init__(self) -> None:
-        if self.linkage not in LINKAGES:
-            raise ValueError(f"Partition.linkage must be one of {LINKAGES} (got {self.linkage!r})")
-        if not 0 <= self.threshold < 1 or self.short_words < 0:
-            raise ValueError(
-                "Partition.threshold must be in [0, 1) and short_words >= 0 "
-                f"(got {self.threshold} and {self.short_words})"
-            )
+        bounds.one_of(self, LINKAGES, "linkage")
+        bounds.within(self, "[0, 1)", "threshold")
+        bounds.at_least(self, 0, "short_words")
 
     async def classes(self, texts: Sequence[str]) -> Int[np.ndarray, "G"]:
         """The class of each text, numbered in the order of their first members.

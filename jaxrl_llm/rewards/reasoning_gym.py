@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.pool import Pool, judge_in_pool
@@ -34,8 +35,7 @@ class ReasoningGym:
     _pool: Pool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.answer not in ("whole", "tag"):
-            raise ValueError(f"ReasoningGym.answer must be 'whole' or 'tag' (got {self.answer!r})")
+        bounds.one_of(self, ("whole", "tag"), "answer")
         warm = (__name__, "load")
         pool = Pool(workers=self.workers, limit_s=self.limit_s, memory_gb=self.memory_gb, warm=warm)
         object.__setattr__(self, "_pool", pool)

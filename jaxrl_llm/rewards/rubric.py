@@ -13,8 +13,8 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Closing
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.wrap import Failed, judge_together
 
@@ -70,10 +70,7 @@ class Rubric:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.lower_is_better) - set(self.criteria)):
             raise ValueError(f"rubric.Rubric.lower_is_better names {unknown}, which rubric.Rubric.criteria lacks")
-        if not 1 <= self.least_rated <= len(self.criteria):
-            raise ValueError(
-                f"rubric.Rubric.least_rated must be between 1 and {len(self.criteria)} (got {self.least_rated})"
-            )
+        bounds.within(self, f"[1, {len(self.criteria)}]", "least_rated")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """One part [G]."""
@@ -84,7 +81,7 @@ class Rubric:
         if len(rollout.text.strip()) < self.least_characters:
             raise Failed(f"{len(rollout.text.strip())} characters are no piece (at least {self.least_characters})")
         prompt = rollout.prompt
-        asked = prompt.extra.get("instruction") or prompt.text or (prompt.messages or [{"content": ""}])[-1]["content"]
+        asked = prompt.extra.get("instruction") or prompt.question
         # The texts are filled in last and once: braces in them are theirs.
         content = self.question.format(
             prompt=asked, judged=rollout.text, criteria="\n".join(self.criteria), lower=", ".join(self.lower_is_better)
@@ -110,8 +107,3 @@ class Rubric:
             if numbers and numbers[-1] <= MOST:
                 found[name] = numbers[-1]
         return found
-
-    def close(self) -> None:
-        """Closes the endpoint, where it holds something."""
-        if isinstance(self.endpoint, Closing):
-            self.endpoint.close()

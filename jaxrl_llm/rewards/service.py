@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
+from jaxrl_llm import bounds
 from jaxrl_llm.rewards.wrap import Down, Failed
 
 T = TypeVar("T")
@@ -49,12 +50,8 @@ class Service:
             raise ValueError(
                 f"Service.urls must be a sequence of addresses that begin with http:// or https:// (got {self.urls!r})"
             )
-        for name in ("limit_s", "tries", "concurrency"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"Service.{name} must be > 0 (got {getattr(self, name)})")
-        for name in ("backoff_s", "stop_after"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"Service.{name} must be >= 0 (got {getattr(self, name)})")
+        bounds.above(self, 0, "limit_s", "tries", "concurrency")
+        bounds.at_least(self, 0, "backoff_s", "stop_after")
         object.__setattr__(self, "_state", _State())
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:

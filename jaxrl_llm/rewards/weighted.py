@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.wrap import Down, part
@@ -41,8 +42,7 @@ class Weighted:
         reserved = [name for name in self.parts if "/" in name or name == "log"]
         if reserved:
             raise ValueError(f"Weighted.parts must not use the names {reserved}: no 'log' and no '/'")
-        if self.limit_s <= 0:
-            raise ValueError(f"Weighted.limit_s must be > 0 (got {self.limit_s})")
+        bounds.above(self, 0, "limit_s")
 
     @property
     def needs_stats(self) -> bool:
@@ -65,12 +65,6 @@ class Weighted:
                     key = f"log/{name}/{own.removeprefix('log/')}"
                 parts[key], valid[key] = values, scores.valid[own]
         return Scores(parts=parts, valid=valid, weights=weights)
-
-    def close(self) -> None:
-        """Closes the rewards that hold processes."""
-        for reward in self.parts.values():
-            if hasattr(reward, "close"):
-                reward.close()
 
     async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
         try:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from jaxrl_llm import bounds
 from jaxrl_llm.samplers.fleet import Fleet
 from jaxrl_llm.samplers.server_update import Server
 from jaxrl_llm.samplers.vllm_http import ServerFault
@@ -44,8 +45,8 @@ class Discovery:
             parts = urlsplit(self.dns)
             if parts.scheme != "http" or not parts.hostname or parts.port is None:
                 raise ValueError(f"Discovery.dns must be like http://NAME:PORT (got {self.dns!r})")
-        if self.every_s <= 0 or self.leave_s < 0:
-            raise ValueError(f"Discovery.every_s must be > 0 and leave_s >= 0 (got {self.every_s} and {self.leave_s})")
+        bounds.above(self, 0, "every_s")
+        bounds.at_least(self, 0, "leave_s")
 
     def __bool__(self) -> bool:
         return bool(self.file or self.dns)

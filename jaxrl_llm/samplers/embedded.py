@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import bounds
 from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.engine import Engine
@@ -39,11 +40,8 @@ class EmbeddedSampler:
     cache: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cache not in (None, *NARROW):
-            raise ValueError(f"embedded.EmbeddedSampler.cache must be None or one of {NARROW} (got {self.cache!r})")
-        for name in ("slots", "decode_chunk", "prefill_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"embedded.EmbeddedSampler.{name} must be >= 1 (got {getattr(self, name)})")
+        bounds.one_of(self, (None, *NARROW), "cache")
+        bounds.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
         """The running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.

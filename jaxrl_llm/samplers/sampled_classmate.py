@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
+from jaxrl_llm import bounds
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.models.policy import Policy
@@ -63,8 +64,7 @@ class SampledClassmate:
     _state: "_State" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.weights not in ("own", "policy", "served"):
-            raise ValueError(f"SampledClassmate.weights must be 'own', 'policy' or 'served' (got {self.weights!r})")
+        bounds.one_of(self, ("own", "policy", "served"), "weights")
         if (self.source is None) == (self.weights == "own") or (
             self.source is not None and self.source.lora is not None
         ):

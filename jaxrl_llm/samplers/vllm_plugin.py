@@ -123,10 +123,6 @@ class OrbaxWorkerExtension:
         """The version in the model, -1 before the first commit and after one that failed midway."""
         return version_of(self._orbax_model)
 
-    def drop_staged(self) -> None:
-        """Forgets what is staged."""
-        self._orbax_stager.drop()
-
     @cached_property
     def _orbax_stager(self) -> Stager:
         return stager_for(self.device, self.vllm_config.parallel_config.world_size)  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from jaxrl_llm import hf_weights
+from jaxrl_llm import bounds, hf_weights
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.cuda_ipc import Cuda
 from jaxrl_llm.samplers.discovery import Discovery, Membership
@@ -97,18 +97,14 @@ class VllmSampler:
                 f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
                 f"{self.discovery}): set VLLM_SPAWN = False, or leave the others empty"
             )
-        if self.inflight not in PAUSES:
-            raise ValueError(f"VllmSampler.inflight must be one of {tuple(PAUSES)} (got {self.inflight!r})")
+        bounds.one_of(self, PAUSES, "inflight")
         if self.transfer not in ("orbax", "cuda_ipc") or (self.transfer == "cuda_ipc" and self.proxied):
             raise ValueError(
                 f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
                 f"with proxied={self.proxied})"
             )
-        if self.dtype not in DTYPES:
-            raise ValueError(f"VllmSampler.dtype must be one of {DTYPES} (got {self.dtype!r})")
-        for name in ("keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"VllmSampler.{name} must be > 0 (got {getattr(self, name)})")
+        bounds.one_of(self, DTYPES, "dtype")
+        bounds.above(self, 0, "keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries")
         if self.at_once < 0 or self.straggler_s < 0 or not (self.straggler == 0 or self.straggler > 1):
             raise ValueError(
                 "VllmSampler.at_once and straggler_s must be >= 0, straggler 0 or > 1 "

@@ -19,7 +19,7 @@ CASES = {
         ["stages.Stage.old_logprobs = 'sampler'", "grpo.GRPO.rejections = (@correction.Rejection(),)"],
         r"set Stage.old_logprobs = 'learner'",
     ),
-    "bounds in the wrong order": ("grpo", ["correction.Correction.ratio_min = 3.0"], r"0 <= ratio_min < ratio_max"),
+    "bounds in the wrong order": ("grpo", ["correction.Correction.ratio_min = 3.0"], r"correction.Correction.ratio_min must be in \[0, 2.0\) \(got 3.0\)"),
     "no reward": ("grpo", ["REWARD = None"], r"GRPO learns from samples and stage 'rl' has no reward: set Stage.reward"),
     "a KL to move without a KL": ("grpo", ["grpo.GRPO.kl_controller = @divergence.AdaptiveKL()"], r"grpo.GRPO.kl_coef must be > 0"),
     "adapters of rank 0": ("sft", ["policy_source.PolicySource.lora = @lora.LoRA()", "lora.LoRA.rank = 0"], r"lora.LoRA.rank must be >= 1"),

@@ -99,7 +99,7 @@ def test_equal_policies_have_weight_one():
     ("build", "binding"),
     [
         (lambda: Correction(ratio_min=3.0), r"correction\.Correction\.ratio_min"),
-        (lambda: Correction(ratio_max=0.0), r"correction\.Correction\.ratio_min and \.ratio_max"),
+        (lambda: Correction(ratio_max=0.0), r"correction\.Correction\.ratio_min must be in \[0, 0.0\)"),
         (lambda: Rejection(ratio_min=-1.0), "correction.Rejection"),
         (lambda: Rejection(statistic="k2", divergence_max=0.0), "divergence_max"),
     ],

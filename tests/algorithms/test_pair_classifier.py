@@ -70,7 +70,7 @@ def test_labels_that_are_all_the_same_or_no_labels_are_refused(tmp_path: Path) -
             SimilarPairs(path=str(tmp_path / "pairs.jsonl"), tokenizer=TOKENIZER, cls="<bos>", sep="<eos>").rows()
     with pytest.raises(ValueError, match="cls and sep"):
         pair_ids(TOKENIZER.load(), ("a", "b"), ("<none>", "<eos>"), 9)
-    with pytest.raises(ValueError, match="pairs of both kinds"):
+    with pytest.raises(ValueError, match=r"similar_share must be in \(0, 1\)"):
         PairClassifier(similar_share=1.0)
 
 

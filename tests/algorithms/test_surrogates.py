@@ -19,8 +19,6 @@ from jaxrl_llm.algorithms.ppo import PPO
 from jaxrl_llm.algorithms.reinforce import Reinforce
 from jaxrl_llm.algorithms.sapo import SAPO
 
-SEQUENCE_MEAN = {"aggregation": "seq-mean-token-mean"}
-
 
 class Streams:
     """The streams of a case in float64, 0 outside the mask; `at` is where stopped gradients stand still."""

@@ -73,7 +73,7 @@ def test_large_operand_ranges_are_drawn_from_and_never_repeat() -> None:
         ({"operators": "/"}, r"one or more of '\+-\*' \(got '/'\)"),
         ({"heldout_share": 1.0}, r"heldout_share must be in \(0, 1\)"),
         ({"noise": 1.5}, r"noise must be in \[0, 1\]"),
-        ({"size": 0}, "size must be at least 1"),
+        ({"size": 0}, "size must be >= 1"),
     ],
 )
 def test_bad_options_say_what_is_allowed(options: dict[str, object], message: str) -> None:

@@ -113,5 +113,5 @@ def test_a_reward_that_waits_for_the_learner_is_refused():
 def test_an_evaluation_that_measures_nothing_is_refused():
     with pytest.raises(ValueError, match=r"set Evaluation.greedy or Evaluation.samples >= 1"):
         Evaluation(data=Held(), greedy=False, samples=0)
-    with pytest.raises(ValueError, match=re.escape("Evaluation.limit must be >= 1, or None for all prompts (got 0)")):
+    with pytest.raises(ValueError, match=re.escape("evaluate.Evaluation.limit must be >= 1 (got 0)")):
         Evaluation(data=Held(), limit=0)

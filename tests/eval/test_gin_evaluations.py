@@ -11,7 +11,7 @@ from jaxrl_llm.protocols import Reward, Source
 
 FOLDER = Path(__file__).parents[2] / "gin" / "eval"
 # Files that others include: they name no set of their own.
-SHARED = {"base", "maths", "safety", "judged_by_rubric"}
+SHARED = {"base", "maths", "sampled_maths", "safety", "judged_by_rubric"}
 SETS = [
     "gsm8k",
     "math500",

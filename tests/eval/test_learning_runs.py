@@ -75,7 +75,7 @@ def run_folder(folder: Path, greedy: list[float], pairs: list[float] | None = No
         rows.append(row | ({"eval/pairs/accuracy": pairs[step]} if pairs else {}))
     rows.insert(1, {"step": 1, "time/step_s": 3.0})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "run.json").write_text(json.dumps({"commit": "c0", "devices": ["cpu"]}))
+    (folder / "run.json").write_text(json.dumps({"commit": "c0", "jax": "0.10.2", "devices": ["cpu"]}))
     return folder
 
 
@@ -91,7 +91,11 @@ def test_a_result_is_what_the_run_measured_first_and_last(tmp_path: Path) -> Non
     assert (found["greedy_before"], found["greedy_after"], found["sampled_after"]) == (0.2, 0.6, 0.3)
     assert (found["pairs_before"], found["pairs_after"], found["greedy_distinct_after"]) == (0.0, 0.95, 9.0)
     assert found["curve"] == [[0, 0.2, 0.1, 0.0], [1, 0.3, 0.15, 0.5], [2, 0.6, 0.3, 0.95]]
-    assert found["seconds"] == 9.0 and found["commit"] == "c0" and found["paper"].endswith("2305.18290")
+    assert (
+        found["seconds"] == 9.0
+        and (found["commit"], found["jax"]) == ("c0", "0.10.2")
+        and found["paper"].endswith("2305.18290")
+    )
 
 
 def test_the_table_says_what_the_worst_seed_reaches(tmp_path: Path) -> None:

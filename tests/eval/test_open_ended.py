@@ -10,9 +10,7 @@ from records_of import answered
 from jaxrl_llm.eval.instructions import AlpacaOutputs, Instructions
 from jaxrl_llm.eval.ngrams import NgramDiversity, distinct_n, unique_counts, unique_shares
 from jaxrl_llm.eval.novelty import (
-    SKYWORK,
     Novelty,
-    equal_if_short,
     partition,
     rouge1,
     rouge1_similar,
@@ -41,13 +39,6 @@ def test_utilities_have_their_published_example():
     assert utility_flat(classes, utilities) == pytest.approx(1.2)
 
 
-def test_short_texts_are_equal_by_half_the_longer_ones_words():
-    assert equal_if_short("the cat", "The Cat") is True
-    assert equal_if_short("a b c d e", "a b x") is False  # 2 * 2 < 5
-    assert equal_if_short("", "") is True
-    assert equal_if_short("a b c d e f", "a b c d e f") is None
-
-
 def test_rouge1_is_the_f1_of_shared_words():
     # "the" twice and "cat" shared: precision 3/4, recall 3/5
     assert rouge1("The cat, the dog", "the the cat sat down") == pytest.approx(2 * (3 / 4) * (3 / 5) / (3 / 4 + 3 / 5))
@@ -61,7 +52,7 @@ def test_novelty_counts_classes_and_leaves_its_files(tmp_path):
         answered("p", sampled=[("red", -9.0), ("Red", 0.0), ("blue", -5.2), ("green", -8.0)]),
         answered("q", sampled=[("a", 0.0)] * 4),
     ]
-    measure = Novelty(cut_points=SKYWORK, patience=0.5)
+    measure = Novelty(cut_points=(-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047), patience=0.5)
     found = measure.measure(groups)
     assert found["distinct"].tolist() == [3, 1]
     # utilities: -9 -> 1, 0 -> 10, -5.2 -> 6 (five cut points below), -8 -> 1

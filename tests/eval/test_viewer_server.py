@@ -151,6 +151,7 @@ def test_curves_of_many_steps_keep_their_mean_and_few_points(tmp_path):
         "".join(json.dumps({"step": i, "x": v}) + "\n" for i, v in enumerate(values.tolist())) + '{"step": 1000, "x"'
     )
     log = MetricLog(file)
+    assert log.step is None
     log.update()
     steps, found = log.curve("x", points=100)
     assert len(found) == 100 and np.mean(found) == pytest.approx(values.mean())
@@ -159,6 +160,13 @@ def test_curves_of_many_steps_keep_their_mean_and_few_points(tmp_path):
         opened.write(': "NaN"}\n{"step": 1001, "x": 7}\n')
     log.update()
     assert log.last("x") == 7 and len(log.curve("x", 5000)[0]) == 1001  # what is no number is left out
+
+
+def test_a_metric_that_never_had_a_number_has_no_step(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "x": null, "y": "none"}\n')
+    log = MetricLog(tmp_path / "metrics.jsonl")
+    log.update()
+    assert log.step is None and log.curve("x") == ([], [])
 
 
 def test_the_procedural_run_is_one_that_the_viewer_shows(tmp_path, capsys):

@@ -127,6 +127,12 @@ def test_what_became_of_the_run_is_asked_of_the_hosts(machine):
     assert done.returncode == 0 and "there is no pod" in done.stderr and changes(machine) == []
 
 
+def test_a_host_that_could_not_be_told_to_stop_is_an_error(machine):
+    machine.tool("gcloud", 'case "$*" in *"ssh pod-0"*) exit 7 ;; esac')
+    done = machine.run("tpu_pod.sh", "stop", TPU_SLICES="2")
+    assert done.returncode == 7 and len(changes(machine)) == 2
+
+
 def test_a_pod_is_waited_for_until_it_is_ready(machine):
     states = "GONE PROVISIONING ACTIVE"
     machine.tool(

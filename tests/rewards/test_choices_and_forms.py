@@ -14,7 +14,7 @@ from jaxrl_llm.rewards.by_source import BySource
 from jaxrl_llm.rewards.countdown import Countdown, value
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.format import Format
-from jaxrl_llm.rewards.format_answer import FormatAnswer, breakdown
+from jaxrl_llm.rewards.format_answer import FormatAnswer
 from jaxrl_llm.rewards.maths import Maths
 from jaxrl_llm.rewards.multiple_choice import MultipleChoice
 from jaxrl_llm.rewards.weighted import Weighted
@@ -114,16 +114,6 @@ def test_one_of_several_references_is_enough(score: Score, maths: Maths) -> None
     reward = FormatAnswer(maths=maths)
     assert score(reward, [text], "6", {"references": [6, "7.0"]}).parts["format_answer"].tolist() == [1]
     assert score(reward, [text, "no"], "").valid["format_answer"].tolist() == [False, True]
-
-
-def test_the_four_classes_are_counted() -> None:
-    found = breakdown(np.array([1, 1, 1, 0, 0]), np.array([1, 0, 1, 0, 1]))
-    assert found == {
-        "format1_answer1": (2, 40.0),
-        "format1_answer0": (1, 20.0),
-        "format0_answer0": (1, 20.0),
-        "format0_answer1": (1, 20.0),
-    }
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,26 @@ def test_a_monitor_is_logged_beside_the_reward_and_costs_no_rollout(group: Group
         Monitor(reward=Judge(endpoint=Lexicon()), monitor=Judge(endpoint=Lexicon()))
 
 
+def test_a_monitor_predicts_the_parts_that_count(group: Group) -> None:
+    class Shown:
+        """A reward with a part of weight 0 that could not be had."""
+
+        needs_stats = False
+
+        async def score(self, rollouts: Any, stats: Any = None) -> Scores:
+            parts, valid = (
+                {"main": np.array([2.0]), "shown": np.array([np.nan])},
+                {"main": np.array([True]), "shown": np.array([False])},
+            )
+            return Scores(parts=parts, valid=valid, weights={"shown": 0.0})
+
+    found = group(
+        Monitor(reward=Shown(), monitor=Judge(endpoint=Lexicon(), sees="thought")), ["<think>great great</think> x"]
+    )
+    assert found.scores.valid["log/monitor_squared_error"].all()
+    assert found.scores.parts["log/monitor_squared_error"].tolist() == [1]
+
+
 def test_agreement_of_a_monitor_with_the_truth() -> None:
     predicted, truth = np.array([1.0, 2.0, 4.0, 9.0]), np.array([2.0, 2.0, 6.0, 0.0])
     found = agreement(predicted, truth, np.array([True, True, True, False]))

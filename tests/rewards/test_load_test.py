@@ -1,8 +1,10 @@
 """The load test counts what it sent, what failed, and how long answers took."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
+import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
 
@@ -33,6 +35,13 @@ def test_latency_throughput_and_failures_are_counted(serve: Serve) -> None:
     assert found["requests_per_s"] < 1.1 * 4 / 0.02
     found = asyncio.run(load(url, Call(path="/page", token="t"), 1000, 2, limit_s=0.15))
     assert 2 <= found["requests"] <= 4 and found["failed"] == 0 and found["bytes"] == 2
+
+
+def test_an_answer_that_comes_too_late_is_a_failure(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    app = FastAPI()
+    app.post("/score")(lambda: time.sleep(0.3))
+    monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
+    assert asyncio.run(load(serve(app), "/score", {}, 2, 2))["failed"] == 2
 
 
 def test_nothing_to_send_and_nobody_to_ask_are_refused() -> None:

@@ -54,7 +54,7 @@ def test_every_row_has_the_fields_of_its_task() -> None:
         ({"task": "spell_backwards"}, r"none of reasoning-gym's \d+; did you mean \['spell_backward'"),
         ({"task": "spell_backward", "config": {"length": 3}}, r"does not take ReasoningGym.config=\{'length': 3\}"),
         ({"task": "spell_backward", "config": {"seed": 3}}, r"config must not hold \['seed'\]"),
-        ({"task": "spell_backward", "size": 0}, "size must be at least 1"),
+        ({"task": "spell_backward", "size": 0}, "size must be >= 1"),
         ({"task": "spell_backward", "template": "qwen4"}, r"template must be one of .*'r1_zero'.*got 'qwen4'"),
     ],
 )

@@ -23,8 +23,9 @@ def make() -> Callable[..., Tiny]:
         partitioner = Partitioner.create(MeshConfig(**mesh), jax.devices()[:devices])
         policy = Policy(SIZES, partitioner, compute_dtype)
         rng = np.random.default_rng(seed)
-        values = jax.tree.map(lambda leaf: rng.normal(0.1, 0.5, leaf.shape).astype(leaf.dtype), policy.abstract())
-        return Tiny(policy=policy, params=partitioner.put(values, policy.axes()))
+        drawn = lambda leaf: rng.normal(0.1, 0.5, leaf.shape).astype(leaf.dtype)  # noqa: E731
+        params = jax.tree.map(lambda leaf: jax.device_put(drawn(leaf), leaf.sharding), policy.abstract())
+        return Tiny(policy=policy, params=params)
 
     return build
 

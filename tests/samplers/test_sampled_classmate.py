@@ -12,13 +12,15 @@ import pytest
 from builders import EchoSampler, make_prompt
 from jaxtyping import TypeCheckError
 
-from jaxrl_llm.companions import Companions, found
+from jaxrl_llm.companions import Companions
 from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxrl_llm.experience import Prompt
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.policy_source import PolicySource
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.parts import parts
+from jaxrl_llm.protocols import Companion
 from jaxrl_llm.rewards.classmate import Asked, ClassmateCoT
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.weighted import Weighted
@@ -141,7 +143,7 @@ def test_a_model_too_small_for_its_tokenizer_is_refused(policy: Policy, tmp_path
 def test_companions_are_found_in_the_fields_of_rewards() -> None:
     mate = SampledClassmate(weights="served", sampler=Started())
     reward = Weighted(parts={"cot": ClassmateCoT(behaviour=Exact(), sign=1, classmates=[mate]), "exact": Exact()})
-    assert list(found([reward, None])) == [mate]
+    assert list(parts([reward, None], Companion)) == [mate]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,58 @@
+"""What a run holds is closed when it ends, also where closing a part of it fails."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxrl_llm import parts
+from jaxrl_llm.metrics import Writers
+from jaxrl_llm.rewards.by_source import BySource
+from jaxrl_llm.rewards.weighted import Weighted
+from jaxrl_llm.train import Training
+
+
+class Held:
+    """Something to close, which says so and may fail."""
+
+    needs_stats = False
+
+    def __init__(self, name: str, closed: list[str], fails: bool = False) -> None:
+        self.name, self.closed, self.fails = name, closed, fails
+
+    async def score(self, rollouts: Any, stats: Any = None) -> Any: ...
+
+    write = rollouts = image = text = cut = score  # of a writer; none is called
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.fails:
+            raise OSError(f"{self.name} does not close")
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+def test_rewards_within_rewards_are_closed_where_one_fails():
+    closed: list[str] = []
+    inner = BySource(rewards={"a": Held("a", closed, fails=True)}, default=Held("b", closed))
+    with pytest.raises(OSError, match="a does not close"):
+        parts.close([Weighted(parts={"inner": inner, "c": Held("c", closed)}), None])
+    assert sorted(closed) == ["a", "b", "c"]
+
+
+def test_a_run_closes_everything_where_its_sampler_does_not_close():
+    closed: list[str] = []
+    training = object.__new__(Training)
+    training.config = SimpleNamespace(stages=[SimpleNamespace(reward=Held("reward", closed), evaluations=[])])  # type: ignore[assignment]
+    training.sampler = SimpleNamespace(close=Held("sampler", closed, fails=True).aclose)  # type: ignore[assignment]
+    training.companions = [SimpleNamespace(stop=Held("companion", closed, fails=True).aclose)]  # type: ignore[list-item]
+    training.checkpoints = Held("checkpoints", closed)  # type: ignore[assignment]
+    training.writers = Writers([Held("first writer", closed, fails=True), Held("writer", closed)])  # type: ignore[list-item]
+    ended: list[BaseException | None] = []
+    training.watching = SimpleNamespace(at=lambda what: None, end=ended.append)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="does not close"):
+        asyncio.run(training.close())
+    assert sorted(closed) == ["checkpoints", "companion", "first writer", "reward", "sampler", "writer"]
+    assert isinstance(ended[0], OSError)
