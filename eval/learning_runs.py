@@ -7,11 +7,11 @@ CPU cores of their own, and writes OUT/NAME-SEED.json as each ends, and OUT/lear
 What has ended is not run again: start the same command again and it goes on, within runs too.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval import learning_table
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, export, launch
@@ -55,7 +55,7 @@ def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequ
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.learning_runs", description=__doc__)
+    parser = command_line.parser("eval.learning_runs", __doc__)
     options(parser, "runs/learning")
     parser.add_argument("--only", default="", help="algorithms, with commas between (default: all)")
     parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")

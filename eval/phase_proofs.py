@@ -8,13 +8,13 @@ the switch compared bit by bit, and the time of an update in both phases. What h
 command again and it goes on. OUT/phases.json, phases.md and phases.png hold what was found.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
 
@@ -284,7 +284,7 @@ def plot(found: Mapping[str, Any], file: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_proofs", description=__doc__)
+    parser = command_line.parser("eval.phase_proofs", __doc__)
     options(parser, "runs/phases")
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, with commas between")
     parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")

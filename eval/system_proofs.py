@@ -8,7 +8,6 @@ rollouts, lower by a fifth or its F1 higher by 0.05, at a behaviour rate within 
 A run is JSON of its own as soon as it has ended (OUT/runs/NAME.json), and is not run again: the same command goes on.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
 from jaxrl_llm.eval.system_plots import plot
@@ -213,7 +213,7 @@ def write(out: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.system_proofs", description=__doc__)
+    parser = command_line.parser("eval.system_proofs", __doc__)
     options(parser, "runs/systems")
     parser.add_argument("--only", default="darling,classmate,cs336", help="systems, with commas between")
     arguments = parser.parse_args(argv)

@@ -8,7 +8,6 @@ or, without a reward, where the loss fell by a tenth. What has ended is not run 
 was found; the exit code is 0 where every twin ran and moved.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
 
@@ -86,7 +86,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.twins", description=__doc__)
+    parser = command_line.parser("eval.twins", __doc__)
     options(parser, "runs/twins")
     parser.add_argument("--only", default="", help="twins whose names begin so, such as darling_")
     arguments = parser.parse_args(argv)
