@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import hashlib
 import json
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -24,7 +23,7 @@ from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
-from jaxrl_llm.eval.results import Results, locked, same_configuration, write_whole
+from jaxrl_llm.eval.results import Results, described, locked, same_configuration, write_whole
 from jaxrl_llm.experience import Prompt, Rollout
 from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.protocols import Params, SamplerFactory
@@ -33,6 +32,7 @@ from jaxrl_llm.shown import token_streams
 
 SCHEMA = 1
 SUMMARY = "summary.json"
+GRADED_AT_A_TIME = 32  # groups of an earlier start
 
 
 @dataclass(kw_only=True, eq=False)
@@ -220,17 +220,30 @@ class Evaluating:
         return [{**record, **found} for record, found in zip(group, streams, strict=True)]
 
     async def _grade_again(self) -> None:
-        """Grades groups with an invalid score, or none, from their texts."""
+        """Grades groups with an invalid score, or none, from their texts; what was graded is kept if one fails."""
         graded = self.evaluation.reward is not None
         again = [key for key, group in self.results.groups.items() if graded and any(map(_invalid, group))]
-        for name, kind in again:
+        if not again:
+            return
+        turns = asyncio.Semaphore(GRADED_AT_A_TIME)
+
+        async def grade(name: str, kind: str) -> None:
             old = self.results.groups[name, kind]
-            new = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
+            async with turns:
+                new = await self._graded([_as_rollout(record, self.prompts[name]) for record in old], kind)
             kept = [{n: o[n] for n in ("tokens", "streams") if n in o} for o in old]
             self.results.groups[name, kind] = [r | o for r, o in zip(new, kept, strict=True)]
-        if again:
+
+        try:
+            async with asyncio.TaskGroup() as grading:
+                for key in again:
+                    grading.create_task(grade(*key))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
             self.results.rewrite()
-            print(f"graded {len(again)} groups again that had invalid scores", flush=True)
+        left = sum(any(map(_invalid, self.results.groups[key])) for key in again)
+        print(f"graded {len(again) - left} of {len(again)} groups that had invalid scores", flush=True)
 
     async def close(self) -> None:
         """Stops the sampler and the reward's processes; the one also where the other fails."""
@@ -256,7 +269,7 @@ class Evaluating:
         for prompt in self.prompts.values():
             asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
         evaluation = self.evaluation
-        grading = {"reward": _stable(evaluation.reward), "answer": _stable(evaluation.answer)}
+        grading = {"reward": described(evaluation.reward), "answer": described(evaluation.answer)}
         return {
             "schema": SCHEMA,
             "model_hash": self.hash,
@@ -292,7 +305,7 @@ class Evaluating:
             "prompts": counts,
             "model": {"path": self.model.name, "hash": self.hash},
             "sampling": self._sampling(),
-            "sampler": _stable(self.harness.sampler),
+            "sampler": described(self.harness.sampler),
             "throughput": self._throughput(),
             "commit": run_folder.commit(),
             "gin": config,
@@ -300,6 +313,10 @@ class Evaluating:
         write_whole(self.folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
         for name, e in estimates.items():
             print(f"  {name:<28} {e.mean:.4f}" + (f" +- {e.ci95:.4f}" if np.isfinite(e.ci95) else ""))
+        if evaluation.reward is not None and (lacking := sum(any(map(_invalid, group)) for group in groups.values())):
+            print(
+                f"{lacking} of {len(groups)} groups lack scores (the warnings say why): the same command asks for them again"
+            )
         print(f"wrote {self.folder / SUMMARY}", flush=True)
 
     def _throughput(self) -> dict[str, float]:
@@ -317,11 +334,6 @@ def model_hash(params: Params) -> str:
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         digest.update(np.ascontiguousarray(to_host(leaf)).reshape(-1).view(np.uint8).data)
     return digest.hexdigest()
-
-
-def _stable(component: Any) -> str:
-    """A component's repr without addresses, which differ at every start."""
-    return re.sub(r" at 0x[0-9a-f]+", "", repr(component))
 
 
 def _invalid(record: Record) -> bool:

@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ SAMPLES = "samples.jsonl"
 IDENTITY = "identity.json"
 
 Key = tuple[str, str]  # prompt id, kind
+_SHOWN = 120  # characters of what differs, in a message
 
 
 @contextlib.contextmanager
@@ -46,7 +48,7 @@ def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
         return
     before = json.loads(file.read_text())
     differing = [
-        f"{n} was {before.get(n)}, is {identity.get(n)}"
+        f"{n} was {{}}, is {{}}".format(*apart(str(before.get(n)), str(identity.get(n))))
         for n in sorted({*before, *identity})
         if before.get(n) != identity.get(n)
     ]
@@ -55,6 +57,25 @@ def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
             f"{folder} holds results of another configuration ({'; '.join(differing)}): set OUT_DIR to a new folder, or "
             "restore what changed"
         )
+
+
+def described(component: Any) -> str:
+    """A component's repr without what its results do not depend on: addresses in memory, and how a service is reached.
+
+    A judge may come back at another address, or be given more time.
+    """
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(component))
+    return re.sub(r"\bService\(urls=.*?, stop_after=\d+\)", "Service", text)
+
+
+def apart(before: str, now: str) -> tuple[str, str]:
+    """The part of each text, cut to a readable length, in which they differ."""
+    if max(len(before), len(now)) <= _SHOWN:
+        return before, now
+    same = next((i for i, (a, b) in enumerate(zip(before, now)) if a != b), min(len(before), len(now)))
+    start = max(same - _SHOWN // 4, 0)
+    one, two = (("..." if start else "") + text[start : start + _SHOWN] for text in (before, now))
+    return one, two
 
 
 class Results:

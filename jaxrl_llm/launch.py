@@ -13,9 +13,9 @@ from typing import Any
 
 import jaxrl_llm
 from jaxrl_llm import command_line, out_of_memory, xla_flags
+from jaxrl_llm.rewards.wrap import Down
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
-
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser("launch", __doc__)
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
         else:
             return _carry_out(run, config, arguments.distributed)
-    except command_line.EXPECTED as error:
+    except (*command_line.EXPECTED, Down) as error:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)

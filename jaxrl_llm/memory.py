@@ -5,7 +5,6 @@ alive and not its argument: the moments while a gradient is made, the reference 
 What the account leaves out is the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,11 +32,7 @@ STREAMS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_
 
 def size(tree: Any) -> int:
     """Bytes of a tree of shapes with shardings on one device; what lies in the host's memory counts nothing."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind != "pinned_host"
-    )
+    return sum(offload.bytes_of(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != offload.HOST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +73,14 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
     )
 
 
+def streaming(params: Mapping[str, Any], moments: Any) -> int:
+    """The most bytes of gradient and of visiting moments while an offloaded optimizer works (`offload.streamed`)."""
+    wanted = offload.groups(params)
+    slopes = [size(offload.pruned(params, paths)) for paths in wanted]
+    visits = [sum(map(offload.bytes_of, jax.tree.leaves(offload.cut(moments, params, paths)))) for paths in wanted]
+    return max(sum(slopes[i:]) + sum(visits[max(i - 1, 0) : i + 2]) for i in range(len(wanted)))
+
+
 def of_learner(learner: Learner, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:
     """The programs of an update with so many micro-batches, or with 0 of scoring; the whole state is alive in each."""
     moments = size(learner.abstract) - size(learner.abstract.params)
@@ -85,13 +88,10 @@ def of_learner(learner: Learner, batch: Batch, microbatches: int, bases: Bases =
     found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
     away = [n for n, o in learner.optimizers.items() if o.offload]
     if away and microbatches:
-        trained = learner.trained(learner.abstract.params)
-        visiting = max(
-            size(offload.pruned(trained[n], paths)) for n in away for paths in offload.groups(trained[n])
-        )  # of float32: both moments of three groups
-        found["apply"] = Account(
-            resident=moments, arguments=size(learner.abstract.params), outputs=0, temporary=size(trained) + 6 * visiting
-        )
+        state, trained = learner.abstract, learner.trained(learner.abstract.params)
+        visiting = max(streaming(trained[n], state.moments[n]) for n in away)
+        kept = size([gradient for n, gradient in trained.items() if n not in away])
+        found["apply"] = Account(resident=moments, arguments=size(state.params), outputs=0, temporary=kept + visiting)
     return found
 
 

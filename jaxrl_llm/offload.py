@@ -1,10 +1,11 @@
 """Optimizer state and frozen models in the host's pinned memory, brought to the device when their turn comes.
 
 The moments of an offloaded optimizer lie on the device only while their own parameters are updated: the parameters are
-split into groups of about GROUP bytes, and while one group is updated the moments of the next travel in and those of the
-one before travel out. A device holds the moments of three groups at most.
+split into groups of about GROUP bytes, small ones first, and while one group is updated the moments of the next travel in and
+those of the one before travel out; its gradient is gone then. A device holds the moments of three groups at most.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,19 +36,22 @@ def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     return sharding.with_memory_kind(HOST)
 
 
+def bytes_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's shard, wherever it lies."""
+    return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+
+
 def at(tree: Any) -> tuple[str, ...]:
     """Paths of the leaves."""
     return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path]]:
-    """The paths of the leaves, in groups of at most `most` bytes a device; a larger leaf stands alone."""
+    """The paths of the leaves, small ones first, in groups of at most `most` bytes a device; a larger leaf stands alone."""
     found: list[list[Path]] = []
     used, most = 0, GROUP if most is None else most
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        size = leaf.dtype.itemsize
-        for n in leaf.sharding.shard_shape(leaf.shape):
-            size *= n
+    leaves = [(bytes_of(leaf), path) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
+    for size, path in sorted(leaves, key=lambda one: one[0]):
         if not found or used + size > most:
             found.append([])
             used = 0
@@ -79,6 +83,17 @@ def joined(old: Any, parts: Sequence[Any]) -> Any:
     return out
 
 
+def of_parts(params: Mapping[str, Any]) -> Callable[[Any], bool]:
+    """Whether a node of an optimizer's state has a value for each parameter."""
+    return lambda node: isinstance(node, dict) and node.keys() == params.keys()
+
+
+def cut(state: Any, params: Mapping[str, Any], paths: list[Path]) -> Any:
+    """The optimizer's state of the parameters at `paths`."""
+    by_part = of_parts(params)
+    return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
+
+
 def streamed(
     apply: Callable[[Any, Any, Any], tuple[Any, Any]], params: dict[str, Any], gradient: dict[str, Any], state: Any
 ) -> tuple[dict[str, Any], Any]:
@@ -87,24 +102,22 @@ def streamed(
     Args:
       apply: updates parameters of some leaves; its state is cut to them as dictionaries of parameters are.
       params: the parameters, on the device.
-      gradient: of the parameters, on the device.
+      gradient: of the parameters, on the device; used up.
       state: the optimizer's state, on the host.
     """
-    by_part = lambda node: isinstance(node, dict) and node.keys() == params.keys()  # noqa: E731
-
-    def cut(paths: list[Path]) -> Any:
-        return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
-
     wanted = groups(params)
-    coming, new_params, new_states = to_device(cut(wanted[0])), [], []
+    coming, new_params, new_states = to_device(cut(state, params, wanted[0])), [], []
     for number, paths in enumerate(wanted):
         here = coming
         if number + 1 < len(wanted):
-            coming = to_device(cut(wanted[number + 1]))
-        part, here = apply(pruned(params, paths), pruned(gradient, paths), here)
+            coming = to_device(cut(state, params, wanted[number + 1]))
+        slope = pruned(gradient, paths)
+        part, here = apply(pruned(params, paths), slope, here)
+        jax.tree.map(lambda x: x.delete(), slope)
         new_params.append(part)
         new_states.append(to_host(here))
         if number:  # the host must not run ahead: what it asks for takes memory at once
             jax.block_until_ready(new_states[number - 1])
+    by_part = of_parts(params)
     together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
     return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)

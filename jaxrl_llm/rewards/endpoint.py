@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -46,7 +46,7 @@ class ChatEndpoint:
     temperature: float = 0.0
     max_tokens: int = 1024
     extra: Mapping[str, Any] | None = None
-    cache: str = ""
+    cache: str = field(default="", repr=False)
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
         """What `read` makes of the answer, from the cache where it is there; an answer it cannot read is asked for again."""

@@ -6,17 +6,20 @@
 
 Without --url the service is started on a free port of loopback and stopped at the end. Requests are sent by `concurrency`
 clients, each its next as soon as it has an answer. The result is one line of JSON: requests_per_s, p50_ms, p99_ms, failed.
+`python -m tests.chaos.load_services`, in the repository, loads every service and prints a table.
 """
 
 import asyncio
 import contextlib
 import json
+import math
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -38,31 +41,52 @@ SERVICES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
 }
 
 
-async def load(
-    url: str, path: str, body: Mapping[str, Any], requests: int, concurrency: int, token: str = ""
-) -> dict[str, float]:
-    """Latencies and throughput of `requests` equal calls; a status other than 200 is a failure.
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What is sent, over and over.
+
+    Attributes:
+      path: from the server's root.
+      body: JSON that is posted; None gets the path.
+      token: the bearer token; empty sends none.
+    """
+
+    path: str
+    body: Mapping[str, Any] | None = None
+    token: str = ""
+
+
+async def load(url: str, call: Call, requests: int, concurrency: int, limit_s: float = math.inf) -> dict[str, float]:
+    """Latencies and throughput of equal calls, `requests` of them or as many as begin within `limit_s` seconds.
+
+    A status other than 200 is a failure; bytes are the mean of the answers' bodies.
 
     Raises:
       ValueError: nothing to send.
     """
-    if requests < 1 or concurrency < 1:
-        raise ValueError(f"requests and concurrency must be >= 1 (got {requests} and {concurrency})")
+    if requests < 1 or concurrency < 1 or limit_s <= 0:
+        raise ValueError(
+            f"requests and concurrency must be >= 1 and limit_s > 0 (got {requests}, {concurrency} and {limit_s})"
+        )
     taken: list[float] = []
-    left, failed = iter(range(requests)), 0
-    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    left, failed, size = iter(range(requests)), 0, 0
+    headers = {"Authorization": f"Bearer {call.token}"} if call.token else {}
+    verb = "GET" if call.body is None else "POST"
 
     async def client(session: aiohttp.ClientSession) -> None:
-        nonlocal failed
+        nonlocal failed, size
         for _ in left:
-            begin = time.perf_counter()
+            sent = time.perf_counter()
+            if sent - begin > limit_s:
+                return
             try:
-                async with session.post(url.rstrip("/") + path, json=body) as answer:
-                    await answer.read()
+                async with session.request(verb, url.rstrip("/") + call.path, json=call.body) as answer:
+                    got = await answer.read()
+                    size += len(got)
                     failed += answer.status != 200
             except (aiohttp.ClientError, TimeoutError):
                 failed += 1
-            taken.append(time.perf_counter() - begin)
+            taken.append(time.perf_counter() - sent)
 
     connector = aiohttp.TCPConnector(limit=concurrency)
     async with aiohttp.ClientSession(connector=connector, headers=headers) as session:
@@ -71,14 +95,14 @@ async def load(
         seconds = time.perf_counter() - begin
     p50, p99 = np.percentile(taken, [50, 99]) * 1000
     return {
-        "requests": float(requests), "concurrency": float(concurrency), "requests_per_s": requests / seconds,
-        "p50_ms": float(p50), "p99_ms": float(p99), "failed": float(failed),
+        "requests": float(len(taken)), "concurrency": float(concurrency), "requests_per_s": len(taken) / seconds,
+        "p50_ms": float(p50), "p99_ms": float(p99), "failed": float(failed), "bytes": size / len(taken),
     }  # fmt: skip
 
 
 @contextlib.contextmanager
-def started(module: str, arguments: Sequence[str]) -> Iterator[str]:
-    """The address of a service that runs meanwhile.
+def started(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
+    """The address of a service that runs meanwhile, on loopback; the environment is added to this process's.
 
     Raises:
       TimeoutError: it does not answer within two minutes.
@@ -87,8 +111,8 @@ def started(module: str, arguments: Sequence[str]) -> Iterator[str]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", module, "--host", "127.0.0.1", "--port", str(port), *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-m", module, "--port", str(port), *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**os.environ, **(environment or {})})
     try:
         deadline = time.monotonic() + STARTUP_S
         while not _answers(port):
@@ -122,10 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not given.url and given.service != "sandbox" and not given.model:
         parser.error("--url of a classifier that runs, or --model of one to start, is needed")
     token = os.environ.get(given.token_env, "") if given.token_env else ""
+    call = Call(path=path, body=body, token=token)
     arguments = ["--model", given.model] if given.model else []
     with contextlib.nullcontext(given.url) if given.url else started(module, arguments) as url:
-        asyncio.run(load(url, path, body, min(8, given.requests), 1, token))  # what is loaded at the first call
-        found = asyncio.run(load(url, path, body, given.requests, given.concurrency, token))
+        asyncio.run(load(url, call, min(8, given.requests), 1))  # what is loaded at the first call
+        found = asyncio.run(load(url, call, given.requests, given.concurrency))
     print(json.dumps({"service": given.service, **found}))
     return 1 if found["failed"] else 0
 

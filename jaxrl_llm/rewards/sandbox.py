@@ -39,6 +39,7 @@ def application(sandbox: Sandbox, token: str = "") -> FastAPI:
         if await sandbox.prepare() != "namespaces":
             print(WEAK, flush=True)
         yield
+        sandbox.close()
 
     app = serving.guarded(token, lifespan=lifespan)
 

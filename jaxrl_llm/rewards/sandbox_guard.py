@@ -1,7 +1,8 @@
-"""The program that holds one run of untrusted Python: builds its room, starts it, ends it (Linux; standard library only).
+"""The program that holds runs of untrusted Python: builds their room, starts them, ends them (Linux; standard library only).
 
-The job comes as JSON on standard input, the outcome goes as JSON to standard output. Where the kernel lets it, the run
-has namespaces of its own (mounts, processes, network): its root is a small memory disk with the interpreter and the
+Jobs come one at a time as lines of JSON on standard input, outcomes go as lines of JSON to standard output. Each job has a
+process of its own, a copy of this one, which starts the run as a fresh interpreter: no run sees what this process holds,
+nor what an earlier run left. Where the kernel lets it, the run has namespaces of its own (mounts, processes, network): its root is a small memory disk with the interpreter and the
 system's libraries read-only, so it sees no other file and no other process. Elsewhere it has an empty folder. In both
 cases it loses its privileges, gets resource limits, and a filter of system calls that refuses sockets.
 
@@ -23,17 +24,21 @@ import struct
 import sys
 import time
 
-# What the interpreter of the run executes; descriptor 3 brings the program, 4 takes the verdict.
+# What the interpreter of the run executes; descriptor 3 brings the program, 4 takes the verdict. It has few imports and
+# reads no .pth files, which are most of the time that an interpreter takes to start.
 BOOT = """
-import json, os, sys
+import os, site, sys
 def main():
-    with os.fdopen(3) as source:
-        job = json.load(source)
-    word, test = job.pop("word"), job.pop("test")
+    with os.fdopen(3, "rb") as source:
+        word, size, tested = source.readline().split()
+        program = source.read(int(size)).decode("utf-8", "surrogatepass")
+        test = source.read().decode("utf-8", "surrogatepass") if int(tested) else None
+    site.setquit(), site.setcopyright(), site.sethelper()
+    sys.path += site.getsitepackages()
     scope, stage = {"__name__": "__main__" if test is None else "program"}, "program"
     status, detail = "passed", ""
     try:
-        exec(compile(job.pop("program"), "program.py", "exec"), scope)
+        exec(compile(program, "program.py", "exec"), scope)
         stage = "test"
         if test is not None:
             exec(compile(test, "test.py", "exec"), scope)
@@ -49,7 +54,7 @@ def main():
         sys.stdout.flush()
     except OSError as error:
         status, detail = "error", f"output: {error}"
-    os.write(4, json.dumps([word, status, detail[:2000]]).encode())
+    os.write(4, b"\\n".join([word, status.encode(), detail[:2000].encode("utf-8", "replace")]))
     os._exit(0)
 main()
 """
@@ -169,6 +174,7 @@ def tasks_of(user: int) -> int:
 def begin(job: dict, user: int, word: str, ends: dict[int, int]) -> None:
     """In the process of the run: takes the prepared descriptors, shuts itself in, and becomes the interpreter."""
     try:
+        os.setsid()  # signals to its process group reach nobody else
         held = {number: os.dup(end) for number, end in ends.items()}  # above any number that is set next
         if job["isolation"] == "namespaces":
             build_root(job["folder"], job["paths"], job["disk"])
@@ -180,9 +186,9 @@ def begin(job: dict, user: int, word: str, ends: dict[int, int]) -> None:
         give_up(job, user)
         home = os.getcwd()
         environment = {"HOME": home, "TMPDIR": home, "PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"}
-        os.execve(job["python"], [job["python"], "-I", "-B", "-c", BOOT], environment)
+        os.execve(job["python"], [job["python"], "-I", "-S", "-B", "-c", BOOT], environment)
     except BaseException as error:
-        os.write(ends[4] if "held" not in locals() else held[4], json.dumps([word, "setup", str(error)]).encode())
+        os.write(ends[4] if "held" not in locals() else held[4], f"{word}\nsetup\n{error}".encode())
     finally:
         os._exit(97)
 
@@ -247,17 +253,20 @@ def outcome(job: dict) -> dict:
     """Runs the job and says what came of it."""
     user, word = os.getuid(), secrets.token_hex(16)
     source = os.memfd_create("job")
-    os.write(source, json.dumps({"program": job["program"], "test": job["test"], "word": word}).encode())
     given = os.memfd_create("stdin")
-    os.write(given, job["stdin"].encode())
-    os.lseek(source, 0, 0)
-    os.lseek(given, 0, 0)
+    program, test, stdin = ((job[name] or "").encode("utf-8", "surrogatepass") for name in ("program", "test", "stdin"))
+    header = f"{word} {len(program)} {int(job['test'] is not None)}\n".encode()
+    for descriptor, text in ((source, header + program + test), (given, stdin)):
+        with os.fdopen(os.dup(descriptor), "wb") as out:
+            out.write(text)
+        os.lseek(descriptor, 0, 0)
     pipes = {number: os.pipe() for number in (1, 2, 4)}
     call("prctl", SET_SUBREAPER, 1, 0, 0, 0)
     if job["isolation"] == "namespaces":
         separate(user)
     elif user == 0:
         os.chown(job["folder"], job["uid"], job["uid"])
+    call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # with whom this is a copy of
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -282,18 +291,26 @@ def outcome(job: dict) -> dict:
 
 def verdict(text: bytes, word: str) -> tuple[str, str] | None:
     """(status, detail) that the run's own interpreter gave, known by the word it was given; None without one."""
-    try:
-        given, status, detail = json.loads(text)
-    except ValueError:
-        return None
-    return (str(status), str(detail)) if given == word else None
+    given, _, rest = text.decode(errors="replace").partition("\n")
+    status, _, detail = rest.partition("\n")
+    return (status, detail) if given == word else None
+
+
+def main() -> None:
+    """Holds a run for each line of standard input, until that ends."""
+    for line in sys.stdin.buffer:
+        guard = os.fork()
+        if guard == 0:
+            try:
+                found = outcome(json.loads(line))
+            except OSError as error:
+                found = {"status": "setup", "detail": str(error), "seconds": 0.0, "stdout": ""}
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+            os._exit(0)
+        if os.waitpid(guard, 0)[1]:
+            os._exit(1)  # nobody answers for this job
 
 
 if __name__ == "__main__":
-    try:
-        found = outcome(json.load(sys.stdin))
-    except OSError as error:
-        found = {"status": "setup", "detail": str(error), "seconds": 0.0, "stdout": ""}
-    json.dump(found, sys.stdout)
-    sys.stdout.flush()
-    os._exit(0)
+    main()

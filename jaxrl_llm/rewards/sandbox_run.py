@@ -1,12 +1,18 @@
 """Runs untrusted Python programs, each in a process of its own that is shut in by rewards/sandbox_guard.py."""
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -90,6 +96,9 @@ class Sandbox:
         self._slots: asyncio.Queue[int] = asyncio.Queue()
         for slot in range(workers):
             self._slots.put_nowait(slot)
+        self._guards = [Guard() for _ in range(workers)]
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="guards")
+        self.close = weakref.finalize(self, _end, self._guards, self._threads)  # at the latest where nobody holds it
 
     async def prepare(self) -> Isolation:
         """Finds an isolation and an interpreter that work here, by trying them.
@@ -126,7 +135,7 @@ class Sandbox:
             "isolation": self.isolation, "python": self.python, "paths": visible(self.python), "uid": user(slot),
         }  # fmt: skip
         try:
-            found = await self._guarded(job, limit_s)
+            found = await self._guarded(self._guards[slot], job, limit_s)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
             self._slots.put_nowait(slot)
@@ -134,23 +143,67 @@ class Sandbox:
             raise Unsafe(f"a run could not be shut in: {found.detail}")
         return found
 
-    async def _guarded(self, job: Mapping[str, object], limit_s: float) -> Outcome:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", "-B", str(GUARD), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE, start_new_session=True, env={"PATH": os.defpath},
-        )  # fmt: skip
+    async def _guarded(self, guard: "Guard", job: Mapping[str, object], limit_s: float) -> Outcome:
+        loop = asyncio.get_running_loop()
         try:
-            out, err = await asyncio.wait_for(process.communicate(json.dumps(job).encode()), limit_s + SLACK_S)
-        except TimeoutError:
-            return Outcome("timeout", "out of time", limit_s, "")
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-        try:
-            return Outcome(**json.loads(out))
-        except (ValueError, TypeError):
-            return Outcome("setup", f"the guard ended: {err.decode(errors='replace')[-500:]}", 0.0, "")
+            return await loop.run_in_executor(self._threads, guard.hold, job, limit_s + SLACK_S)
+        except asyncio.CancelledError:
+            guard.end()  # and the run with it; the thread then reads the end of its answers
+            raise
+
+
+class Guard:
+    """A process of rewards/sandbox_guard.py, which holds one run at a time; where it has ended, the next run starts another."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # an answer is that of the job before it
+
+    def hold(self, job: Mapping[str, object], limit_s: float) -> Outcome:
+        """The outcome of a job, "timeout" where there is none within `limit_s` seconds; waits for it."""
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None and process.stdout is not None
+            try:
+                process.stdin.write(json.dumps(job).encode() + b"\n")
+                process.stdin.flush()
+                if not select.select([process.stdout], [], [], limit_s)[0]:
+                    self.end()
+                    return Outcome("timeout", "out of time", limit_s - SLACK_S, "")
+                return Outcome(**json.loads(process.stdout.readline()))
+            except (OSError, ValueError, TypeError):
+                self.end()
+                return Outcome("setup", f"the guard ended with code {process.returncode}", 0.0, "")
+
+    def end(self) -> None:
+        """Ends the process, and with it what it started."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def close(self) -> None:
+        """Ends the process, where nothing waits for it, and closes its pipes."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(BrokenPipeError), process:  # what it did not read is not needed
+                pass
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self.close()
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-B", str(GUARD)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                start_new_session=True, env={"PATH": os.defpath},
+            )  # fmt: skip
+        return self._process
+
+
+def _end(guards: Sequence[Guard], threads: ThreadPoolExecutor) -> None:
+    for guard in guards:
+        guard.close()
+    threads.shutdown(wait=False)
 
 
 def user(slot: int) -> int:

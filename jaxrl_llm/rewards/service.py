@@ -72,8 +72,8 @@ class Service:
                 self._state.failures += 1
                 if self.stop_after and self._state.failures >= self.stop_after:
                     raise Down(
-                        f"the last {self._state.failures} calls failed; last: {failure}. Start the server, set "
-                        "service.Service.urls, or let the run go on without it by service.Service.stop_after = 0"
+                        f"the last {self._state.failures} calls failed; last: {failure}. Start the server, look at "
+                        "its answers where it gave some, set service.Service.urls, or let the run go on without it by service.Service.stop_after = 0"
                     ) from failure
                 raise
             self._state.failures = 0
@@ -90,7 +90,7 @@ class Service:
                 except _Again as error:
                     problem, wait = str(error), error.wait_s
                 except TimeoutError:
-                    problem, wait = f"no answer within {self.limit_s} s", 0.0
+                    problem, wait = f"no answer within {self.limit_s:g} s (service.Service.limit_s)", 0.0
                 except (aiohttp.ClientError, OSError) as error:
                     problem, wait = f"{type(error).__name__}: {error}", 0.0
                 except (ValueError, KeyError, TypeError, IndexError) as error:

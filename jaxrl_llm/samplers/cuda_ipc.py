@@ -1,8 +1,8 @@
 """Weights from one process's GPU memory into another's on the same host, by CUDA's inter-process handles (ctypes; no JAX, no PyTorch).
 
-The learner describes its arrays: for each allocation a handle, for each shard its place in an allocation and in the tensor. The
-sampler opens the allocations and copies shards to where they belong, from the same GPU or another one. The learner keeps the arrays,
-and waits until they are computed, from before it describes them until the sampler has answered.
+The learner shares its arrays: it copies them into an allocation on each of its GPUs that other processes can open (those of JAX from
+0.11 on cannot be), and describes for each shard its place there and in the tensor. The sampler opens the allocations and copies
+shards to where they belong, from the same GPU or another one. An allocation keeps what it holds until it is shared anew.
 """
 
 import ctypes
@@ -18,6 +18,7 @@ from jaxrl_llm.samplers.manifest import element_type
 from jaxrl_llm.samplers.orbax_reader import BadVersion, Target
 
 _HANDLE_BYTES = 64
+_ALIGNED = 256  # bytes; where tensors begin
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says on which GPU
 
@@ -26,8 +27,8 @@ _UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says on which GPU
 class Memory(Protocol):
     """What is needed of a driver."""
 
-    def handle_of(self, pointer: int, device: int) -> tuple[str, int]:
-        """The handle of the allocation that holds an address, in hexadecimal, and the address's offset in it."""
+    def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
+        """The handle, in hexadecimal, and the address of allocation `number` on a device, of at least `size` bytes."""
         ...
 
     def opened(self, handle: str) -> Any:
@@ -84,14 +85,24 @@ class RemoteWeights:
     tensors: Mapping[str, RemoteTensor]
 
 
-def describe(arrays: Mapping[str, Any], memory: Memory) -> str:
-    """The text by which another process of this host finds JAX arrays (vectors and matrices, computed already).
+def share(arrays: Mapping[str, Any], memory: Memory, number: int) -> str:
+    """Copies JAX arrays (vectors and matrices, computed already) to where other processes of this host find them.
+
+    Args:
+      arrays: by Hugging Face name.
+      memory: copies, and has the allocations.
+      number: of the allocation; what it held is overwritten.
+
+    Returns:
+      The text that describes them.
 
     Raises:
       ValueError: an array is not wholly on this process's devices.
+      OSError: no memory for the copy outside of JAX's pool.
     """
-    handles: dict[str, int] = {}
     tensors: dict[str, Any] = {}
+    copies: dict[int, list[tuple[int, int, int]]] = {}  # of each device: address, place, bytes
+    used: dict[int, int] = {}
     for name, array in arrays.items():
         if not array.is_fully_addressable:
             raise ValueError(
@@ -102,14 +113,23 @@ def describe(arrays: Mapping[str, Any], memory: Memory) -> str:
             start = tuple(axis.indices(n)[0] for axis, n in zip(shard.index, array.shape, strict=True))
             if start in boxes:  # a copy of a box on another device
                 continue
-            handle, offset = memory.handle_of(shard.data.unsafe_buffer_pointer(), shard.device.local_hardware_id or 0)
-            boxes[start] = [handles.setdefault(handle, len(handles)), offset, start, shard.data.shape]
+            device, size = shard.device.local_hardware_id or 0, shard.data.nbytes
+            place = used.get(device, 0)
+            used[device] = place + -(-size // _ALIGNED) * _ALIGNED
+            copies.setdefault(device, []).append((shard.data.unsafe_buffer_pointer(), place, size))
+            boxes[start] = [list(used).index(device), place, start, shard.data.shape]
         tensors[name] = {"shape": array.shape, "dtype": str(array.dtype), "shards": list(boxes.values())}
-    return json.dumps({"handles": list(handles), "tensors": tensors})
+    handles = []
+    for device, parts in copies.items():
+        handle, address = memory.shared(device, number, used[device])
+        handles.append(handle)
+        for source, place, size in parts:
+            memory.copy(address + place, size, source, size, size, 1)
+    return json.dumps({"handles": handles, "tensors": tensors})
 
 
 def parse(text: str) -> RemoteWeights:
-    """Reads the text of `describe`; BadVersion where it is none."""
+    """Reads the text of `share`; BadVersion where it is none."""
     try:
         content = json.loads(text)
         return RemoteWeights(
@@ -207,6 +227,7 @@ class Cuda:
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._call("cuInit", 0)
+        self._allocations: dict[tuple[int, int], tuple[int, int]] = {}  # by device and number: address and bytes
 
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._driver, function)(*arguments)
@@ -222,13 +243,26 @@ class Cuda:
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), found)
         self._call("cuCtxSetCurrent", context)
 
-    def handle_of(self, pointer: int, device: int) -> tuple[str, int]:
-        """As `Memory`; OSError where the allocation cannot be shared (JAX's preallocated pool can)."""
+    def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
+        """As `Memory`; OSError where the device has no such memory beside JAX's pool."""
         self.use(device)
-        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
-        self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(pointer))
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES).hex(), pointer - base.value
+        old, room = self._allocations.pop((device, number), (0, 0))
+        if room < size:
+            if old:
+                self._call("cuMemFree_v2", ctypes.c_uint64(old))
+            address = ctypes.c_uint64()
+            try:
+                self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+            except OSError as error:
+                raise OSError(
+                    f"TRANSFER = 'cuda_ipc' needs {size / 2**20:.0f} MiB of GPU memory outside of JAX's pool, twice: lower "
+                    f"XLA_PYTHON_CLIENT_MEM_FRACTION, or use TRANSFER = 'orbax' ({error})"
+                ) from error
+            old, room = address.value, size
+        self._allocations[device, number] = old, room
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(old))
+        return ctypes.string_at(ctypes.byref(handle), _HANDLE_BYTES).hex(), old
 
     @contextmanager
     def opened(self, handle: str) -> Iterator[int]:

@@ -19,7 +19,8 @@ class EmbeddedSampler:
     Shapes come in powers of two, so a run compiles few programs. The cache lives only while something is sampled.
 
     Attributes:
-      slots: most sequences decoded at a time; a smaller request takes the smallest power of two that holds it.
+      slots: most sequences decoded at a time; a smaller request takes the smallest power of two that holds it. Where a device
+        has no room for the cache of so many, there are as many as it has room for, which is said.
       decode_chunk: decode steps between two looks of the host, which refills slots and searches for stop strings.
       prefill_tokens: most tokens of the prompts that are prefilled together, padding included; one prompt always is.
       share_weights: True serves the learner's own arrays where they have the decode dtype and layout; right where

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingSettings
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
+from jaxrl_llm.samplers import room
 from jaxrl_llm.samplers.requests import Request, check
 from jaxrl_llm.samplers.slot_batch import Capacity, Prefix, SlotBatch
 from jaxrl_llm.samplers.weights import deleted
@@ -40,19 +41,20 @@ class Counters:
 class Engine:
     """A running embedded sampler; see EmbeddedSampler for the fields.
 
-    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
-    one takes its place. A call that nobody listens to any more frees its slots at the next chunk.
+        A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
+        one takes its place. A call that nobody listens to any more frees its slots at the next chunk. Where a device's memory does
+    not hold all slots, there are as many as it holds, which is announced.
 
-    Attributes:
-      policy: the model.
-      serve: the learner's parameters -> those to decode with.
-      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
-      max_length: most tokens of a prefix and its completion together.
-      slots: most sequences decoded at a time.
-      decode_chunk: decode steps between two looks of the host.
-      prefill_tokens: most tokens of a block of prompts, padding included.
-      cache: dtype of cached keys and values; None is the policy's.
-      version: the policy version it serves; -1 before the first publication.
+        Attributes:
+          policy: the model.
+          serve: the learner's parameters -> those to decode with.
+          tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+          max_length: most tokens of a prefix and its completion together.
+          slots: most sequences decoded at a time.
+          decode_chunk: decode steps between two looks of the host.
+          prefill_tokens: most tokens of a block of prompts, padding included.
+          cache: dtype of cached keys and values; None is the policy's.
+          version: the policy version it serves; -1 before the first publication.
     """
 
     policy: Policy
@@ -76,6 +78,9 @@ class Engine:
         self._programs: set[tuple] = set()
         self._counters = Counters()
         self._closed = False
+        self._free: int | None = None  # bytes of a device without a cache; None where they are not known
+        self._announced: set[Capacity] = set()
+        self._fitted: dict[Capacity, Capacity] = {}
 
     @property
     def compilations(self) -> int:
@@ -155,6 +160,7 @@ class Engine:
         """Serves all requests, then ends, and with it the cache."""
         batch: SlotBatch | None = None
         try:
+            await self._look_at_memory()
             while True:
                 while self._waiting and not self._waiting[0][0].open:
                     self._waiting.popleft()
@@ -163,7 +169,11 @@ class Engine:
                         return
                     batch = None  # its cache goes before the next one comes
                     wanted = self._capacity({request for request, _ in self._waiting})
-                    batch = SlotBatch(self.policy, wanted, self._programs, self.cache)
+                    given = self._fitting(wanted)
+                    if given != wanted and wanted not in self._announced:
+                        self._announced.add(wanted)
+                        room.announce(self.policy, wanted, given, self._free or 0, self.cache)
+                    batch = SlotBatch(self.policy, given, self._programs, self.cache)
                 await self._advance(batch)
         except asyncio.CancelledError:
             self._fail(RuntimeError("the sampler was closed, or its event loop ended, while it was sampling"))
@@ -210,9 +220,27 @@ class Engine:
     def _capacity(self, requests: set[Request]) -> Capacity:
         return Capacity.of(list(requests), max_slots=self.slots, shards=self.policy.partitioner.batch_shards)
 
+    async def _look_at_memory(self) -> None:
+        """Asks what is free, while there is no cache and what made the weights has given back its memory."""
+        if self._params is not None and not deleted(self._params):
+            await _finished(self._params)
+        self._fitted.clear()
+        self._free = room.free_bytes(self.policy.partitioner.mesh.local_devices)
+
+    def _fitting(self, wanted: Capacity) -> Capacity:
+        """The capacity with as many slots as a device has room for."""
+        if wanted not in self._fitted:
+            self._fitted[wanted] = room.fitting(self.policy, wanted, self._free, self.cache)
+        return self._fitted[wanted]
+
     def _fits(self, batch: SlotBatch) -> bool:
-        """Whether the batch holds the request at the head of the queue."""
-        return bool(self._waiting) and batch.capacity.holds(self._capacity({self._waiting[0][0]}))
+        """Whether the batch holds the request at the head of the queue, with the slots that there is room for at its length."""
+        if not self._waiting:
+            return False
+        held, wanted = batch.capacity, self._capacity({self._waiting[0][0]})
+        if wanted.length <= held.length and wanted.penalised <= held.penalised:
+            wanted = self._fitting(replace(wanted, length=held.length, penalised=held.penalised))
+        return held.holds(wanted)
 
     def _fail(self, error: Exception) -> None:
         self._waiting.clear()

@@ -27,7 +27,7 @@ from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.mesh import to_host
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.policy import Params, Policy
-from jaxrl_llm.samplers.cuda_ipc import Memory, describe
+from jaxrl_llm.samplers.cuda_ipc import Memory, share
 from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
 from jaxrl_llm.samplers.object_store import Store, is_stored
 from jaxrl_llm.tree_sums import word_sum
@@ -81,7 +81,7 @@ class Publisher:
     def __post_init__(self) -> None:
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._begin = 0.0
-        self._held: list[dict[str, Array]] = []
+        self._described = ""
         # Of several processes of a learner, one copies what all have written.
         self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
         self._stored: list[str] | None = None
@@ -97,7 +97,7 @@ class Publisher:
         tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
         if self.driver is not None:
             # The version before stays too: a server that is late may be copying it, and its canary will tell.
-            self._held = [*self._held[-1:], jax.block_until_ready(tensors)]
+            self._described = share(jax.block_until_ready(tensors), self.driver, version % 2)
             self.seconds["blocked_s"] = time.perf_counter() - self._begin
             return path, self._manifest(version, params, tensors, sums)
         try:
@@ -142,7 +142,7 @@ class Publisher:
 
     def described(self) -> str:
         """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
-        return "" if self.driver is None else describe(self._held[-1], self.driver)
+        return self._described
 
     def prune(self) -> None:
         """Removes all but the newest versions."""
@@ -156,7 +156,6 @@ class Publisher:
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
-        self._held = []
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._store is not None:

@@ -33,6 +33,7 @@ class Call:
       biased: a bias is given.
       chunk: vocabulary entries of a tile, or None for the backend's own choice.
       shards: devices that the call is split over.
+      parts: shares of a device's tokens that are taken one after another.
     """
 
     platform: str
@@ -46,6 +47,7 @@ class Call:
     biased: bool
     chunk: int | None
     shards: int
+    parts: int = 1
 
 
 def product(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, "T V"]:

@@ -6,8 +6,10 @@ With the statistics of `reference`, cotangents g of logprob (l), entropy (H), su
     a = -g_l - g_U - g_N - g_H H - 2 g_S S,   b = -g_H,   c = 2 g_S
 
 so the forward keeps a few numbers a token and the backward makes each tile of logits again. A backend has
-`forward(inputs, call) -> (sums, saved)` and `backward(inputs, rows, saved, call, head_dtype) -> (dhidden, dhead,
-dbias)`; both see one shard. Over a mesh, only the maximum and the sums of the tokens cross the vocabulary's shards.
+`forward(inputs, call) -> (sums, saved)` and `backward(inputs, rows, saved, call, dhead) -> (dhidden, dhead, dbias)`,
+which puts the head's gradient into `dhead` by `put`; both see one shard, and of many tokens a share at a time, so that
+the float32 sum of the hidden states' gradient is bounded (SHARE). Over a mesh, only the maximum and the sums of the
+tokens cross the vocabulary's shards.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,11 +36,29 @@ FLOOR = -1e30
 Tree = Mapping[str, jax.Array]
 
 
+class Share(NamedTuple):
+    """Bounds of the tokens that a backend takes at once.
+
+    Attributes:
+      tokens: most tokens; with more, a buffer of logits would hold few entries of the vocabulary.
+      elements: most elements of the hidden states, whose gradient is summed in float32.
+      unit: several shares are multiples of so many tokens.
+    """
+
+    tokens: int
+    elements: int
+    unit: int
+
+
+# 16384 tokens are one share up to a width of 3584. Each share but the first rounds the head's gradient once more.
+SHARE = Share(tokens=16384, elements=16384 * 3584, unit=256)
+
+
 class Inputs(NamedTuple):
     """One shard's part of a call.
 
     Attributes:
-      hidden: [T, D]; skipped rows are 0.
+      hidden: [T, D]; skipped rows are 0 in what a backend sees.
       head: [V, D].
       bias: float32 [V], not below FLOOR, or None.
       finite: bool [V], False where the bias is -inf, or None for all True.
@@ -166,7 +186,7 @@ def _inputs(arrays: tuple[Any, ...], tokens: Any, entries: Any) -> Inputs:
     hidden, head, bias, targets, words = arrays
     zero = jnp.int32(0)
     return Inputs(
-        hidden=jnp.where((targets != -1)[:, None], hidden, 0),
+        hidden=hidden,
         head=head,
         bias=None if bias is None else jnp.maximum(bias.astype(jnp.float32), FLOOR),
         finite=None if bias is None else jnp.isfinite(bias),
@@ -181,7 +201,7 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
     """Outputs, the statistics that the backward needs, and what the backend saved, of one shard."""
     inputs = _inputs(arrays, tokens, entries)
     vocabulary, local_entries = arrays[1].shape[0], arrays[1].shape[0]
-    sums, saved = backend.forward(inputs, call)
+    sums, saved = _sums(backend, inputs, call)
     count = jnp.float32(local_entries) if inputs.finite is None else inputs.finite.sum(dtype=jnp.float32)
     if entries is not None:
         sums = rescale(sums, jax.lax.pmax(sums["maximum"], entries), call)
@@ -205,6 +225,33 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
     return {name: jnp.where(keep, out[name], 0.0) for name in call.outputs}, stats, saved
 
 
+def _shares(call: Call) -> tuple[int, int]:
+    """(number, tokens) of the even shares of a call; where they do not divide it, the last begins before its turn."""
+    most = max(min(SHARE.tokens, SHARE.elements // call.width) // SHARE.unit, 1) * SHARE.unit
+    number = -(-call.tokens // most)
+    return number, call.tokens if number == 1 else -(-call.tokens // (number * SHARE.unit)) * SHARE.unit
+
+
+def _share(inputs: Inputs, first: Any, call: Call) -> tuple[Inputs, Call]:
+    """The call of the share from `first` on; skipped rows of the hidden states are made 0, whatever they hold."""
+    parts, size = _shares(call)
+    hidden, targets = (jax.lax.dynamic_slice_in_dim(x, first, size) for x in (inputs.hidden, inputs.targets))
+    hidden = jnp.where((targets != -1)[:, None], hidden, 0)
+    part = inputs._replace(hidden=hidden, targets=targets, first_token=inputs.first_token + first)
+    return part, replace(call, tokens=size, parts=parts)
+
+
+def _sums(backend: Any, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], Any]:
+    """The backend's sums of each token, and what it saved of a call of one share."""
+    parts, size = _shares(call)
+    if parts == 1:
+        return backend.forward(*_share(inputs, 0, call))
+    starts = jnp.minimum(jnp.arange(parts) * size, call.tokens - size)
+    sums = jax.lax.map(lambda first: backend.forward(*_share(inputs, first, call))[0], starts)
+    last = call.tokens - (parts - 1) * size
+    return {name: jnp.concatenate([x[:-1].reshape(-1), x[-1, -last:]]) for name, x in sums.items()}, None
+
+
 def _local_backward(
     backend: Any, call: Call, axes: tuple[Any, Any, bool], arrays: Any, stats: Tree, saved: Any, cotangents: Tree
 ) -> tuple[Any, Any, Any]:
@@ -216,18 +263,39 @@ def _local_backward(
     tokens, entries, scattered = axes
     inputs = _inputs(arrays, tokens, entries)
     hidden, head, bias = arrays[:3]
-    head_dtype = head.dtype if tokens is None else jnp.dtype(jnp.float32)
     rows = _rows(inputs, stats, cotangents, call)
-    dhidden, dhead, dbias = backend.backward(inputs, rows, saved, call, head_dtype)
-    if entries is not None:
-        dhidden = jax.lax.psum(dhidden, entries)
+
+    parts, size = _shares(call)
+
+    def add(i: Any, gradients: Any) -> Any:
+        dhidden, dhead, dbias = gradients
+        first = jnp.minimum(i * size, call.tokens - size)
+        own = {name: jax.lax.dynamic_slice_in_dim(x, first, size) for name, x in rows.items()}
+        if parts > 1:
+            done = jnp.arange(size) < i * size - first
+            own |= {name: jnp.where(done, 0.0, x) for name, x in own.items() if name not in ("maximum", "log_total")}
+        part, part_call = _share(inputs, first, call)
+        dx, dhead, db = backend.backward(part, own, saved, part_call, dhead)
+        if entries is not None:
+            dx = jax.lax.psum(dx, entries)
+        if parts > 1:
+            dx = dx + jax.lax.dynamic_slice_in_dim(dhidden, first, size)
+        dhidden = jax.lax.dynamic_update_slice(dhidden, dx.astype(dhidden.dtype), (first, 0))
+        return dhidden, dhead, None if dbias is None else dbias + db
+
+    gradients = (
+        jnp.zeros_like(hidden),
+        jnp.zeros(head.shape, head.dtype if tokens is None else jnp.float32),
+        None if bias is None else jnp.zeros(bias.shape, jnp.float32),
+    )
+    dhidden, dhead, dbias = jax.lax.fori_loop(0, parts, add, gradients) if parts > 1 else add(0, gradients)
     if tokens is not None:
         if scattered:
             dhead = jax.lax.psum_scatter(dhead, WIDTH_AXIS, scatter_dimension=1, tiled=True)
         others = tuple(axis for axis in tokens if not (scattered and axis == WIDTH_AXIS))
         dhead = jax.lax.psum(dhead, others) if others else dhead
         dbias = jax.lax.psum(dbias, tokens)
-    return dhidden.astype(hidden.dtype), dhead, None if bias is None else dbias.astype(bias.dtype)
+    return dhidden, dhead, None if bias is None else dbias.astype(bias.dtype)
 
 
 def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
@@ -320,10 +388,18 @@ def logit_sums(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[
     return jnp.matmul(hidden.astype(jnp.float32), total, precision=jax.lax.Precision.HIGHEST)
 
 
+def put(dhead: jax.Array, part: jax.Array, first: Any, call: Call) -> jax.Array:
+    """`dhead` with the gradient `part` of the entries from `first` on, added where other shares of tokens have theirs."""
+    if call.parts > 1:
+        part = part + jax.lax.dynamic_slice_in_dim(dhead, first, part.shape[0])
+    return jax.lax.dynamic_update_slice(dhead, part.astype(dhead.dtype), (first, 0))
+
+
 def over_buffers(add: Callable[..., Any], carry: Any, entries: int, unit: int, most: int) -> Any:
     """`add(first, number, carry)` over even shares of the entries, whole units of them, of at most `most` if a unit is."""
     units = -(-entries // unit)
     size = -(-units // -(-units // max(most // unit, 1))) * unit
     full, rest = divmod(entries, size)
-    carry = jax.lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
+    if full:  # tracing a share larger than all entries would fail
+        carry = jax.lax.fori_loop(0, full, lambda i, c: add(i * size, size, c), carry)
     return add(jnp.int32(full * size), rest, carry) if rest else carry

@@ -49,8 +49,7 @@ class Tiles:
       cluster: blocks that share the head's tiles, 1 or 2.
       slice: columns that the end of a tile works on at once.
       cached: bytes of hidden states that the L2 cache keeps while the head goes by.
-      buffer: bytes of the logits' gradient in memory, for so many tokens that it holds `entries` entries.
-      entries: least entries of the vocabulary in that buffer: with few, the hidden states' gradient is summed too often.
+      buffer: bytes of the logits' gradient in memory.
       multiprocessors: of the chip; None asks the device.
       head_columns: the head is given as [D, V].
     """
@@ -63,7 +62,6 @@ class Tiles:
     slice: int = 32
     cached: int = 24 * 2**20
     buffer: int = 128 * 2**20
-    entries: int = 4096
     multiprocessors: int | None = None
     head_columns: bool = False
 
@@ -186,9 +184,10 @@ class Kernels:
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
         """Sums over the shard's vocabulary of each token."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, covered, self.tiles)
+        hidden, head = _operands(inputs, self.tiles)
         work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
-        sums = {name: x[: call.tokens] for name, x in _sums(hidden, head, call, work).items()}
+        sums = _sums(hidden, head[:covered] if _ragged(head) else head, call, work)
+        sums = {name: x[: call.tokens] for name, x in sums.items()}
         if "logprob" in call.outputs:
             sums["target"] = fused.target_logits(inputs, covered)
         if "uniform_logprob" in call.outputs:
@@ -199,37 +198,42 @@ class Kernels:
         return sums, None
 
     def backward(
-        self, inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any
+        self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32; of a mesh's padding)."""
+        """Gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, covered, self.tiles)
+        hidden, head = _operands(inputs, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
         def add(first: Any, entries: int, carry: Any) -> Any:
-            dhidden, dhead = carry
+            # The gradients of logits wait for the last buffer to be free.
+            (dhidden, dhead), start = lax.optimization_barrier((carry, lax.div(first, jnp.int32(self.tiles.columns))))
             work = plan(self.tiles, hidden.shape[0], call.width, entries // self.tiles.columns)
-            start = lax.div(first, jnp.int32(self.tiles.columns))
-            dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
+            if _ragged(head):
+                place = start * self.tiles.columns
+                dz = _logit_gradients(hidden, weights, coefficients, targets - place, 0, call, work)
+            else:
+                dz = _logit_gradients(hidden, head, coefficients, targets, start, call, work)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
-            return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
+            dw = lax.dot_general(dz, hidden, (((0,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
+            return dhidden, fused.put(dhead, dw, first, call)
 
-        dhead = jnp.zeros((call.vocabulary, call.width), head_dtype)
         dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
         if covered < call.vocabulary:
             # First, so that its gradient of the hidden states is the sum's own memory.
             rest, rest_call = _rest(inputs, call, covered)
             # A chunk that is named keeps xla from expecting the products of the forward.
-            dx, dw, db = xla.backward(rest, rows, None, replace(rest_call, chunk=call.vocabulary), head_dtype)
+            rest_call = replace(rest_call, chunk=call.vocabulary, parts=1)
+            dx, dw, db = xla.backward(rest, rows, None, rest_call, jnp.zeros(rest.head.shape, jnp.float32))
             dhidden = jnp.pad(dx, ((0, hidden.shape[0] - call.tokens), (0, 0)))
-            dhead = lax.dynamic_update_slice(dhead, dw, (covered, 0))
+            dhead = fused.put(dhead, dw, covered, call)
             if dbias is not None and db is not None:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
         else:
             dhidden = jnp.zeros(hidden.shape, jnp.float32)
-        most = max(self.tiles.buffer // (hidden.shape[0] * 2), self.tiles.entries)
+        # A wide head's part, which may be copied once, takes at most half as much as its logits' gradient may.
+        most = self.tiles.buffer // max(hidden.shape[0] * 2, call.width * 4)
         dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
         dhidden = dhidden[: call.tokens]
         return dhidden, dhead, dbias
@@ -252,12 +256,16 @@ def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
     return part, replace(call, vocabulary=call.vocabulary - covered)
 
 
-def _operands(inputs: Inputs, covered: int, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def _ragged(head: jax.Array) -> bool:
+    """Whether TMA cannot take the whole head: it moves groups of 8 rows."""
+    return head.shape[0] % 8 > 0
+
+
+def _operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Hidden states padded to whole blocks, and the head in their dtype."""
     hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
     more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
-    # TMA moves groups of 8 rows of an array whose rows are a multiple of 8; a ragged vocabulary costs a copy of the head.
-    return jnp.pad(hidden, ((0, more), (0, 0))), head[:covered] if head.shape[0] % 8 else head
+    return jnp.pad(hidden, ((0, more), (0, 0))), head
 
 
 def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:

@@ -113,9 +113,9 @@ class Kernels:
         return sums, None
 
     def backward(
-        self, inputs: Inputs, rows: Tree, saved: None, call: Call, head_dtype: Any
+        self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (0: a mesh's padding)."""
+        """Gradients of hidden (float32), head (put into `dhead`) and bias (0: a mesh's padding)."""
         names = tuple(rows)
         targets = (inputs.targets - inputs.first_entry)[:, None]
         numbers = jnp.stack([rows[name] for name in names], axis=1)
@@ -125,10 +125,10 @@ class Kernels:
             dz = self._run(inputs, names, call, (first, entries), (numbers, targets))[: call.tokens, :entries]
             weights = lax.dynamic_slice_in_dim(inputs.head, first, entries).astype(dz.dtype)
             dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            dw = lax.dot_general(dz, inputs.hidden, (((0,), (0,)), ((), ())), preferred_element_type=head_dtype)
-            return dhidden, lax.dynamic_update_slice(dhead, dw, (first, 0))
+            dw = lax.dot_general(dz, inputs.hidden, (((0,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
+            return dhidden, fused.put(dhead, dw, first, call)
 
-        carry = jnp.zeros(inputs.hidden.shape, jnp.float32), jnp.zeros(inputs.head.shape, head_dtype)
+        carry = jnp.zeros(inputs.hidden.shape, jnp.float32), dhead
         most = self.tiles.buffer // (call.tokens * 2)
         dhidden, dhead = fused.over_buffers(add, carry, call.vocabulary, self.tiles.columns, most)
         return dhidden, dhead, None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)

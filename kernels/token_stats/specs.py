@@ -25,6 +25,7 @@ SPECS = {
     "qwen2.5-0.5b": Spec(tokens=1024, width=896, vocabulary=151936),
     "qwen2.5-3b": Spec(tokens=8192, width=2048, vocabulary=151936),
     "qwen2.5-7b": Spec(tokens=16384, width=3584, vocabulary=151936),
+    "qwen2.5-7b-long": Spec(tokens=65536, width=3584, vocabulary=151936),
     "qwen3-0.6b-unpadded": Spec(tokens=8191, width=1024, vocabulary=151669),
     "llama3.2-1b": Spec(tokens=8192, width=2048, vocabulary=128256),
     "liger": Spec(tokens=8192, width=4096, vocabulary=131072),

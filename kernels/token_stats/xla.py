@@ -91,12 +91,12 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], jax.Array
 
 
 def backward(
-    inputs: Inputs, rows: Tree, saved: jax.Array | None, call: Call, head_dtype: Any
+    inputs: Inputs, rows: Tree, saved: jax.Array | None, call: Call, dhead: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of the shard's hidden (float32), head (`head_dtype`) and bias (float32)."""
+    """Gradients of hidden (float32), head (put into `dhead`) and bias (float32)."""
     if saved is not None:
-        dhidden, dhead, dbias = _gradients(saved, inputs, rows, call)
-        return dhidden, dhead.astype(head_dtype), dbias
+        dhidden, dw, dbias = _gradients(saved, inputs, rows, call)
+        return dhidden, fused.put(dhead, dw, 0, call), dbias
     size, width = tile_sizes(call)[0], call.width
     blocks = _blocks(inputs, size)
     row_blocks = {name: _split(x, size) for name, x in rows.items()}
@@ -114,13 +114,13 @@ def backward(
         zero_bias = None if dbias is None else jnp.zeros(entries, jnp.float32)
         zeros = (dhidden, jnp.zeros((entries, width), jnp.float32), zero_bias)
         dhidden, dw, db = jax.lax.fori_loop(0, count, add_block, zeros) if count > 1 else add_block(0, zeros)
-        dhead = jax.lax.dynamic_update_slice(dhead, dw.astype(head_dtype), (start, 0))
+        dhead = fused.put(dhead, dw, start, call)
         dbias = None if dbias is None else jax.lax.dynamic_update_slice(dbias, db, (start,))
         return dhidden, dhead, dbias
 
     zeros = (
         jnp.zeros((count, size, width), jnp.float32),
-        jnp.zeros((call.vocabulary, width), head_dtype),
+        dhead,
         None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32),
     )
     dhidden, dhead, dbias = _over_vocabulary(add, zeros, call)

@@ -1,5 +1,6 @@
 """A whole evaluation of a tiny random model through its gin file: resumed, guarded, planned."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,9 +14,14 @@ from tiny_model import write_model, write_sums
 
 from jaxrl_llm import launch
 from jaxrl_llm.eval.harness import Harness
+from jaxrl_llm.eval.results import apart, described
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.plan import plan
+from jaxrl_llm.rewards.endpoint import ChatEndpoint
+from jaxrl_llm.rewards.judge import Judge
+from jaxrl_llm.rewards.service import Service
+from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.rewards.wrap import Down
 
 ROOT = Path(__file__).parents[2]
@@ -35,12 +41,16 @@ class Graded:
     fails: bool = False
     down: int = -1
     calls: list[int] = field(default_factory=list, repr=False, compare=False)
+    together: list[int] = field(default_factory=list, repr=False, compare=False)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Any = None) -> Scores:
         self.calls.append(len(rollouts))
-        if len(self.calls) == self.stop:
+        begun = len(self.calls)
+        await asyncio.sleep(0)
+        self.together.append(len(self.calls) - begun)  # others that began meanwhile
+        if begun == self.stop:
             raise Killed
-        if 0 < self.down <= len(self.calls):
+        if 0 < self.down <= begun:
             raise Down("no judge")
         values = np.array(["e" in r.text for r in rollouts], np.float64)
         return Scores(parts={"has_e": values}, valid={"has_e": np.full(len(rollouts), not self.fails)})
@@ -157,8 +167,15 @@ def test_invalid_grades_are_graded_again_from_the_recorded_texts(folder, tmp_pat
     harness.run(config)
     assert summary(tmp_path)["metrics"] | {"greedy": None, "sampled_invalid": 24.0} == summary(tmp_path)["metrics"]
     before = lines(tmp_path)
+    harness, config = built(folder, tmp_path, Graded(down=4))
+    with pytest.raises(Down, match="no judge"):
+        harness.run(config)
+    assert sum(r["score"] is not None for r in lines(tmp_path)) == sum(harness.evaluation.reward.calls[:3]), (
+        "they are kept"
+    )
     harness, config = built(folder, tmp_path, Graded())
     harness.run(config)
+    assert max(harness.evaluation.reward.together) > 3, "several at a time"
     after = lines(tmp_path)
     assert [r["score"] for r in after] == [float("e" in r["response"]) for r in before]
     assert [(r["response"], r["tokens"]) for r in after] == [(r["response"], r["tokens"]) for r in before]
@@ -190,6 +207,23 @@ def test_results_of_another_configuration_are_refused_and_kept(folder, tmp_path)
     with pytest.raises(ValueError, match=r"another configuration \(settings was .*set OUT_DIR"):
         harness.run(config)
     assert (tmp_path / "samples.jsonl").read_bytes() == before
+
+
+def test_results_depend_on_the_judge_and_not_on_where_it_is():
+    def judge(url, model="judge", cache="", **limits):
+        asked = ChatEndpoint(service=Service(urls=(url,), **limits), model=model, cache=cache)
+        return Weighted(parts={"quality": Judge(endpoint=asked)})
+
+    here = described(judge("http://127.0.0.1:1"))
+    assert here == described(judge("http://10.0.0.1:2", cache="elsewhere", limit_s=5.0)) and "judge" in here
+    assert here != described(judge("http://127.0.0.1:1", model="another"))
+    assert described(object()) == "<object object>"
+
+
+def test_what_differs_of_long_texts_is_shown_alone():
+    one, two = apart("a" * 900 + "x" + "b" * 900, "a" * 900 + "y" + "b" * 900)
+    assert one == "..." + "a" * 30 + "x" + "b" * 89 and two == "..." + "a" * 30 + "y" + "b" * 89
+    assert apart("short", "other") == ("short", "other")
 
 
 def test_bad_input_is_named(folder, tmp_path):

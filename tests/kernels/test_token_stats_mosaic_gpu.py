@@ -29,20 +29,22 @@ def interpreter():
     return params.force_gpu_interpret_mode(params.InterpretGPUParams())
 
 
-def test_values_and_gradients_are_right_in_the_interpreter():
-    # 3 tiles of 64 entries in shares of 1 and 2, then 22 entries and one of a mesh's padding for xla. The interpreter of
-    # jax 0.10 knows neither clusters that share a tile nor a transposed operand.
-    tokens, width, vocabulary = 100, 64, 214
-    cluster = 2 if NEW_INTERPRETER else 1
+@pytest.mark.parametrize(("vocabulary", "shares", "cluster", "depth"), [(214, 1, 2, 32), (151, 2, 1, 64)])
+def test_values_and_gradients_are_right_in_the_interpreter(vocabulary, shares, cluster, depth, monkeypatch):
+    # A head of 215 rows that TMA takes in parts: 3 tiles of 64 entries in buffers of 1 and 2, then 22 entries and one of a
+    # mesh's padding for xla. A head of 152 rows taken whole, by two shares of the tokens: 2 tiles, each a buffer. The
+    # interpreter of jax 0.10 knows neither clusters that share a tile nor a transposed operand.
+    tokens, width = 100, 64
+    monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=tokens // shares, elements=2**20, unit=1))
+    cluster = cluster if NEW_INTERPRETER else 1
     tiles = Tiles(
         rows=64,
         columns=64,
-        depth=32,
+        depth=depth,
         stages=2,
         cluster=cluster,
         multiprocessors=2 * cluster,
-        buffer=2 * 128 * cluster * 64 * 2,
-        entries=64,
+        buffer=(3 - shares) * 128 * cluster * 64 * 2,
         head_columns=not NEW_INTERPRETER,
     )
     rng = np.random.default_rng(0)
@@ -50,7 +52,7 @@ def test_values_and_gradients_are_right_in_the_interpreter():
     head = jnp.asarray(rng.normal(size=(vocabulary + 1, width)) * 2 * width**-0.5, jnp.bfloat16)
     bias = np.append(np.zeros(vocabulary, np.float32), -np.inf)
     targets = rng.integers(0, vocabulary, tokens).astype(np.int32)
-    targets[:5] = -1, 0, 191, 192, vocabulary - 1
+    targets[:6] = -1, 0, 127, 128, min(192, vocabulary - 1), vocabulary - 1
     g = {name: rng.normal(size=tokens).astype(np.float32) for name in OUTPUTS}
     call = replace(call_of(hidden, head, outputs=OUTPUTS, temperature=0.7), shards=2)
 

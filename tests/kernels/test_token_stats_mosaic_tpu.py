@@ -18,8 +18,11 @@ WORDS = jnp.zeros(2, jnp.uint32)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_values_and_gradients_are_right_in_interpret_mode(padded):
-    # Blocks of tokens, of the vocabulary and of the width that do not divide, buffers of two blocks and a rest of one.
+def test_values_and_gradients_are_right_in_interpret_mode(padded, monkeypatch):
+    # Blocks of tokens, of the vocabulary and of the width that do not divide, buffers of two blocks and a rest of one;
+    # with the padding also shares of 24 tokens, of which the second begins at 16.
+    if padded:
+        monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=24, elements=2**20, unit=8))
     tokens, width, vocabulary = 40, 256, 300
     tiles = Tiles(rows=32, columns=128, depth=128, buffer=2 * 40 * 2 * 128)
     rng = np.random.default_rng(0)

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.kernels.token_stats import fused
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.kernels.token_stats.definition import OUTPUTS
 from jaxrl_llm.mesh import MESH_AXES
@@ -71,6 +72,12 @@ def test_any_mesh_gives_the_numbers_of_one_device(sizes, alone):
 
 def test_shards_may_work_in_tiles(alone):
     assert_same(values_and_gradients(mesh_of((1, 2, 2, 1)), chunk=5), alone)
+
+
+def test_shards_may_take_their_tokens_in_shares(alone, monkeypatch):
+    # 7 tokens a device: shares of 3, of which the last begins at 4.
+    monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=3, elements=2**20, unit=1))
+    assert_same(values_and_gradients(mesh_of((1, 2, 2, 1))), alone)
 
 
 def test_a_vocabulary_that_does_not_divide_is_padded_without_a_trace():

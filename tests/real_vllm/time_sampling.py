@@ -78,7 +78,7 @@ async def served(given: argparse.Namespace, prompts: list[list[int]]) -> list[fl
     client = sampler.start(
         opened.policy, opened.tokenizer, max_length=given.prompt + given.tokens, run_dir=given.folder
     )
-    settings = SamplingSettings(max_tokens=given.tokens, min_tokens=given.tokens)
+    settings = SamplingSettings(max_tokens=given.tokens)  # no token ends a response
     prefixes = [np.asarray(p, np.int32) for p in prompts]
     timed = []
     try:

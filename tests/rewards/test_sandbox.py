@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -86,6 +87,9 @@ def test_hostile_programs_are_held_and_the_others_judged(
         "output": ("while True: print('x' * 4096)", None, "", LONG_S),
         "environment": ("import os; print(os.environ.get('SECRET_OF_A_TEST'))", None, "", LONG_S),
         "outside": (f"open({str(outside)!r}, 'w').write('b')", "", "", LONG_S),
+        "group": ("import os, signal; os.kill(0, signal.SIGKILL)", "", "", LONG_S),
+        "exits": ("exit()", None, "", LONG_S),
+        "surrogate": ("a = '\ud800'", "", "", LONG_S),
     }
     try:
         had, found = runs(isolation, programs)
@@ -98,6 +102,8 @@ def test_hostile_programs_are_held_and_the_others_judged(
         "right": "passed", "wrong": "failed", "broken": "error", "exit": "error", "echo": "passed", "loop": "timeout",
         "sleep": "timeout", "memory": "memory", "forks": "passed", "leaves": "passed", "disk": "error",
         "file": "passed", "socket": "error", "output": "output", "environment": "passed",
+        "group": "passed" if isolation == "namespaces" else "error",  # the first process of a namespace outlives it
+        "exits": "passed", "surrogate": "error",
     }  # fmt: skip
     assert {name: found[name].status for name in expected} == expected, found
     printed = {name: found[name].stdout for name in ("echo", "file", "environment")}
@@ -119,6 +125,43 @@ def commands() -> str:
         except OSError:
             continue
     return "\n".join(found)
+
+
+def guards() -> list[int]:
+    """The processes of this one that hold runs."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    threads = [Path(f"/proc/self/task/{t}/children").read_text().split() for t in os.listdir("/proc/self/task")]
+    found = {int(child) for child in sum(threads, children)}
+    return [child for child in found if b"sandbox_guard" in Path(f"/proc/{child}/cmdline").read_bytes()]
+
+
+def test_a_run_that_is_given_up_ends_and_the_next_one_has_a_new_guard() -> None:
+    mark = f"{700 + os.getpid()}.125"
+    waiting = f"import subprocess; subprocess.run(['sleep', '{mark}'])"
+
+    async def run() -> list[Any]:
+        box, found = Sandbox(workers=1), []
+        await box.prepare()
+        first = guards()
+        assert (await box.run("print(1)")).stdout == "1\n" and guards() == first and len(first) == 1, "it is kept"
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(box.run(waiting, limit_s=LONG_S), 1.5)
+        found.append(await box.run("print(2)"))
+        going = asyncio.create_task(box.run(waiting, limit_s=LONG_S))
+        await asyncio.sleep(0.5)
+        (guard,) = guards()
+        assert guard not in first
+        os.kill(guard, signal.SIGKILL)
+        with pytest.raises(Unsafe, match="the guard ended with code -9"):
+            await going
+        found.append(await box.run("print(3)"))
+        box.close()
+        return found
+
+    had = guards()
+    assert had == []
+    assert [outcome.stdout for outcome in asyncio.run(run())] == ["2\n", "3\n"]
+    assert mark not in commands() and guards() == [], "a process outlived its sandbox"
 
 
 @pytest.fixture(scope="module")

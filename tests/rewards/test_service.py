@@ -90,7 +90,7 @@ def test_the_wait_that_a_server_asks_for_is_kept(serve: Serve) -> None:
 
 def test_a_slow_server_is_given_up_after_the_limit(serve: Serve) -> None:
     server = Scripted(2.0)
-    with pytest.raises(Failed, match=r"no answer within 0.3 s \(2 attempts\)"):
+    with pytest.raises(Failed, match=r"no answer within 0.3 s \(service.Service.limit_s\) \(2 attempts\)"):
         post(quick(serve(server.app), limit_s=0.3, tries=2))
 
 

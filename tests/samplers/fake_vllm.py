@@ -4,7 +4,9 @@ The toy policy: version v's log-prob of a token depends on the token before it a
 """
 
 import asyncio
+import ctypes
 import json
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -284,13 +286,27 @@ async def answer(content: Any) -> web.Response:
 
 
 class Addresses:
-    """A driver whose handles are one allocation from address 0 on."""
+    """A driver whose allocations are buffers of this process."""
 
-    def handle_of(self, pointer: int, device: int) -> tuple[str, int]:
-        return "00" * 64, pointer
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, int], np.ndarray] = {}
+
+    def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
+        self.buffers[device, number] = np.zeros(size, np.uint8)
+        return f"{number:0128x}", self.buffers[device, number].ctypes.data
 
     def opened(self, handle: str) -> Any:
         raise NotImplementedError
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        raise NotImplementedError
+        ctypes.memmove(to, source, width * rows)
+
+
+async def serve(port: int) -> None:
+    """Serves until the process is ended: `python fake_vllm.py --port PORT`."""
+    await FakeVllm(port=port).start()
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(int(sys.argv[sys.argv.index("--port") + 1])))

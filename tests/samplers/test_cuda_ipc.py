@@ -12,22 +12,23 @@ from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.samplers import cuda_ipc, vllm_plugin
-from jaxrl_llm.samplers.cuda_ipc import check, copy_into, describe, opened, parse
+from jaxrl_llm.samplers.cuda_ipc import check, copy_into, opened, parse, share
 from jaxrl_llm.samplers.orbax_reader import BadVersion
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
-PAGE = 1 << 12
-
 
 class HostMemory:
-    """Allocations are pages of this process; handles are their addresses."""
+    """Allocations are buffers of this process; handles are their addresses."""
 
     def __init__(self):
         self.open = 0
+        self.buffers = {}
         self.out_of_reach = False
 
-    def handle_of(self, pointer, device):
-        return f"{pointer // PAGE * PAGE:x}", pointer % PAGE
+    def shared(self, device, number, size):
+        buffer = self.buffers.setdefault((device, number), np.full(size, 0x7F, np.uint8))
+        assert buffer.size >= size
+        return f"{buffer.ctypes.data:x}", buffer.ctypes.data
 
     @contextmanager
     def opened(self, handle):
@@ -57,7 +58,7 @@ def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_sharding_arrives_whole(spec):
     arrays, memory = on_devices(1, spec), HostMemory()
-    found = parse(describe(arrays, memory))
+    found = parse(share(arrays, memory, 0))
     check(found, targets_of(Served()))
     with opened(found, memory) as bases:
         for name, array in weights(1).items():
@@ -67,8 +68,11 @@ def test_every_sharding_arrives_whole(spec):
     assert memory.open == 0
 
 
+KEPT = HostMemory()
+
+
 def changed(change) -> str:
-    content = json.loads(describe(on_devices(0, SPECS[1]), HostMemory()))
+    content = json.loads(share(on_devices(0, SPECS[1]), KEPT, 0))
     change(content)
     return json.dumps(content)
 
@@ -101,7 +105,7 @@ def memory(monkeypatch) -> HostMemory:
 
 def test_a_worker_loads_from_the_learners_memory(memory):
     worker, arrays = Worker(), on_devices(1, SPECS[3])
-    answer = worker.commit_ipc("1", describe(arrays, memory))
+    answer = worker.commit_ipc("1", share(arrays, memory, 0))
     assert (answer["version"], answer["error"]) == (1, "")
     assert list(worker.loaded) == list(SHAPES)
     for name, array in weights(1).items():
@@ -111,18 +115,18 @@ def test_a_worker_loads_from_the_learners_memory(memory):
 
 def test_a_worker_keeps_its_weights_where_the_memory_is_not_the_models_or_out_of_reach(memory):
     worker = Worker()
-    worker.commit_ipc("0", describe(on_devices(0, SPECS[0]), memory))
+    worker.commit_ipc("0", share(on_devices(0, SPECS[0]), memory, 0))
     answer = worker.commit_ipc("1", changed(BAD["lacks"]))
     assert (answer["version"], "lacks" in answer["error"]) == (0, True)
     memory.out_of_reach = True
-    answer = worker.commit_ipc("1", describe(on_devices(1, SPECS[0]), memory))
+    answer = worker.commit_ipc("1", share(on_devices(1, SPECS[0]), memory, 1))
     assert (answer["version"], "PEER_ACCESS" in answer["error"]) == (0, True)
     assert worker.reloads == 1
 
 
 def test_no_rank_loads_where_another_does_not_reach_the_memory(memory, monkeypatch):
     workers = [Worker(rank, 2) for rank in range(2)]
-    good = describe(on_devices(1, SPECS[1]), memory)
+    good = share(on_devices(1, SPECS[1]), memory, 1)
     workers[1].commit_ipc = lambda version, text: as_written(workers[1], version, changed(BAD["lacks"]))
     first, second = on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)
     assert "1 other ranks" in first["error"] and "lacks" in second["error"]

@@ -13,7 +13,7 @@ from fleet_cases import running as start_running
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers.publication import Publisher
+from jaxrl_llm.samplers.publication import Publisher, exported
 from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
@@ -298,22 +298,27 @@ def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
 
 
 def test_weights_go_from_memory_to_memory_without_a_checkpoint(running, prefixes, tiny, tmp_path):
-    """The server is told at which addresses the exported tensors lie; nothing is staged or written."""
+    """The server is told where copies of the exported tensors lie; nothing is staged or written."""
 
     async def run() -> None:
-        server = FakeVllm()
+        server, addresses = FakeVllm(), Addresses()
         async with running([server]) as client:
             fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
-            client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=Addresses())
+            client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=addresses)
             for version in (0, 1):
                 await client.publish(tiny.params, version)
                 assert set(checked(prefixes, await collect(client, prefixes, 1))) == {version}
-            held = client.publisher._held[-1]
+            tensors, _ = exported(tiny.params, policy=tiny.policy, dtype="bfloat16")
+            buffer = addresses.buffers[0, 1]
             for name, entry in server.memory["tensors"].items():
-                array = held[name]
-                assert entry["shape"] == list(array.shape) and entry["dtype"] == array.dtype.name == "bfloat16"
-                assert entry["shards"] == [[0, array.unsafe_buffer_pointer(), [0] * array.ndim, list(array.shape)]]
-            assert set(server.memory["tensors"]) == set(held) and len(held) > 10
+                ((number, place, start, shape),) = entry["shards"]
+                array = np.asarray(tensors[name])
+                assert (number, start, shape) == (0, [0] * array.ndim, list(array.shape)) and entry[
+                    "dtype"
+                ] == "bfloat16"
+                assert buffer[place : place + array.nbytes].tobytes() == array.tobytes()
+            assert set(server.memory["tensors"]) == set(tensors) and len(tensors) > 10
+            assert set(addresses.buffers) == {(0, 0), (0, 1)}, "the version before stays where a late server copies it"
         assert server.calls[-4:] == ["pause keep true", "commit_ipc 1", "label 1", "resume"]
         assert not any("stage" in call for call in server.calls) and not list(tmp_path.rglob("weights"))
 
