@@ -17,6 +17,7 @@ from jaxrl_llm.rewards.wrap import Down
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line.parser("launch", __doc__)
     parser.add_argument(
