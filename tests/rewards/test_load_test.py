@@ -41,7 +41,7 @@ def test_an_answer_that_comes_too_late_is_a_failure(serve: Serve, monkeypatch: p
     app = FastAPI()
     app.post("/score")(lambda: time.sleep(0.3))
     monkeypatch.setattr(aiohttp.client, "DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=0.05))
-    assert asyncio.run(load(serve(app), "/score", {}, 2, 2))["failed"] == 2
+    assert asyncio.run(load(serve(app), Call(path="/score", body={}), 2, 2))["failed"] == 2
 
 
 def test_nothing_to_send_and_nobody_to_ask_are_refused() -> None:
