@@ -191,7 +191,7 @@ def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]
 
 def _bases(component: Component) -> list[Component]:
     """Its base classes that have fields, the nearest first."""
-    return [base for base in getattr(component, "__mro__", ())[1:] if dataclasses.is_dataclass(base)]
+    return [base for base in getattr(component, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
 
 
 def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
