@@ -14,7 +14,7 @@ from pathlib import Path
 from jaxrl_llm import command_line
 from jaxrl_llm.eval import learning_table
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, export, launch
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, run_job
 
 PREPARED = ("start", "teacher")  # what other runs begin from
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
@@ -35,11 +35,8 @@ def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequ
     """Every run, NAME-SEED, those that others begin from first."""
 
     def job(name: str, seed: int, begun: Sequence[str], after: Sequence[str], exported: bool = False) -> Job:
-        folder = runs / f"{name}-{seed}"
-        commands = [launch(f"learning/{name}", folder, [f"SEED={seed}", *begun, *bindings])]
-        if exported:
-            return Job(name=folder.name, after=after, commands=[*commands, export(folder)], folder=folder / "model")
-        return Job(name=folder.name, after=after, commands=commands)
+        lines = [f"SEED={seed}", *begun, *bindings]
+        return run_job(f"learning/{name}", runs / f"{name}-{seed}", lines, after, exported=exported)
 
     start = [f"START={str(runs / 'start-0' / 'model')!r}"]
     teacher = [f"TEACHER_PATH={str(runs / 'teacher-0')!r}"]

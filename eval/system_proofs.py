@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, rows, run_job, seconds
 from jaxrl_llm.eval.system_plots import plot
 
 SEEDS = (0, 1, 2)
@@ -61,10 +61,8 @@ def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
     def add(
         arm: str, gin: str, seed: int, more: Sequence[str], after: Sequence[str] = (), exported: bool = False
     ) -> None:
-        name = folder_name(arm, seed)
-        commands = [launch(gin, runs / name, [f"SEED={seed}", *more, *bindings])]
-        kept = {"commands": [*commands, export(runs / name)], "folder": runs / name / "model"}
-        made.append(Job(name=name, after=after, **(kept if exported else {"commands": commands})))
+        lines = [f"SEED={seed}", *more, *bindings]
+        made.append(run_job(gin, runs / folder_name(arm, seed), lines, after, exported=exported))
 
     if "classmate" in only:
         add("classmate_mate", "classmate_mate_tiny", 0, (), exported=True)

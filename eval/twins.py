@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, rows, run_job, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
 # What a twin begins from: (the twin it comes after, and the binding that names its exported model).
@@ -41,13 +41,10 @@ def names(only: str = "") -> list[str]:
 
 def job(name: str, runs: Path, bindings: Sequence[str]) -> Job:
     """The run of a twin."""
-    folder = runs / name
     earlier, binding = BEGINS.get(name, ("", ""))
     begins = [f"{binding}={str(runs / earlier / 'model')!r}"] if earlier else []
-    commands = [launch(name, folder, [*begins, *bindings])]
-    if name in {first for first, _ in BEGINS.values()}:
-        return Job(name=name, commands=[*commands, export(folder)], folder=folder / "model")
-    return Job(name=name, commands=commands, after=[earlier] if earlier else [])
+    exported = name in {first for first, _ in BEGINS.values()}
+    return run_job(name, runs / name, [*begins, *bindings], [earlier] if earlier else [], exported=exported)
 
 
 def moved(found: Sequence[Row]) -> dict[str, Any]:
