@@ -83,4 +83,4 @@ PREPARATION = prepare.Preparation(
 )
 
 if __name__ == "__main__":
-    prepare.main(PREPARATION)
+    prepare.command(PREPARATION)

@@ -95,4 +95,4 @@ PREPARATION = prepare.Preparation(
 )
 
 if __name__ == "__main__":
-    prepare.main(PREPARATION)
+    prepare.command(PREPARATION)

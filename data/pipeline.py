@@ -168,7 +168,8 @@ class Encoder:
         if not encoded:
             raise NoRows(
                 f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise PROMPT_LIMIT "
-                f"(now {self.max_prompt_tokens}) or RESPONSE_LIMIT (now {self.max_response_tokens}), or check the data"
+                f"(max_prompt_tokens, now {self.max_prompt_tokens}) or RESPONSE_LIMIT (max_tokens, now "
+                f"{self.max_response_tokens}), or check the data"
             )
         return encoded
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.data import contamination, files, prepared, templates, tokenizer
 
 Raw = Mapping[str, Any]
@@ -174,6 +175,11 @@ def main(preparation: Preparation, arguments: Sequence[str] | None = None) -> di
     prepared.write(options.out, rows, {"name": preparation.name, "options": _plain(options), "counts": counts})
     prepared.report(preparation.name, options.out, counts)
     return counts
+
+
+def command(preparation: Preparation) -> None:
+    """`main` of the command line; what is wrong with it is said in one line."""
+    command_line.ended(lambda: main(preparation))
 
 
 @dataclass(eq=False)

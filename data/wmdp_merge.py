@@ -5,13 +5,13 @@ they fit, then a sample) and 1,000 BeaverTails rows, shuffled; the test part is 
 truth becomes the word that rewards know such rows by.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.data import files, prepare, prepared
 
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
@@ -38,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, int]:
     numbered = {part: [_numbered(row, part, i) for i, row in enumerate(rows)] for part, rows in parts.items()}
     counts = {"read": len(beavertails) + len(wmdp) + len(parts["test"])}
     counts |= {f"written/{part}": len(rows) for part, rows in parts.items()}
-    told = {name: str(value) for name, value in vars(options).items()}
-    prepared.write(options.out, numbered, {"name": "wmdp_merge", "options": told, "counts": counts})
+    given = {name: str(value) for name, value in vars(options).items()}
+    prepared.write(options.out, numbered, {"name": "wmdp_merge", "options": given, "counts": counts})
     prepared.report("wmdp_merge", options.out, counts)
     return counts
 
@@ -58,9 +58,10 @@ def _numbered(row: dict[str, Any], part: str, index: int) -> dict[str, Any]:
 
 
 def _parse(arguments: Sequence[str] | None) -> prepare.Options:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.data.wmdp_merge", description="Mixes prepared sets.")
-    for name in ("wmdp", "beavertails", "out"):
-        parser.add_argument(f"--{name}", type=Path, required=True, help="folder with train.parquet")
+    parser = command_line.parser("data.wmdp_merge", "Mixes prepared sets.")
+    parser.add_argument("--wmdp", type=Path, required=True, help="folder that data.wmdp wrote")
+    parser.add_argument("--beavertails", type=Path, required=True, help="folder that data.beavertails wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the Parquet files")
     parser.add_argument("--wmdp_n", type=int, default=2000, help="rows of WMDP")
     parser.add_argument("--bt_n", type=int, default=1000, help="rows of BeaverTails")
     parser.add_argument("--seed", type=int, default=42, help="seed of the samples and the order")
@@ -68,4 +69,4 @@ def _parse(arguments: Sequence[str] | None) -> prepare.Options:
 
 
 if __name__ == "__main__":
-    main()
+    command_line.ended(main)

@@ -4,7 +4,6 @@ compares what two models, samplers or settings answered to the prompts that both
 the paired differences with its 95% interval (1.96 standard errors over prompts). Several responses to a prompt count as their mean.
 """
 
-import argparse
 import json
 import sys
 from collections import defaultdict
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.answered import KINDS, Estimate, estimate, mean, value
 from jaxrl_llm.eval.results import SAMPLES
 
@@ -46,31 +46,27 @@ def compare(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Estimate, E
     return estimate(pairs[:, 0]), estimate(pairs[:, 1]), estimate(pairs[:, 1] - pairs[:, 0])
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.compare", description=__doc__)
+    parser = command_line.parser("eval.compare", __doc__)
     parser.add_argument("a", type=Path)
     parser.add_argument("b", type=Path)
     parser.add_argument("--part", default="", help="a part of the reward (default: its total)")
     given = parser.parse_args(argv)
     compared = 0
-    try:
-        for kind in KINDS:
-            a, b = (scores(folder, kind, given.part) for folder in (given.a, given.b))
-            first, second, change = compare(a, b)
-            if not change.n:
-                continue
-            compared += 1
-            within = abs(change.mean) <= change.ci95
-            print(
-                f"{kind}: {first.mean:.4f} and {second.mean:.4f} on {change.n} prompts; difference {change.mean:+.4f} +- {change.ci95:.4f}"
-                f" ({'within' if within else 'outside'} its 95% interval); {len(a) - change.n} and {len(b) - change.n} prompts left out"
-            )
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for kind in KINDS:
+        a, b = (scores(folder, kind, given.part) for folder in (given.a, given.b))
+        first, second, change = compare(a, b)
+        if not change.n:
+            continue
+        compared += 1
+        within = abs(change.mean) <= change.ci95
+        print(
+            f"{kind}: {first.mean:.4f} and {second.mean:.4f} on {change.n} prompts; difference {change.mean:+.4f} +- {change.ci95:.4f}"
+            f" ({'within' if within else 'outside'} its 95% interval); {len(a) - change.n} and {len(b) - change.n} prompts left out"
+        )
     if not compared:
-        print(f"error: {given.a} and {given.b} have no graded prompt in common", file=sys.stderr)
-        return 1
+        raise ValueError(f"{given.a} and {given.b} have no graded prompt in common")
     return 0
 
 

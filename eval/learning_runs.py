@@ -7,14 +7,14 @@ CPU cores of their own, and writes OUT/NAME-SEED.json as each ends, and OUT/lear
 What has ended is not run again: start the same command again and it goes on, within runs too.
 """
 
-import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval import learning_table
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, export, launch
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, run_job
 
 PREPARED = ("start", "teacher")  # what other runs begin from
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
@@ -35,11 +35,8 @@ def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequ
     """Every run, NAME-SEED, those that others begin from first."""
 
     def job(name: str, seed: int, begun: Sequence[str], after: Sequence[str], exported: bool = False) -> Job:
-        folder = runs / f"{name}-{seed}"
-        commands = [launch(f"learning/{name}", folder, [f"SEED={seed}", *begun, *bindings])]
-        if exported:
-            return Job(name=folder.name, after=after, commands=[*commands, export(folder)], folder=folder / "model")
-        return Job(name=folder.name, after=after, commands=commands)
+        lines = [f"SEED={seed}", *begun, *bindings]
+        return run_job(f"learning/{name}", runs / f"{name}-{seed}", lines, after, exported=exported)
 
     start = [f"START={str(runs / 'start-0' / 'model')!r}"]
     teacher = [f"TEACHER_PATH={str(runs / 'teacher-0')!r}"]
@@ -55,7 +52,7 @@ def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequ
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.learning_runs", description=__doc__)
+    parser = command_line.parser("eval.learning_runs", __doc__)
     options(parser, "runs/learning")
     parser.add_argument("--only", default="", help="algorithms, with commas between (default: all)")
     parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")

@@ -5,7 +5,6 @@
 reads the results NAME-SEED.json of OUT and writes learning.json, learning.md and, with matplotlib, learning.png there.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.run_rows import by_line
 
 GREEDY, SAMPLED, PAIRS = "eval/heldout/greedy", "eval/heldout/sampled", "eval/pairs/accuracy"
@@ -185,8 +185,9 @@ def write(out: Path) -> list[dict[str, Any]]:
     return found
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.learning_table", description=__doc__)
+    parser = command_line.parser("eval.learning_table", __doc__)
     parser.add_argument("out", type=Path, help="folder of the results")
     arguments = parser.parse_args(argv)
     plot(write(arguments.out), arguments.out / "learning.png")

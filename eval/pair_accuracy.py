@@ -3,13 +3,13 @@
 python -m jaxrl_llm.eval.pair_accuracy --model FOLDER --pairs val.jsonl [--threshold 0.5] [--cls TOKEN --sep TOKEN]
 """
 
-import argparse
 import asyncio
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.data.similar_pairs import Labelled, SimilarPairs
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.hf_reward_model import HFPairs, HFRewardModel
@@ -30,8 +30,9 @@ async def _asked(classifier: Pairwise, labelled: Sequence[Labelled]) -> Sequence
     return await classifier.similar([(first, second) for first, second, _ in labelled])
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.pair_accuracy", description=__doc__)
+    parser = command_line.parser("eval.pair_accuracy", __doc__)
     parser.add_argument("--model", required=True, help="folder of the classifier, with its tokenizer")
     parser.add_argument("--pairs", required=True, help="rows {generation_0, generation_1, similar}")
     parser.add_argument("--threshold", type=float, default=0.5)

@@ -8,15 +8,15 @@ the switch compared bit by bit, and the time of an update in both phases. What h
 command again and it goes on. OUT/phases.json, phases.md and phases.png hold what was found.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, launch, rows, run_job, seconds
 
 SYSTEMS = ("tokenbuncher", "bupo")
 ATTACK_STEPS = 10
@@ -39,13 +39,10 @@ def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequ
     """Base, defence and attacks of a seed; runs/tb_NAME-SEED."""
 
     def job(name: str, gin: str, after: str, bindings: Sequence[str], exported: bool) -> Job:
-        folder = runs / f"{name}-{seed}"
-        begin = [f"START={str(runs / f'{after}-{seed}' / 'model')!r}"] if after else []
-        command = launch(gin, folder, [f"SEED={seed}", *begin, *bindings, *more])
-        return Job(
-            name=folder.name, commands=[command, *([export(folder)] if exported else [])], after=[f"{after}-{seed}"] if after else [],
-            folder=folder / "model" if exported else None,
-        )  # fmt: skip
+        first = f"{after}-{seed}"
+        begin = [f"START={str(runs / first / 'model')!r}"] if after else []
+        lines = [f"SEED={seed}", *begin, *bindings, *more]
+        return run_job(gin, runs / f"{name}-{seed}", lines, [first] if after else [], exported=exported)
 
     found = [
         job("tb_base", "tokenbuncher_base_tiny", "", [], True),
@@ -78,7 +75,7 @@ def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
     check += ["--out", str(runs / f"switch-{seed}.json")]
     return [
         Job(name=folder.name, commands=[launch("bupo_qwen_tiny", folder, [f"SEED={seed}", *kept, *more]), check]),
-        Job(name=f"grpo-{seed}", commands=[launch("bupo_grpo_tiny", runs / f"grpo-{seed}", [f"SEED={seed}", *more])]),
+        run_job("bupo_grpo_tiny", runs / f"grpo-{seed}", [f"SEED={seed}", *more]),
     ]
 
 
@@ -284,7 +281,7 @@ def plot(found: Mapping[str, Any], file: Path) -> bool:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_proofs", description=__doc__)
+    parser = command_line.parser("eval.phase_proofs", __doc__)
     options(parser, "runs/phases")
     parser.add_argument("--only", default=",".join(SYSTEMS), help="systems, with commas between")
     parser.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")

@@ -4,7 +4,6 @@ Reads two checkpoints, of the step before the phase and of its last one, and pri
 in any bit, which have moments other than 0, and the optimizer's step counts at the switch.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl_llm import command_line
 from jaxrl_llm.phases import LAYERS
 
 
@@ -67,8 +67,9 @@ def report(run_dir: Path, before: int, after: int) -> dict[str, Any]:
     }
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.phase_switch", description=__doc__)
+    parser = command_line.parser("eval.phase_switch", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--before", type=int, required=True, help="step whose checkpoint the phase began from")
     parser.add_argument("--after", type=int, required=True, help="last step of the phase")

@@ -5,7 +5,6 @@ metrics.jsonl, or from TensorBoard's event files where there is none. Between it
 linearly; at each step the mean is over the seeds that have reached it, so that a seed that ended early moves the mean there.
 """
 
-import argparse
 import csv
 import glob
 import math
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.viewer.curves import MetricLog
 from jaxrl_llm.event_files import event_files, records
 
@@ -205,9 +205,7 @@ def write_csv(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes the figure; 1 where something that it needs is not there."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_llm.eval.plot", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command_line.parser("eval.plot", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "curves", nargs="+", metavar="[NAME=]PATTERN", help="run folders; those of a pattern are the seeds of a curve"
     )

@@ -6,11 +6,11 @@ OUT/PART holds the results of a part, RUNS/PART its runs. What has ended is not 
 goes on, on another machine too, where OUT/results.tgz, which holds results/ and the small files of runs/, was unpacked.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval import learning_runs, phase_proofs, system_proofs, twins
 from jaxrl_llm.eval.jobs import Cores, archive, options, survives
 
@@ -21,7 +21,7 @@ PARTS: Mapping[str, Callable[[Sequence[str], Cores], int]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.proofs", description=__doc__)
+    parser = command_line.parser("eval.proofs", __doc__)
     options(parser, "runs/proofs")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
     given = parser.parse_args(argv)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
+from jaxrl_llm.eval.jobs import Job
 
 GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
 # CPU alone, and no time spent on compiling twice.
@@ -46,6 +47,11 @@ def launch(name: str, folder: Path, bindings: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={GIN / name}.gin", *flags]
 
 
-def export(folder: Path) -> list[str]:
-    """The command that writes a run's policy to FOLDER/model."""
-    return [sys.executable, "-m", "jaxrl_llm.export", str(folder), "--out", str(folder / "model")]
+def run_job(
+    gin: str, folder: Path, bindings: Sequence[str], after: Sequence[str] = (), *, exported: bool = False
+) -> Job:
+    """A run of gin/GIN.gin in a folder, and with `exported` its policy written to FOLDER/model."""
+    commands, model = [launch(gin, folder, bindings)], folder / "model"
+    if exported:
+        commands.append([sys.executable, "-m", "jaxrl_llm.export", str(folder), "--out", str(model)])
+    return Job(name=folder.name, commands=commands, after=after, folder=model if exported else None)

@@ -8,7 +8,6 @@ rollouts, lower by a fifth or its F1 higher by 0.05, at a behaviour rate within 
 A run is JSON of its own as soon as it has ended (OUT/runs/NAME.json), and is not run again: the same command goes on.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, Row, by_line, rows, run_job, seconds
 from jaxrl_llm.eval.system_plots import plot
 
 SEEDS = (0, 1, 2)
@@ -61,10 +61,8 @@ def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
     def add(
         arm: str, gin: str, seed: int, more: Sequence[str], after: Sequence[str] = (), exported: bool = False
     ) -> None:
-        name = folder_name(arm, seed)
-        commands = [launch(gin, runs / name, [f"SEED={seed}", *more, *bindings])]
-        kept = {"commands": [*commands, export(runs / name)], "folder": runs / name / "model"}
-        made.append(Job(name=name, after=after, **(kept if exported else {"commands": commands})))
+        lines = [f"SEED={seed}", *more, *bindings]
+        made.append(run_job(gin, runs / folder_name(arm, seed), lines, after, exported=exported))
 
     if "classmate" in only:
         add("classmate_mate", "classmate_mate_tiny", 0, (), exported=True)
@@ -213,7 +211,7 @@ def write(out: Path) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.system_proofs", description=__doc__)
+    parser = command_line.parser("eval.system_proofs", __doc__)
     options(parser, "runs/systems")
     parser.add_argument("--only", default="darling,classmate,cs336", help="systems, with commas between")
     arguments = parser.parse_args(argv)

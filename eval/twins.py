@@ -8,7 +8,6 @@ or, without a reward, where the loss fell by a tenth. What has ended is not run 
 was found; the exit code is 0 where every twin ran and moved.
 """
 
-import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -17,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.jobs import Cores, Job, archive, options, runner_of
-from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, export, launch, rows, seconds
+from jaxrl_llm.eval.run_rows import ENVIRONMENT, GIN, Row, rows, run_job, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
 # What a twin begins from: (the twin it comes after, and the binding that names its exported model).
@@ -41,13 +41,10 @@ def names(only: str = "") -> list[str]:
 
 def job(name: str, runs: Path, bindings: Sequence[str]) -> Job:
     """The run of a twin."""
-    folder = runs / name
     earlier, binding = BEGINS.get(name, ("", ""))
     begins = [f"{binding}={str(runs / earlier / 'model')!r}"] if earlier else []
-    commands = [launch(name, folder, [*begins, *bindings])]
-    if name in {first for first, _ in BEGINS.values()}:
-        return Job(name=name, commands=[*commands, export(folder)], folder=folder / "model")
-    return Job(name=name, commands=commands, after=[earlier] if earlier else [])
+    exported = name in {first for first, _ in BEGINS.values()}
+    return run_job(name, runs / name, [*begins, *bindings], [earlier] if earlier else [], exported=exported)
 
 
 def moved(found: Sequence[Row]) -> dict[str, Any]:
@@ -86,7 +83,7 @@ def markdown(found: Sequence[Row]) -> str:
 
 
 def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.twins", description=__doc__)
+    parser = command_line.parser("eval.twins", __doc__)
     options(parser, "runs/twins")
     parser.add_argument("--only", default="", help="twins whose names begin so, such as darling_")
     arguments = parser.parse_args(argv)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm import flops, memory, profiling, run_folder, xla_flags
+from jaxrl_llm import command_line, flops, memory, profiling, run_folder, xla_flags
 from jaxrl_llm.batch import Batch
 from jaxrl_llm.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
@@ -242,9 +242,10 @@ def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict
     return {**flags, "error": " | ".join(said[-3:])[-800:]}
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code is 1 where a configuration failed."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench", description=__doc__)
+    parser = command_line.parser("bench", __doc__)
     for name, (_, default, meaning) in SWEPT.items():
         parser.add_argument(f"--{name}", default=default, help=f"{meaning} (default {default})")
     parser.add_argument("--repeats", type=int, default=5, help="measured calls after the first")

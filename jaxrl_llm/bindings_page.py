@@ -9,7 +9,8 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -173,14 +174,39 @@ def block(docstring: str) -> dict[str, str]:
     return said
 
 
-def section(component: Component) -> str:
-    """One component: where it lies, what it is, its bindings."""
+def shared(listed: Sequence[Component]) -> list[Component]:
+    """The base classes that two or more of the components have fields of, ordered by module and name."""
+    counts = Counter(base for component in listed for base in _bases(component))
+    several = [base for base, count in counts.items() if count > 1 and base not in listed]
+    return sorted((c for c in several if given(c, several)), key=lambda c: (c.__module__, c.__qualname__))
+
+
+def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]:
+    """The bindings that the nearest of its bases among `elsewhere` does not have as they are."""
+    field = lambda b: dataclasses.replace(b, name=b.name.rpartition(".")[2])  # noqa: E731
+    bases = [base for base in _bases(component) if base in elsewhere]
+    known = {field(b).name: field(b) for base in reversed(bases) for b in bindings(base)}
+    return [b for b in bindings(component) if known.get(field(b).name) != field(b)]
+
+
+def _bases(component: Component) -> list[Component]:
+    """Its base classes that have fields, the nearest first."""
+    return [base for base in getattr(component, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
+
+
+def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
+    """One component: where it lies, what it is, its bindings but for those of the bases that have sections of their own."""
     package, _, module = component.__module__.rpartition(".")
     first = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-    rows = [(f"`{b.name}`", f"`{b.type}`", f"`{b.default}`", b.meaning) for b in bindings(component)]
+    names = [base.__name__ for base in _bases(component) if base in elsewhere]
+    also = f" Also the fields of {', '.join(names)}." if names else ""
+    head = f"## {module}.{component.__name__}\n\n`from {package} import {module}`. {first}{also}\n"
+    rows = [(f"`{b.name}`", f"`{b.type}`", f"`{b.default}`", b.meaning) for b in given(component, elsewhere)]
+    if not rows:
+        return head
     rows = [("binding", "type", "default", "meaning"), ("---",) * 4, *rows]
     table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
-    return f"## {module}.{component.__name__}\n\n`from {package} import {module}`. {first}\n\n{table}\n"
+    return f"{head}\n{table}\n"
 
 
 def page() -> str:
@@ -190,7 +216,14 @@ def page() -> str:
         "Every hyper-parameter that a gin file or `--gin 'module.Component.field = value'` can set. Written by"
         " `python -m jaxrl_llm.bindings_page > docs/bindings.md`; edit the docstrings, not this page.\n"
     )
-    return "\n".join([opening, *map(section, components())])
+    between = (
+        "# Fields that several components have\n\nThey are set of the component, as `grpo.GRPO.kl_coef` is of"
+        " `PolicyGradient.kl_coef` here.\n"
+    )
+    listed = components()
+    bases = shared(listed)
+    sections = [[section(component, bases) for component in part] for part in (listed, bases)]
+    return "\n".join([opening, *sections[0], between, *sections[1]])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Talks to a model on the terminal: python -m jaxrl_llm.chat DIR, where DIR is a Hugging Face folder or a run folder."""
 
-import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.loading import Model
 from jaxrl_llm.mesh import MeshConfig, Partitioner
@@ -71,21 +70,18 @@ def _line() -> str | None:
             return line
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.chat", description=__doc__)
+    parser = command_line.parser("chat", __doc__)
     parser.add_argument("folder", type=Path, help="Hugging Face folder or run folder")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token")
     parser.add_argument("--max_tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--max_length", type=int, default=2048, help="most tokens of the talk")
     arguments = parser.parse_args(argv)
-    try:
-        if not arguments.folder.is_dir():
-            raise FileNotFoundError(f"{arguments.folder} is no folder: give a Hugging Face folder or a run folder")
-        settings = SamplingSettings(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
-        asyncio.run(talk(arguments.folder, settings, arguments.max_length))
-    except launch.EXPECTED as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if not arguments.folder.is_dir():
+        raise FileNotFoundError(f"{arguments.folder} is no folder: give a Hugging Face folder or a run folder")
+    settings = SamplingSettings(max_tokens=arguments.max_tokens, temperature=arguments.temperature)
+    asyncio.run(talk(arguments.folder, settings, arguments.max_length))
     return 0
 
 

@@ -66,13 +66,15 @@ def gap(batch: GlobalBatch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
 
 
 def staleness(batch: GlobalBatch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
-    """How many versions behind `version` the tokens are that the policy drew, and the mean gap of those of each lag."""
+    """How many versions behind `version` the tokens are that the policy drew, and, where the learner scored, the mean gap by lag."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
     lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
-    size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
     values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    if "old_logprobs" not in streams:
+        return values
+    size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
     return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
 
 

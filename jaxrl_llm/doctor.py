@@ -3,7 +3,6 @@
 Prints one line for each check, with what to do where something is not right; the exit code is 1 where a check failed.
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from jaxrl_llm import xla_flags
+from jaxrl_llm import command_line, xla_flags
 
 PYTHON_LEAST = (3, 11)
 VLLM_LEAST, VLLM_NEWEST = (0, 18), (0, 32)
@@ -223,7 +222,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and prints the table; 1 where one failed."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.doctor", description=__doc__)
+    parser = command_line.parser("doctor", __doc__)
     parser.add_argument("--run_dir", type=Path, default=Path("runs"), help="where a run would write")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a vLLM server; may be repeated")

@@ -4,13 +4,12 @@ Adapters are merged into the model's weights, or written alone in PEFT's format 
 the reward model that a stage trained, as a sequence classifier with one label.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
 from jaxrl_llm.checkpoint import read_host, read_model
 from jaxrl_llm.hf_weights import save, save_adapters
 from jaxrl_llm.loading import Saved, saved
@@ -49,8 +48,9 @@ def write_adapters(found: Saved, out: Path, dtype: str) -> None:
     save_adapters(found.policy, found.trained(), out, base_name=found.run.policy.pretrained, dtype=dtype)
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.export", description=__doc__)
+    parser = command_line.parser("export", __doc__)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--step", type=int, help="checkpoint to export (default: the last)")
@@ -61,19 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args(argv)
-    try:
-        if arguments.out.exists():
-            raise FileExistsError(f"{arguments.out} exists: give a new folder")
-        found = saved(arguments.run, step=arguments.step, best=arguments.best)
-        if arguments.adapters:
-            write_adapters(found, arguments.out, arguments.dtype)
-        else:
-            named = arguments.model == "policy"
-            model, params = (found.policy.plain, found.merged()) if named else value_model(found, arguments.model)
-            save(model, params, arguments.out, tokenizer=found.run.tokenizer.load(), dtype=arguments.dtype)
-    except launch.EXPECTED as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if arguments.out.exists():
+        raise FileExistsError(f"{arguments.out} exists: give a new folder")
+    found = saved(arguments.run, step=arguments.step, best=arguments.best)
+    if arguments.adapters:
+        write_adapters(found, arguments.out, arguments.dtype)
+    else:
+        named = arguments.model == "policy"
+        model, params = (found.policy.plain, found.merged()) if named else value_model(found, arguments.model)
+        save(model, params, arguments.out, tokenizer=found.run.tokenizer.load(), dtype=arguments.dtype)
     print(f"wrote {arguments.out}")
     return 0
 

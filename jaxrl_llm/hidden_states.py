@@ -6,7 +6,6 @@ The text is cut in rows; what is written is what a learner hands to token_stats:
 float32 that bfloat16 holds, `head` [V, D], and `targets` [T], the tokens that follow.
 """
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
 from jaxrl_llm.loading import Model
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 
@@ -45,20 +44,17 @@ def states(folder: Path, text: str, tokens: int, row_tokens: int) -> dict[str, n
     return {"hidden": hidden, "head": head, "targets": ids[1 : tokens + 1]}
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.hidden_states", description=__doc__)
+    parser = command_line.parser("hidden_states", __doc__)
     parser.add_argument("folder", type=Path, help="Hugging Face folder or run folder")
     parser.add_argument("text", type=Path, nargs="+", help="text files, read one after the other")
     parser.add_argument("--tokens", type=int, default=8192, help="positions (default 8192)")
     parser.add_argument("--row_tokens", type=int, default=1024, help="positions of a row (default 1024)")
     parser.add_argument("--output", type=Path, required=True, help="the .npz to write")
     arguments = parser.parse_args(argv)
-    try:
-        text = "\n".join(file.read_text(encoding="utf-8") for file in arguments.text)
-        found = states(arguments.folder, text, arguments.tokens, arguments.row_tokens)
-    except launch.EXPECTED as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    text = "\n".join(file.read_text(encoding="utf-8") for file in arguments.text)
+    found = states(arguments.folder, text, arguments.tokens, arguments.row_tokens)
     np.savez(arguments.output, **found)  # type: ignore[arg-type]
     print(", ".join(f"{name} {list(x.shape)}" for name, x in found.items()), flush=True)
     return 0

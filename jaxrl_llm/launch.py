@@ -12,17 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
-from jaxrl_llm import out_of_memory, xla_flags
+from jaxrl_llm import command_line, out_of_memory, xla_flags
 from jaxrl_llm.rewards.wrap import Down
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
-# Errors of the user's making: one line says what to do, and a stack would hide it.
-EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError, Down)
-
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.launch", description=__doc__)
+    parser = command_line.parser("launch", __doc__)
     parser.add_argument(
         "--gin_file",
         action="append",
@@ -118,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line, flush=True)
         else:
             return _carry_out(run, config, arguments.distributed)
-    except EXPECTED as error:
+    except (*command_line.EXPECTED, Down) as error:
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)

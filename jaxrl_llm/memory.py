@@ -120,7 +120,7 @@ def batch_of(stage: Stage, learner: Learner) -> Batch:
         response_tokens=stage.response_tokens, capacity=stage.sequences,
     )  # fmt: skip
     zeros = np.zeros((batch.capacity, batch.response_tokens), np.float32)
-    needs = stage.algorithm.needs
+    needs = stage.needs
     streams = {field: zeros for need, field in STREAMS.items() if need in needs}
     streams |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
     view = batch.view(streams, stage.algorithm.controls, stage.prompts_per_step)

@@ -6,7 +6,6 @@
 The first simulates the steps of a run on fleets of chips (simulate.py), the second sets the simulator beside rows of `bench`.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm import launch, memory, simulate
+from jaxrl_llm import command_line, launch, memory, simulate
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.memory import GIB
@@ -282,8 +281,9 @@ def compared(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{what:<52} {row['s']:.4f} s, simulated {seconds:.4f} ({seconds / row['s'] - 1:+.1%}){room}"
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.plan", description=__doc__)
+    parser = command_line.parser("plan", __doc__)
     parser.add_argument("--gin_file", action="append", metavar="FILE", help="gin file of a run; may be repeated")
     parser.add_argument(
         "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files"
@@ -299,19 +299,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     chips = arguments.chips.split(",")
     if unknown := set(chips) - set(simulate.CHIPS):
         parser.error(f"unknown chips {sorted(unknown)}: use some of {', '.join(simulate.CHIPS)}")
-    try:
-        if arguments.compare:
-            lines = compared(map(json.loads, Path(arguments.compare).read_text(encoding="utf-8").splitlines()))
-        else:
-            run, _ = launch.build(arguments.gin_file, arguments.gin)
-            lines = fleets(
-                run, chips, [int(n) for n in arguments.counts.split(",")], arguments.response_tokens, arguments.grow
-            )
-        for line in lines:
-            print(line, flush=True)
-    except launch.EXPECTED as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if arguments.compare:
+        lines = compared(map(json.loads, Path(arguments.compare).read_text(encoding="utf-8").splitlines()))
+    else:
+        run, _ = launch.build(arguments.gin_file, arguments.gin)
+        lines = fleets(
+            run, chips, [int(n) for n in arguments.counts.split(",")], arguments.response_tokens, arguments.grow
+        )
+    for line in lines:
+        print(line, flush=True)
     return 0
 
 

@@ -7,12 +7,14 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jaxrl_llm import command_line
 
 # Numbers and launch suffixes that tell apart copies of one kernel.
 _NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
@@ -80,6 +82,14 @@ def _kernels(file: Path) -> Iterator[tuple[str, float]]:
                 yield event.name, event.duration_ns / 1e6
 
 
-if __name__ == "__main__":
-    for entry in summary(newest(Path(sys.argv[1]))):
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.parser("profiling", __doc__)
+    parser.add_argument("folder", type=Path, help="folder of a run, or of bench --profile")
+    for entry in summary(newest(parser.parse_args(argv).folder)):
         print(json.dumps(entry))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import xla_flags
+from jaxrl_llm import command_line, xla_flags
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
@@ -266,7 +266,7 @@ OPS: dict[str, tuple[Callable[..., Iterator[Work]], dict[str, Any]]] = {
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; argparse's exit names a wrong op, spec or dtype."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.kernels.bench", description=__doc__)
+    parser = command_line.parser("kernels.bench", __doc__)
     parser.add_argument("--op", choices=OPS, default="token_stats")
     parser.add_argument("--spec", default="quickstart", help="shapes of the op's specs.py, with commas")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")

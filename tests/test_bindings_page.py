@@ -6,7 +6,7 @@ from pathlib import Path
 
 import gin
 
-from jaxrl_llm.bindings_page import Binding, bindings, components, page, referred_to, section
+from jaxrl_llm.bindings_page import Binding, bindings, components, page, referred_to, section, shared
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.metrics import Jsonl, TensorBoard
 
@@ -114,6 +114,17 @@ def test_a_section_is_a_markdown_table_with_its_bars_escaped():
     assert lines[2].endswith("An example, one sentence on two lines.")
     row = r"| `test_bindings_page.Example.shared` | `int \| None` | `None` | said in the base, on two lines. |"
     assert lines[6] == row
+
+
+def test_what_a_component_has_of_a_base_is_listed_there():
+    @dataclass(frozen=True, kw_only=True)
+    class Other(Base):
+        shared: int | None = 3
+
+    text = section(Example, [Base])
+    assert "Also the fields of Base." in text and "Example.shared" not in text and "Example.parts" in text
+    assert "| `3` | said in the base, on two lines. |" in section(Other, [Base])  # another default
+    assert shared([Example, Other, SamplingSettings]) == [Base] and shared([Example]) == []
 
 
 def test_gin_files_are_read_for_scoped_aliased_and_uncommented_names(tmp_path):

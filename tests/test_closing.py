@@ -10,6 +10,7 @@ from jaxrl_llm import parts
 from jaxrl_llm.metrics import Writers
 from jaxrl_llm.rewards.by_source import BySource
 from jaxrl_llm.rewards.weighted import Weighted
+from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.train import Training
 
 
@@ -56,3 +57,15 @@ def test_a_run_closes_everything_where_its_sampler_does_not_close():
         asyncio.run(training.close())
     assert sorted(closed) == ["checkpoints", "companion", "first writer", "reward", "sampler", "writer"]
     assert isinstance(ended[0], OSError)
+
+
+def test_servers_are_stopped_where_a_connection_does_not_close():
+    closed: list[str] = []
+    client = object.__new__(VllmClient)
+    client._publication, client.remove = None, True
+    client._fleet = SimpleNamespace(close=Held("fleet", closed, fails=True).aclose)  # type: ignore[assignment]
+    client.disconnect = Held("servers", closed, fails=True).aclose
+    client.publisher = SimpleNamespace(close=lambda remove: closed.append(f"publisher {remove}"))  # type: ignore[assignment]
+    with pytest.raises(OSError, match="does not close"):
+        asyncio.run(client.close())
+    assert closed == ["fleet", "servers", "publisher True"]

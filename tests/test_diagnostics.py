@@ -1,10 +1,12 @@
 """Numbers of a step on the host, from two groups written out: invalid and greedy rollouts leave them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from builders import make_group, make_prompt, make_rollout
 
-from jaxrl_llm.diagnostics import gap, of_rollouts
+from jaxrl_llm.diagnostics import gap, of_rollouts, staleness
 from jaxrl_llm.experience import Prompt, ScoredGroup
 from jaxrl_llm.global_batch import GlobalBatch, unscored
 from jaxrl_llm.packing import Packing
@@ -108,3 +110,14 @@ def test_k3_estimates_the_divergence_of_the_sampler_from_the_learner():
 def test_a_step_without_drawn_tokens_has_no_gap():
     batch = build([make_group([make_rollout(make_prompt(), [1], role="greedy")], {"r": [1]})])
     assert gap(batch, {"old_logprobs": np.zeros((8, 6)), "entropy": np.zeros((8, 6))}) == {}
+
+
+def test_staleness_is_known_without_the_learners_log_probs():
+    prompt = make_prompt("a", [1])
+    rollouts = [make_rollout(prompt, [5, 6]), make_rollout(prompt, [7])]
+    aged = [replace(r, versions=np.array(v, np.int32)) for r, v in zip(rollouts, ([3, 4], [2]), strict=True)]
+    batch = build([unscored(aged)])
+    known = {"staleness/mean": 2.0, "staleness/max": 3.0}  # behind version 5 by 2, 1 and 3
+    assert staleness(batch, {}, 5) == pytest.approx(known)
+    gaps = staleness(batch, {"old_logprobs": batch.fields["sampler_logprobs"] + 0.5}, 5)
+    assert gaps == pytest.approx(known | {f"gap/lag{n}": 0.5 for n in (1, 2, 3)})

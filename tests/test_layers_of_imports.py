@@ -64,6 +64,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "protocols",
         "parts",
         "bounds",
+        "command_line",
         "wire",
         "phases",
         "shapes",

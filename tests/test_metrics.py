@@ -195,7 +195,7 @@ def test_numbers_are_said_shortly(value, said):
 
 
 def test_a_console_that_never_prints_is_refused():
-    with pytest.raises(ValueError, match=r"at least 1 \(got 0\): set console\.Console\.every"):
+    with pytest.raises(ValueError, match=r"console\.Console\.every must be >= 1 \(got 0\)"):
         Console(every=0)
 
 

@@ -1,18 +1,17 @@
 """`python -m jaxrl_llm.eval.viewer RUN_OR_RESULTS...` shows runs and results in a browser."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm import slow_clients
+from jaxrl_llm import command_line, slow_clients
 from jaxrl_llm.eval.viewer.folders import find
 from jaxrl_llm.eval.viewer.server import Pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until interrupted; 1 where there is nothing to show or the port is taken."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.viewer", description=__doc__)
+    parser = command_line.parser("eval.viewer", __doc__)
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN_OR_RESULTS", help="a folder, or one that holds several"
     )

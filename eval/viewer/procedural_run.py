@@ -4,7 +4,6 @@
 files and fields of a real run.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from jaxrl_llm import command_line
 
 GROUP_SIZE = 8
 PROMPTS_PER_STEP = 25
@@ -44,7 +45,7 @@ WORDS = [
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes rollouts.jsonl, metrics.jsonl and run.json."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.eval.viewer.procedural_run", description=__doc__)
+    parser = command_line.parser("eval.viewer.procedural_run", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rollouts", type=int, default=100_000)
     parser.add_argument("--words", type=int, default=60, help="of a chain of thought (default: %(default)s)")

@@ -60,6 +60,12 @@ class AdaptiveKL:
         bounds.above(self, 0, "target", "horizon")
 
     def update(self, coef: float, kl: float, sequences: int) -> float:
-        """The coefficient after a batch of `sequences` whose mean KL per token was `kl`."""
+        """The coefficient after a batch of `sequences` whose mean KL per token was `kl`.
+
+        Raises:
+          ValueError: the horizon is so short that a step may turn the coefficient's sign.
+        """
+        if sequences >= 5 * self.horizon:
+            bounds.refuse(self, "horizon", f"above a fifth of a step's {sequences} sequences")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * sequences / self.horizon)

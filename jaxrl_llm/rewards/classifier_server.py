@@ -8,13 +8,13 @@ A text is a string, a pair of strings, or a list of chat messages. The texts of 
 common batches. A score that is not finite is null.
 """
 
-import argparse
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 
+from jaxrl_llm import command_line
 from jaxrl_llm.rewards import serving
 from jaxrl_llm.rewards.hf_classifier import HfClassifier
 from jaxrl_llm.rewards.serving import Batcher, Refused
@@ -93,9 +93,10 @@ def _unicode(text: str) -> bool:
     return True
 
 
-def main() -> None:
+@command_line.told
+def main() -> int:
     """Reads the command line, loads the model and serves it."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.classifier_server")
+    parser = command_line.parser("rewards.classifier_server", __doc__)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id")
     parser.add_argument("--label", default="", help="label whose output is the score, by name or index")
     parser.add_argument("--output", default="logit", choices=["logit", "probability"])
@@ -115,7 +116,8 @@ def main() -> None:
     classifier.load()
     print(f"serving {given.model} on http://{given.host}:{given.port}", flush=True)
     serving.serve(application(classifier, token), given.host, given.port)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

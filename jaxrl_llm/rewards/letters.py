@@ -4,10 +4,11 @@ It stands in for a classifier of harm where a defence is measured: `python -m ja
 serves it as rewards/classifier_server.py serves a classifier (GET /health, POST /score).
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from jaxrl_llm import command_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line and serves."""
     from jaxrl_llm.rewards import serving
 
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.letters")
+    parser = command_line.parser("rewards.letters", __doc__)
     parser.add_argument("--wanted", default="abcde", help="letters that count")
     parser.add_argument("--least", type=int, default=6, help="characters that a shorter text counts as having")
     serving.options(parser, port=50050)

@@ -9,7 +9,6 @@ clients, each its next as soon as it has an answer. The result is one line of JS
 `python -m tests.chaos.load_services`, in the repository, loads every service and prints a table.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -25,6 +24,8 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+
+from jaxrl_llm import command_line
 
 STARTUP_S = 120.0
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 8
@@ -131,8 +132,9 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
+@command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.load_test", description=__doc__)
+    parser = command_line.parser("rewards.load_test", __doc__)
     parser.add_argument("service", choices=sorted(SERVICES))
     parser.add_argument("--url", default="", help="a service that runs already")
     parser.add_argument("--model", default="", help="folder of the classifier to start")

@@ -5,6 +5,7 @@ abort for an update), the next one, to any server, has the tokens so far as a pa
 """
 
 import asyncio
+import contextlib
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -127,15 +128,16 @@ class VllmClient:
         self.publisher.prune()
 
     async def close(self) -> None:
-        """Ends what is running and stops the servers that were started."""
+        """Ends what is running and stops the servers that were started; each also where another fails."""
         self._closed = True
         if self._publication is not None:
             self._publication.cancel()
             await asyncio.gather(self._publication, return_exceptions=True)
-        if self._fleet is not None:
-            await self._fleet.close()
-        await self.disconnect()
-        self.publisher.close(remove=self.remove)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self.publisher.close, remove=self.remove)
+            closing.push_async_callback(self.disconnect)
+            if self._fleet is not None:
+                closing.push_async_callback(self._fleet.close)
 
     def metrics(self) -> Mapping[str, float]:
         """Counters and times since the last call, and those of the last publication."""

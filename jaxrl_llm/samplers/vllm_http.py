@@ -5,10 +5,10 @@ the server's own spans where it gives them (vLLM 0.32), else `version` of this o
 weights changes it while the server is paused and nothing is on its way.
 """
 
-import asyncio
+import contextlib
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -326,26 +326,18 @@ class VllmHttp:
         said = f"{self.url} answered {verb} {route} with {answer.status}: {(await answer.text())[:_TEXT]}"
         raise Refused(said, answer.status) if 400 <= answer.status < 500 else ServerFault(said)
 
-    def _faults(self, route: str, limit_s: float) -> "_Faults":
-        return _Faults(f"{self.url} ({route})", limit_s)
-
-
-class _Faults:
-    """Turns what aiohttp raises into a ServerFault that names the server."""
-
-    def __init__(self, where: str, limit_s: float) -> None:
-        self.where, self.limit_s = where, limit_s
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ServerFault | Refused):
-            return
-        if isinstance(error, asyncio.TimeoutError):
-            raise TooSlow(f"{self.where} did not answer within {self.limit_s:g} s") from error
-        if isinstance(error, aiohttp.ClientError | OSError):
-            raise Unreached(f"{self.where} is not reached: {type(error).__name__} {error}") from error
+    @contextlib.contextmanager
+    def _faults(self, route: str, limit_s: float) -> Iterator[None]:
+        """Turns what aiohttp raises into a ServerFault that names the server."""
+        where = f"{self.url} ({route})"
+        try:
+            yield
+        except (ServerFault, Refused):
+            raise
+        except TimeoutError as error:
+            raise TooSlow(f"{where} did not answer within {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreached(f"{where} is not reached: {type(error).__name__} {error}") from error
 
 
 def _timeout(limit_s: float) -> aiohttp.ClientTimeout:

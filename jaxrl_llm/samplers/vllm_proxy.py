@@ -10,7 +10,6 @@ request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP
     POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version"}
 """
 
-import argparse
 import hmac
 import ipaddress
 import json
@@ -23,7 +22,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from aiohttp import web
 
-from jaxrl_llm import slow_clients
+from jaxrl_llm import command_line, slow_clients
 from jaxrl_llm.slow_clients import Patience
 
 TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
@@ -196,7 +195,7 @@ def _on_loopback(address: str) -> bool:
 
 def main() -> None:
     """Serves until it is ended."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command_line.parser("samplers.vllm_proxy", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--server", required=True, help="address of the vLLM server, on loopback")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=9000, help="port to listen on")

@@ -1,5 +1,6 @@
 """Rollouts from unmodified vLLM servers: local ones that are started here, a list of addresses, or those that are found."""
 
+import asyncio
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -145,19 +146,20 @@ class VllmSampler:
             return fleet
 
         async def disconnect() -> None:
-            for child in children:
-                await child.stop()
-            for one in http:
-                await one.close()
+            ends = [*(child.stop() for child in children), *(one.close() for one in http)]
+            for error in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
 
+        publisher = self._publisher(policy, tokenizer, max_length, run_dir)
         jax.block_until_ready(
             jax.numpy.zeros(1)
         )  # JAX takes its share of a GPU now, not while vLLM measures what is free
         for child in children:
             child.start()
         return VllmClient(
-            publisher=self._publisher(policy, tokenizer, max_length, run_dir), connect=connect, disconnect=disconnect,
-            tokenizer=tokenizer, max_length=max_length, seeded=self.seeded, remove=self.spawn,
+            publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
+            seeded=self.seeded, remove=self.spawn,
         )  # fmt: skip
 
     def _limits(self) -> Limits:

@@ -61,6 +61,8 @@ def test_an_algorithm_passes_its_measured_divergence_to_the_controller():
 
 
 def test_bad_settings_are_refused_by_their_binding():
+    with pytest.raises(ValueError, match=r"divergence\.AdaptiveKL\.horizon must be above a fifth of a step's 500"):
+        AdaptiveKL(target=0.1, horizon=100.0).update(0.5, 0.0, 500)
     with pytest.raises(ValueError, match=r"divergence\.AdaptiveKL\.target"):
         AdaptiveKL(target=0.0, horizon=10.0)
     with pytest.raises(ValueError, match=r"grpo\.GRPO\.kl_coef"):
