@@ -116,7 +116,9 @@ def streamed(
     """
     by_part, wanted = of_parts(params), groups(params)
     old = [node for node in jax.tree.leaves(state, is_leaf=by_part) if by_part(node)]
-    coming, new_params, new_states = to_device(cut(state, params, wanted[0])), [], []
+    coming = to_device(cut(state, params, wanted[0]))
+    new_params: list[Any] = []
+    new_states: list[Any] = []
     for number, paths in enumerate(wanted):
         here = coming
         # The host must not run ahead: what it asks for takes memory at once, and a gradient's is free when its update is done.
