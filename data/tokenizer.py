@@ -107,7 +107,25 @@ class PretrainedTokenizer:
             ) from error
         if self.chat_template:
             tokenizer.chat_template = self.chat_template
+        tokenizer.stop_ids = _stop_ids(tokenizer, name, revision)
         return tokenizer
+
+
+def stop_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end of sequence, and what its model's generation_config.json names."""
+    end = tokenizer.eos_token_id
+    return getattr(tokenizer, "stop_ids", () if end is None else (end,))
+
+
+def _stop_ids(tokenizer: Any, name: str, revision: str) -> tuple[int, ...]:
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
+    except OSError:  # a model without that file
+        found = None
+    more = found if isinstance(found, list) else [found]
+    return tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
 
 
 def _wrap(tokenizer: Any, vocabulary: Mapping[str, int], add_bos: bool, chat_template: str) -> Any:

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxrl_llm.data.tokenizer import stop_ids
 from jaxrl_llm.models import hf_config, hf_names
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_names import Tensor
@@ -171,7 +172,11 @@ def describe(policy: Policy | ValueModel, folder: Path, tokenizer: Any = None, *
     _write_json(folder / "config.json", _config(policy, tokenizer, dtype))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-        _write_json(folder / "generation_config.json", _special_ids(tokenizer))
+        ends = stop_ids(tokenizer)
+        _write_json(
+            folder / "generation_config.json",
+            _special_ids(tokenizer) | ({"eos_token_id": list(ends)} if len(ends) > 1 else {}),
+        )
 
 
 def save_adapters(

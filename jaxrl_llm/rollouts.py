@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_llm.data.tokenizer import stop_ids
 from jaxrl_llm.experience import Completion, Prompt, Role, Rollout, SamplingSettings
 from jaxrl_llm.hosts import Processes
 from jaxrl_llm.protocols import Environment, Marker, Sampler
@@ -23,14 +24,13 @@ def seed_of(*numbers: int) -> int:
 
 
 def stopping(settings: SamplingSettings, tokenizer: Any) -> SamplingSettings:
-    """The settings with the tokenizer's end-of-sequence id among the stop ids."""
-    end = tokenizer.eos_token_id
-    if end is None and not settings.stop_token_ids and not settings.stop_strings:
+    """The settings with the ids that end the model's responses among the stop ids."""
+    ends = stop_ids(tokenizer)
+    if not ends and not settings.stop_token_ids and not settings.stop_strings:
         raise ValueError(
             "the tokenizer has no end-of-sequence token: set SamplingSettings.stop_token_ids or stop_strings"
         )
-    ids = settings.stop_token_ids if end is None or end in settings.stop_token_ids else (*settings.stop_token_ids, end)
-    return replace(settings, stop_token_ids=ids)
+    return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -275,3 +275,7 @@ def test_a_tokenizer_is_saved_with_its_special_ids(saved, tmp_path):
         "pad_token_id": 6,
     }
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
+    several = SavedTokenizer()
+    several.stop_ids = (5, 7)
+    hf_weights.save(saved[0], saved[1], tmp_path / "several", several)
+    assert json.loads((tmp_path / "several" / "generation_config.json").read_text())["eos_token_id"] == [5, 7]

@@ -1,6 +1,7 @@
 """Tokenizers made here encode what they say, and survive being saved in Hugging Face's form; pretrained ones load."""
 
 import gzip
+import json
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer, PretrainedTokenizer
-from jaxrl_llm.experience import Prompt
+from jaxrl_llm.experience import Prompt, SamplingSettings
+from jaxrl_llm.rollouts import stopping
 
 TEXTS = ["47+85=132", "a b  c\n", "", "=="]
 UNICODE = ["naïve café ☕", "\x00\t\r\n", "日本", " two  spaces ", "it 's ."]
@@ -82,6 +84,15 @@ def test_keyword_arguments_reach_qwen3s_chat_template(qwen3: Path) -> None:
         row = Encoder(tokenizer=tokenizer, max_prompt_tokens=64, template_kwargs=kwargs).prompt(prompt)
         assert row is not None and tokenizer.decode(row.tokens) == turn + ending
         assert row.tokens is not None and row.tokens[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
+
+
+def test_a_response_ends_with_each_id_that_the_models_generation_settings_name(tmp_path: Path) -> None:
+    CharTokenizer(alphabet="01").load().save_pretrained(tmp_path)
+    settings = SamplingSettings(max_tokens=4, stop_token_ids=(9,))
+    assert stopping(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == (9, 2)
+    for named, ends in ((4, (9, 2, 4)), ([4, 2, 3], (9, 2, 4, 3))):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
+        assert stopping(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == ends
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
