@@ -78,7 +78,7 @@ def streaming(params: Mapping[str, Any], moments: Any) -> int:
     wanted = offload.groups(params)
     slopes = [size(offload.pruned(params, paths)) for paths in wanted]
     visits = [sum(map(offload.bytes_of, jax.tree.leaves(offload.cut(moments, params, paths)))) for paths in wanted]
-    return max(sum(slopes[i:]) + sum(visits[max(i - 1, 0) : i + 2]) for i in range(len(wanted)))
+    return max(sum(slopes[i:]) + sum(visits[i : i + 2]) for i in range(len(wanted)))
 
 
 def of_learner(learner: Learner, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:

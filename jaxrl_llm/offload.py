@@ -1,8 +1,8 @@
 """Optimizer state and frozen models in the host's pinned memory, brought to the device when their turn comes.
 
 The moments of an offloaded optimizer lie on the device only while their own parameters are updated: the parameters are
-split into groups of about GROUP bytes, small ones first, and while one group is updated the moments of the next travel in and
-those of the one before travel out; its gradient is gone then. A device holds the moments of three groups at most.
+split into groups of about GROUP bytes, small ones first, and while one group is updated and travels out, the moments of the
+next travel in. A device holds the moments of two groups at most, and no gradient of those that are done.
 """
 
 import math
@@ -94,6 +94,15 @@ def cut(state: Any, params: Mapping[str, Any], paths: list[Path]) -> Any:
     return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
 
 
+def _leaf(tree: Any, path: Path) -> Any:
+    """The value at a path; None where the tree ends before."""
+    for key in path:
+        if not isinstance(tree, dict):
+            return None
+        tree = tree[key]
+    return tree
+
+
 def streamed(
     apply: Callable[[Any, Any, Any], tuple[Any, Any]], params: dict[str, Any], gradient: dict[str, Any], state: Any
 ) -> tuple[dict[str, Any], Any]:
@@ -103,21 +112,26 @@ def streamed(
       apply: updates parameters of some leaves; its state is cut to them as dictionaries of parameters are.
       params: the parameters, on the device.
       gradient: of the parameters, on the device; used up.
-      state: the optimizer's state, on the host.
+      state: the optimizer's state, on the host; used up, so that the host never holds it twice.
     """
-    wanted = groups(params)
-    coming, new_params, new_states = to_device(cut(state, params, wanted[0])), [], []
+    by_part, wanted = of_parts(params), groups(params)
+    old = [node for node in jax.tree.leaves(state, is_leaf=by_part) if by_part(node)]
+    coming = to_device(cut(state, params, wanted[0]))
+    new_params: list[Any] = []
+    new_states: list[Any] = []
     for number, paths in enumerate(wanted):
         here = coming
+        # The host must not run ahead: what it asks for takes memory at once, and a gradient's is free when its update is done.
+        jax.block_until_ready(new_states[-1:])
         if number + 1 < len(wanted):
             coming = to_device(cut(state, params, wanted[number + 1]))
         slope = pruned(gradient, paths)
         part, here = apply(pruned(params, paths), slope, here)
-        jax.tree.map(lambda x: x.delete(), slope)
+        used = [*jax.tree.leaves(slope), *(_leaf(node, path) for node in old for path in paths)]
+        for x in used:
+            if x is not None:
+                x.delete()
         new_params.append(part)
         new_states.append(to_host(here))
-        if number:  # the host must not run ahead: what it asks for takes memory at once
-            jax.block_until_ready(new_states[number - 1])
-    by_part = of_parts(params)
     together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
     return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)

@@ -22,7 +22,9 @@ from jaxrl_llm.memory import GIB
 from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.shapes import SHAPES
+from jaxrl_llm.samplers import room
 from jaxrl_llm.samplers.embedded import EmbeddedSampler
+from jaxrl_llm.samplers.slot_batch import Capacity, bucket
 from jaxrl_llm.stage_parts import learner_of
 from jaxrl_llm.stages import Stage
 from jaxrl_llm.train import Run
@@ -64,10 +66,22 @@ def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
     for kind, n in evaluation.kinds.items():
         yield f"  {kind:<10} {n} a prompt = {n * len(rows)} responses, {evaluation.asked(kind)}"
     yield f"  lengths    prompt <= {harness.max_prompt_tokens}, response <= {evaluation.settings.max_tokens} tokens"
+    yield from _cache(harness, model.policy, max(evaluation.kinds.values()) * len(rows))
     yield f"  reward     {evaluation.reward!r}"
     yield f"  measures   {', '.join(map(repr, evaluation.measures)) or 'the mean reward alone'}"
     if (there := Path(harness.out_dir) / SAMPLES).is_file():
         yield f"  here       {sum(1 for _ in there.open(encoding='utf-8'))} responses already"
+
+
+def _cache(harness: Harness, policy: Any, responses: int) -> Iterable[str]:
+    """What the slots of an embedded sampler take at the longest prompts and responses."""
+    sampler, settings = harness.sampler, harness.evaluation.settings
+    if isinstance(sampler, EmbeddedSampler):
+        shards = policy.partitioner.batch_shards
+        slots = min(bucket(responses, shards), -(-sampler.slots // shards) * shards)
+        batch = Capacity(slots=slots, length=harness.max_length, stop_ids=0, penalised=settings.repetition_penalty != 1)
+        taken = room.taken_bytes(policy, batch, sampler.cache) / GIB
+        yield f"  slots      {slots} of {harness.max_length} tokens take {taken:.3g} GiB a device; fewer are had where there is no room"
 
 
 def _machine(partitioner: Partitioner, policy: Any, tokenizer: Any) -> list[str]:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 def free_bytes(devices: Sequence[Any]) -> int | None:
     """Bytes that the fullest of the devices has left, of all processes; None where the backend keeps no account, as a CPU's."""
     stats = [device.memory_stats() or {} for device in devices]
-    known = [found["bytes_limit"] - found["bytes_in_use"] for found in stats if "bytes_limit" in found]
+    known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
     if not known:
         return None
     least = max(min(known), 0)

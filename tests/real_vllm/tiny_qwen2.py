@@ -54,8 +54,12 @@ def write_model(folder: Path, tied: bool, sizes: Sizes = TINY, dtype: str = "flo
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config(tied, sizes, dtype)))
     vocabulary = {f"<{i}>": i for i in range(sizes.vocabulary)}
-    Tokenizer(WordLevel(vocabulary, unk_token="<1>")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="<1>"))
+    tokenizer.add_special_tokens(["<7>"])  # alone found in a text, and all that a chat is
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}<7>{% endfor %}"
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
 
 
