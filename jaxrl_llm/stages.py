@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from jaxrl_llm import bounds
 from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import ModelSource
@@ -105,20 +106,8 @@ class Stage:
     show_tokens: int = 1024
 
     def __post_init__(self) -> None:
-        positive = (
-            "steps",
-            "prompts_per_step",
-            "group_size",
-            "minibatches",
-            "epochs",
-            "score_every",
-            "max_prompt_tokens",
-            "evaluate_every",
-            "gap_every",
-        )
-        for name in positive:
-            if getattr(self, name) < 1:
-                raise ValueError(f"Stage.{name} of stage {self.name!r} must be >= 1 (got {getattr(self, name)})")
+        bounds.at_least(self, 1, "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "score_every")
+        bounds.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every")
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
                 f"Stage.prompts_per_step ({self.prompts_per_step}) of stage {self.name!r} does not split into "

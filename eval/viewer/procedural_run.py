@@ -17,30 +17,8 @@ from jaxrl_llm import command_line
 GROUP_SIZE = 8
 PROMPTS_PER_STEP = 25
 VARIETY = 64  # different streams, which most of the time would go into
-WORDS = [
-    "first",
-    "then",
-    "carry",
-    "the",
-    "digit",
-    "add",
-    "to",
-    "get",
-    "so",
-    "check",
-    "again",
-    "sum",
-    "of",
-    "both",
-    "sides",
-    "gives",
-    "hence",
-    "we",
-    "have",
-    "next",
-    "column",
-    "is",
-]
+SAID = "first then carry the digit add to get so check again sum of both sides gives hence we have next column is"
+WORDS = SAID.split()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
