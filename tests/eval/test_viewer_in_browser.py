@@ -12,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from viewer_rows import record, rollout, write_results, write_run
 
@@ -211,6 +212,18 @@ def test_a_filter_that_is_chosen_keeps_the_keyboard_and_the_form_follows_the_run
     page.locator("select[name=step]").select_option("2")
     page.wait_for_selector("code:has-text('bad')")
     assert page.evaluate("document.activeElement.name") == "step"
+
+
+def test_a_smoothed_curve_is_the_mean_around_each_point_over_the_curve_itself(served, page):
+    drawn(page, f"{served.url}/?view=curves&runs=long&metrics=reward/mean")
+    heights = "() => [...document.querySelectorAll('.line')].map(l => l.getAttribute('d').match(/[\\d.]+ [\\d.]+/g).map(p => +p.split(' ')[1]))"
+    (raw,) = page.evaluate(heights)
+    page.locator("select[name='smooth over ']").select_option("5")
+    page.wait_for_selector(".line.faint")
+    faint, smooth = page.evaluate(heights)
+    assert faint == raw and "smooth=5" in page.url
+    expected = [np.mean(raw[max(i - h, 0) : i + h + 1]) for i in range(len(raw)) for h in [min(2, i, len(raw) - 1 - i)]]
+    np.testing.assert_allclose(smooth, expected, atol=0.11)  # coordinates have one decimal
 
 
 def test_a_point_of_a_curve_leads_to_its_rollouts(served, page):

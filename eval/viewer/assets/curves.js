@@ -1,11 +1,13 @@
 // Metrics by step, one small chart each, all chosen runs in it.
 
 import { ask } from "./api.js";
-import { el, number, svg } from "./dom.js";
+import { el, number, select, svg } from "./dom.js";
 import { get, link, set } from "./state.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [420, 200, 52, 22, 10, 10];
 const USUAL = ["reward/mean", "response/length", "entropy/mean", "gap/mean", "loss/total", "response/truncated"];
+
+const SMOOTH = [0, 5, 11, 25, 51]; // points that a curve is averaged over
 
 const listed = (name) => get(name).split(",").filter(Boolean);
 
@@ -24,8 +26,17 @@ const brief = (x) =>
     ? Number(x.toPrecision(2)).toExponential()
     : String(Number(x.toPrecision(3)));
 
-function chart(name, curves, order) {
-  const points = curves.flatMap(([, [steps, values]]) => steps.map((step, i) => [step, values[i]]));
+// The mean of the `width` values around each.
+const smoothed = (values, width) =>
+  values.map((_, i) => {
+    const half = Math.min(Math.floor(width / 2), i, values.length - 1 - i);
+    const near = values.slice(i - half, i + half + 1);
+    return near.reduce((sum, v) => sum + v, 0) / near.length;
+  });
+
+function chart(name, raw, order, width) {
+  const curves = width ? raw.map(([run, [s, v]]) => [run, [s, smoothed(v, width)]]) : raw;
+  const points = raw.flatMap(([, [steps, values]]) => steps.map((step, i) => [step, values[i]]));
   const xs = points.map(([x]) => x);
   const ys = points.map(([, y]) => y);
   const [x0, x1] = [Math.min(...xs), Math.max(...xs)];
@@ -38,14 +49,16 @@ function chart(name, curves, order) {
     svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(v)),
   ]);
   const steps = ticks(x0, x1, 5).map((v) => svg("text", { x: x(v), y: HEIGHT - 6, "text-anchor": "middle" }, brief(v)));
-  const lines = curves.map(([run, [s, v]]) =>
-    s.length > 1
-      ? svg("path", {
-          class: `line c${order.indexOf(run) % 8}`,
-          d: s.map((step, i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(v[i]).toFixed(1)}`).join(""),
-        })
-      : svg("circle", { class: `dot c${order.indexOf(run) % 8}`, cx: x(s[0]), cy: y(v[0]), r: 3 }),
-  );
+  const drawn = (kind, from) =>
+    from.map(([run, [s, v]]) =>
+      s.length > 1
+        ? svg("path", {
+            class: `${kind} c${order.indexOf(run) % 8}`,
+            d: s.map((step, i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(v[i]).toFixed(1)}`).join(""),
+          })
+        : svg("circle", { class: `dot c${order.indexOf(run) % 8}`, cx: x(s[0]), cy: y(v[0]), r: 3 }),
+    );
+  const lines = [width ? drawn("line faint", raw) : [], drawn("line", curves)];
   const cross = svg("line", { class: "cross", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden" });
   const reading = el("div", { class: "reading" });
   const nearest = (event) => {
@@ -126,6 +139,13 @@ export async function draw(main, fresh) {
     "data-search": true,
     oninput: (event) => set({ text: event.target.value }, { replace: true }),
   });
+  const width = Number(get("smooth", "0"));
+  const smooth = select(
+    "smooth over ",
+    get("smooth"),
+    SMOOTH.map((n) => [n || "", n ? `${n} points` : "nothing"]),
+    (value) => set({ smooth: value }),
+  );
   const focused = document.activeElement?.matches("[data-search]");
   const place = main.querySelector(".choices")?.scrollTop ?? 0;
   const drawn = metrics
@@ -166,11 +186,12 @@ export async function draw(main, fresh) {
           { class: "dim" },
           "Click a point to read that step's rollouts. ",
           el("a", { href: link({ metrics: "", runs: "" }) }, "the usual curves"),
+          smooth,
         ),
         el(
           "div",
           { class: "charts" },
-          drawn.map(([name, c]) => chart(name, c, chosen)),
+          drawn.map(([name, c]) => chart(name, c, chosen, width)),
         ),
       ),
     ),
