@@ -113,7 +113,7 @@ class PretrainedTokenizer:
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a response: the tokenizer's end of sequence, and what its model's generation_config.json names."""
-    end = tokenizer.eos_token_id
+    end = getattr(tokenizer, "eos_token_id", None)
     return getattr(tokenizer, "stop_ids", () if end is None else (end,))
 
 

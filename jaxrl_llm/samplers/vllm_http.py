@@ -1,6 +1,7 @@
 """One vLLM server over HTTP: token ids in, token ids with log-probs out, and the steps of a weight update (aiohttp).
 
-Requests go to `/inference/v1/generate` where the server has it and to `/v1/completions` where it does not. Versions of tokens are
+Requests go to our own route (`vllm_route`) where the server has it, else to `/inference/v1/generate`, else to `/v1/completions`; streams and
+scores do not go to the first. Versions of tokens are
 the server's own spans where it gives them (vLLM 0.32), else `version` of this object when the tokens arrive: whoever commits new
 weights changes it while the server is paused and nothing is on its way.
 """
@@ -15,6 +16,8 @@ from typing import Any, Literal
 import aiohttp
 import numpy as np
 from jaxtyping import Float
+
+from jaxrl_llm.samplers import vllm_route
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _CONNECT_S = 5.0
@@ -97,7 +100,9 @@ class VllmHttp:
       control_s: most seconds of one step of an update.
       version: the policy version that the server serves; -1 before the first.
       release: vLLM's version as (major, minor); (0, 0) before `open`.
-      route: where generations are asked; found by `open`.
+      route: where generations are asked, of vLLM's own routes; found by `open`.
+      tokens: our own route.
+      lists: whether the server has it; found by `open`.
       arrivals: answers and events of streams so far.
     """
 
@@ -111,6 +116,8 @@ class VllmHttp:
     version: int = -1
     release: tuple[int, int] = (0, 0)
     route: str = GENERATE
+    tokens: str = vllm_route.ROUTE
+    lists: bool = False
     arrivals: int = 0
 
     def __post_init__(self) -> None:
@@ -141,7 +148,8 @@ class VllmHttp:
         """
         health = await self._call("GET", "/health", limit_s=_CONNECT_S)
         if self.proxied:
-            self.release, self.route = _release(self.url, health), "/generate"
+            self.release, self.route, self.tokens = _release(self.url, health), "/generate", "/tokens"
+            self.lists = await self._refusal(self.tokens) == 400
             return
         self.release = _release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
         if await self._refusal("/collective_rpc") in (404, 405):
@@ -150,6 +158,7 @@ class VllmHttp:
                 "environment variable VLLM_SERVER_DEV_MODE=1 (on loopback alone: an API key does not protect them)"
             )
         self.route = COMPLETIONS if await self._refusal(GENERATE) in (403, 404, 405) else GENERATE
+        self.lists = await self._refusal(self.tokens) == 400
 
     async def _refusal(self, route: str) -> int:
         """The status that an empty request is refused with: 404 where there is no such route, 400 or 422 where there is."""
@@ -173,7 +182,7 @@ class VllmHttp:
           ServerFault: the server failed, or its answer is not what was asked for.
           Refused: the server calls the request wrong.
         """
-        body = self._body(ask)
+        body, route = self._body(ask), self.tokens if self.lists and not ask.stream else self.route
         try:
             if ask.stream:
                 async for choice in self._events(body):
@@ -181,7 +190,7 @@ class VllmHttp:
                 for piece in pieces:  # before 0.32 the end of an aborted stream says nothing
                     piece.finish = piece.finish or "abort"
             else:
-                answer = json.loads(await self._call("POST", self.route, body, limit_s=self.request_s))
+                answer = json.loads(await self._call("POST", route, body, limit_s=self.request_s))
                 for choice in answer["choices"]:
                     self._take(choice, pieces, ask)
                 if any(piece.finish is None for piece in pieces):
@@ -210,7 +219,7 @@ class VllmHttp:
         """The request in the words of the endpoint."""
         common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
         tokens = [int(token) for token in ask.tokens]
-        if self.route != COMPLETIONS:
+        if self.route != COMPLETIONS or (self.lists and not ask.stream):
             # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
             sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
             return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}
@@ -222,7 +231,9 @@ class VllmHttp:
         self.arrivals += 1
         piece = pieces[choice["index"]]
         tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs") or {}
-        if "content" in logprobs:
+        if isinstance(logprobs, list):
+            drawn = logprobs
+        elif "content" in logprobs:
             drawn = [entry["logprob"] for entry in logprobs["content"] or ()]
         else:
             drawn = list(logprobs.get("token_logprobs") or ())

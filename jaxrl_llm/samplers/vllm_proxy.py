@@ -7,6 +7,7 @@ request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP
 
     GET /health                                POST /pause?mode=keep&clear_cache=true    POST /resume
     POST /generate {"token_ids": ...} or {"prompt": ...}, as /inference/v1/generate or /v1/completions take it
+    POST /tokens {"token_ids": ...}, as our own route in vLLM takes it (vllm_route)
     POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version"}
 """
 
@@ -23,6 +24,7 @@ import aiohttp
 from aiohttp import web
 
 from jaxrl_llm import command_line, slow_clients
+from jaxrl_llm.samplers import vllm_route
 from jaxrl_llm.slow_clients import Patience
 
 TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
@@ -74,6 +76,7 @@ class Proxy:
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/tokens", self._generate)
         app.router.add_post("/stage", self._method("stage", "path", "version"))
         app.router.add_post("/stage_status", self._method("stage_status"))
         app.router.add_post("/commit", self._commit)
@@ -114,6 +117,7 @@ class Proxy:
         """Passes the answer on as it comes; where the client goes away, so does the request to vLLM, which ends it."""
         content = await self._json(request)
         route = "/inference/v1/generate" if "token_ids" in content else "/v1/completions"
+        route = vllm_route.ROUTE if request.path == "/tokens" else route
         limit = aiohttp.ClientTimeout(total=self.generate_s, sock_connect=_CONNECT_S)
         async with request.app[_SESSION].post(route, json=content, timeout=limit) as answer:
             passed = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.content_type})

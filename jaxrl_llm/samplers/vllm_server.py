@@ -24,6 +24,7 @@ from jaxrl_llm import child_environment
 from jaxrl_llm.samplers.vllm_http import ServerFault, Unreached
 
 EXTENSION = "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"
+MIDDLEWARE = "jaxrl_llm.samplers.vllm_route.TokenRoute"
 HOST = "127.0.0.1"
 _ROOT = Path(__file__).resolve().parents[2]
 # From a source tree the servers read the plugin too; where the package is installed, their Python has its own.
@@ -173,7 +174,7 @@ class LocalServer:
         return [
             self.config.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
             "--host", HOST, "--port", str(self.port), "--load-format", "dummy", "--generation-config", "vllm",
-            "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION, "--uvicorn-log-level", "warning",
+            "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE, "--uvicorn-log-level", "warning",
             "--tensor-parallel-size", str(self.config.tensor_parallel),
             *(() if share is None else ("--gpu-memory-utilization", str(share))),
             *self.arguments, *self.config.arguments,

@@ -91,7 +91,7 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     assert vllm[3:] == [
         "--model", "/models/qwen", "--served-model-name", "policy", "--host", "127.0.0.1", "--port", "8000",
         "--load-format", "dummy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "2", "--enable-scale-out", "--worker-extension-cls",
+        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "2", "--enable-scale-out", "--middleware", "jaxrl_llm.samplers.vllm_route.TokenRoute", "--worker-extension-cls",
         "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension",
     ]  # fmt: skip
     listens = sorted(call[-3] for call in served if "jaxrl_llm.samplers.vllm_proxy" in call)

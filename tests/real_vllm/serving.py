@@ -135,7 +135,14 @@ def serving(
     port = free_port()
     command = [*python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--served-model-name", "policy", "--load-format", "dummy"]
-    command += ["--generation-config", "vllm", "--logprobs-mode", "processed_logprobs"]
+    command += [
+        "--generation-config",
+        "vllm",
+        "--logprobs-mode",
+        "processed_logprobs",
+        "--middleware",
+        "jaxrl_llm.samplers.vllm_route.TokenRoute",
+    ]
     with running([*command, "--uvicorn-log-level", "warning", *options], log, environment(**variables)) as process:
         server = Server(f"http://127.0.0.1:{port}", process, log)
         wait_until_ready(server)

@@ -20,6 +20,8 @@ from serving import (
     wait_until_ready,
 )
 
+from jaxrl_llm.samplers.vllm_route import ROUTE
+
 TOKEN = "sixteen letters and more"
 HERE, THERE = "10.213.7.1", "10.213.7.2"  # a network of the two ends of one virtual cable
 
@@ -99,6 +101,27 @@ def test_another_host_reaches_generation_and_updates_but_no_other_endpoint(serve
     (choice,) = json.loads(answer.removeprefix("200 "))["choices"]
     assert [span["version"] for span in choice["weight_versions"]] == ["2"]
     assert int(server.method("published_version")) == 2
+
+
+def test_our_route_draws_what_vllms_own_draws_and_says_which_version_did(server, published):
+    server.update(published[1], 1)
+    sampling = {"n": 3, "max_tokens": 12, "logprobs": 0, "detokenize": False, "ignore_eos": True, "seed": 7}
+    body = {"model": "policy", "token_ids": [5, 6, 7], "cache_salt": "v1"}
+    ours = server.call(ROUTE, body | {"sampling_params": sampling})["choices"]
+    theirs = server.call("/inference/v1/generate", body | {"sampling_params": sampling | {"output_kind": 2}})["choices"]
+    assert len(ours) == len(theirs) == 3 and len({tuple(one["token_ids"]) for one in ours}) == 3
+    for one, other in zip(ours, theirs):
+        assert (one["index"], one["token_ids"], one["finish_reason"]) == (other["index"], other["token_ids"], "length")
+        drawn = [entry["logprob"] for entry in other["logprobs"]["content"]]
+        assert one["logprobs"] == pytest.approx(drawn, abs=1e-5) and len(drawn) == 12
+        assert one["weight_versions"] == [{"version": "1", "start": 0, "end": 12}] == other["weight_versions"]
+
+
+def test_our_route_refuses_what_is_no_request_and_draws_nothing_for_it(server):
+    for content in ({}, {"token_ids": [5], "sampling_params": {"n": 0}}, {"token_ids": [], "sampling_params": {}}):
+        with pytest.raises(Refusal) as refused:
+            server.call(ROUTE, content)
+        assert refused.value.code == 400, content
 
 
 def test_a_server_without_development_endpoints_generates_and_names_what_updates_need(model, tmp_path):

@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
+from jaxrl_llm.samplers import vllm_route
+
 VOCABULARY = 24
 
 
@@ -33,6 +35,7 @@ class FakeVllm:
       release: the vLLM version it plays.
       step_s: seconds a token takes.
       dev: whether the development endpoints are there.
+      lists: whether our own route is there.
       status: {route: HTTP status} that is answered in place of the work.
       slow: {route, or "*" for any: seconds} before the answer.
       garbage: answers generations with something else.
@@ -51,6 +54,7 @@ class FakeVllm:
     release: str = "0.32.0"
     step_s: float = 0.0
     dev: bool = True
+    lists: bool = False
     status: dict[str, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
     garbage: bool = False
@@ -90,6 +94,8 @@ class FakeVllm:
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", lambda _: answer({"version": self.release}))
         app.router.add_post("/inference/v1/generate", self._generate)
+        if self.lists:
+            app.router.add_post(vllm_route.ROUTE, self._lists)
         app.router.add_post("/v1/completions", self._generate)
         if self.dev:
             for name in ("collective_rpc", "pause", "resume", "update_weight_version"):
@@ -155,6 +161,16 @@ class FakeVllm:
                 await stream.write(f"data: {json.dumps({'choices': [event]})}\n\n".encode())
         await stream.write(b"data: [DONE]\n\n")
         return stream
+
+    async def _lists(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not body:
+            return web.Response(status=400, text="KeyError: 'token_ids'")
+        self.bodies.append(body)
+        sampling = body["sampling_params"]
+        choices = [Choice(self, True, body["token_ids"], sampling, i) for i in range(sampling["n"])]
+        await asyncio.gather(*(choice.draw() for choice in choices))
+        return await answer({"choices": [choice.said() | {"logprobs": choice.logprobs} for choice in choices]})
 
     async def _score(self, prefix: list[int]) -> web.Response:
         await self.going.wait()

@@ -15,6 +15,7 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.samplers.publication import Publisher, exported
 from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
+from jaxrl_llm.samplers.vllm_route import ROUTE
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
@@ -25,13 +26,15 @@ def running(tiny: Tiny, tmp_path: Path):
     return partial(start_running, tiny, tmp_path)
 
 
-@pytest.mark.parametrize("release", ["0.32.0", "0.26.0"])
+@pytest.mark.parametrize(
+    ("release", "lists"), [("0.32.0", False), ("0.32.0", True), ("0.26.0", False), ("0.26.0", True)]
+)
 @pytest.mark.parametrize("inflight", ["recompute", "stale_kv", "wait", "abort_resume"])
-def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, release):
+def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, release, lists):
     """Weights change three times under requests in flight; a log-prob of another version's table would differ."""
 
     async def run() -> None:
-        servers = [FakeVllm(release=release, step_s=0.01) for _ in range(2)]
+        servers = [FakeVllm(release=release, step_s=0.01, lists=lists) for _ in range(2)]
         async with running(servers, inflight=inflight, sequences=12) as client:
             await client.publish({}, 0)
             asked = asyncio.create_task(collect(client, prefixes, 3))
@@ -50,6 +53,8 @@ def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, r
         assert servers[0].calls[-len(wanted) :] == wanted
         if inflight in ("wait", "abort_resume"):
             assert not any(body["stream"] for s in servers for body in s.bodies)
+        streams = release < "0.32" and inflight in ("recompute", "stale_kv")
+        assert (servers[0].counts[ROUTE] > 1) == (lists and not streams), "our route is asked where it is there"
 
     asyncio.run(run())
 
