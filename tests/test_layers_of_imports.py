@@ -241,4 +241,9 @@ def test_importing_the_package_loads_nothing_else():
 
 @pytest.mark.skipif("samplers.vllm_plugin" not in MODULES, reason="the vLLM plugin is not part of this checkout")
 def test_the_vllm_plugin_loads_neither_jax_nor_flax_nor_gin():
-    assert not loaded_after_importing(["jaxrl_llm.samplers.vllm_plugin", "jaxrl_llm.samplers.vllm_route"]) & {"jax", "jaxlib", "flax", "gin"}
+    assert not loaded_after_importing(["jaxrl_llm.samplers.vllm_plugin", "jaxrl_llm.samplers.vllm_route"]) & {
+        "jax",
+        "jaxlib",
+        "flax",
+        "gin",
+    }
