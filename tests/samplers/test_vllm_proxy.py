@@ -29,6 +29,7 @@ class Upstream:
         app.router.add_get("/health", self.answer)
         app.router.add_get("/version", self.answer)
         app.router.add_post("/v1/completions", self.answer)
+        app.router.add_post("/v1/jaxrl_llm/generate", self.answer)
         app.router.add_post("/inference/v1/generate", self.stream)
         if dev_mode:
             for path in ("/collective_rpc", "/pause", "/resume", "/update_weight_version", "/sleep"):
@@ -89,6 +90,7 @@ WANTED = [
     ("POST", "/pause?mode=keep&clear_cache=true&other=1", None, "/pause", None),
     ("POST", "/resume", None, "/resume", None),
     ("POST", "/generate", {"prompt": [1, 2]}, "/v1/completions", {"prompt": [1, 2]}),
+    ("POST", "/tokens", {"token_ids": [1, 2]}, "/v1/jaxrl_llm/generate", {"token_ids": [1, 2]}),
 ]  # fmt: skip
 
 
@@ -139,7 +141,7 @@ def test_no_route_answers_without_the_token(header):
     async def check(session, upstream):
         async with aiohttp.ClientSession(session._base_url, headers=header) as stranger:
             for verb, path in (
-                ("GET", "/health"), ("POST", "/generate"), ("POST", "/stage"), ("POST", "/stage_status"),
+                ("GET", "/health"), ("POST", "/generate"), ("POST", "/tokens"), ("POST", "/stage"), ("POST", "/stage_status"),
                 ("POST", "/commit"), ("POST", "/pause"), ("POST", "/resume"), ("POST", "/nothing"),
             ):  # fmt: skip
                 async with stranger.request(verb, path) as answer:
