@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -117,13 +118,18 @@ def test_a_model_of_the_hub_can_be_pinned_to_a_commit(tmp_path, monkeypatch):
         return str(tmp_path)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr(
-        "transformers.AutoTokenizer.from_pretrained", lambda n, **given: asked.append((n, given["revision"]))
-    )
+
+    def loaded(name, *, revision, **_):
+        asked.append((name, revision))
+        return SimpleNamespace(eos_token_id=None)
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", loaded)
+    monkeypatch.setattr("transformers.GenerationConfig.from_pretrained", loaded)
     assert hf_weights.locate("owner/name@0a1b2c") == tmp_path and hf_weights.locate("owner/name") == tmp_path
     for path in ("owner/name@0a1b2c", "owner/name", str(tmp_path / "a@b")):
         (tmp_path / "a@b").mkdir(exist_ok=True)
         (tmp_path / "a@b" / "tokenizer.json").touch()
         PretrainedTokenizer(path=path).load()
     models = [("owner/name", "0a1b2c"), ("owner/name", None)]
-    assert asked == [*models, ("owner/name", "0a1b2c"), ("owner/name", "main"), (str(tmp_path / "a@b"), "main")]
+    loads = [("owner/name", "0a1b2c"), ("owner/name", "main"), (str(tmp_path / "a@b"), "main")]
+    assert asked == [*models, *(load for load in loads for _ in ("tokenizer", "what ends its responses"))]

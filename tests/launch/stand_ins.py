@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 LAUNCH = ROOT / "launch"
 
 PROGRAM = """#!/bin/bash
-printf '%s\\0' "${0##*/}" "$@" $'\\n' >>"$CALLS"  # one write: others may write at the same time
+{ flock 9; printf '%s\\0' "${0##*/}" "$@" $'\\n' >&9; } 9>>"$CALLS"  # others may write at the same time, and bash writes a line at once
 file=$ANSWERS/${0##*/}
 if [ -e "$file" ]; then . "$file"; fi
 """

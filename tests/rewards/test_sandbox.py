@@ -1,6 +1,7 @@
 """The sandbox: verdicts of tests, hostile programs that are held, the service and the reward that asks it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -129,10 +130,12 @@ def commands() -> str:
 
 def guards() -> list[int]:
     """The processes of this one that hold runs."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    threads = [Path(f"/proc/self/task/{t}/children").read_text().split() for t in os.listdir("/proc/self/task")]
-    found = {int(child) for child in sum(threads, children)}
-    return [child for child in found if b"sandbox_guard" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    found = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # a thread, or a child, that has ended meanwhile
+            children = Path(f"/proc/self/task/{thread}/children").read_text().split()
+            found += [int(c) for c in children if b"sandbox_guard" in Path(f"/proc/{c}/cmdline").read_bytes()]
+    return found
 
 
 def test_a_run_that_is_given_up_ends_and_the_next_one_has_a_new_guard() -> None:
