@@ -120,10 +120,13 @@ def stop_ids(tokenizer: Any) -> tuple[int, ...]:
 def _stop_ids(tokenizer: Any, name: str, revision: str) -> tuple[int, ...]:
     from transformers import GenerationConfig
 
+    folder, found = Path(name), None
     try:
-        found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:  # a model without that file
-        found = None
+        if not folder.is_dir() or (folder / "generation_config.json").is_file():
+            found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
+    except OSError:  # a model of the hub without that file; in a folder, one that cannot be read
+        if folder.is_dir():
+            raise
     more = found if isinstance(found, list) else [found]
     return tuple(dict.fromkeys(i for i in (tokenizer.eos_token_id, *more) if i is not None))
 

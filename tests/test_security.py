@@ -131,5 +131,5 @@ def test_a_model_of_the_hub_can_be_pinned_to_a_commit(tmp_path, monkeypatch):
         (tmp_path / "a@b" / "tokenizer.json").touch()
         PretrainedTokenizer(path=path).load()
     models = [("owner/name", "0a1b2c"), ("owner/name", None)]
-    loads = [("owner/name", "0a1b2c"), ("owner/name", "main"), (str(tmp_path / "a@b"), "main")]
-    assert asked == [*models, *(load for load in loads for _ in ("tokenizer", "what ends its responses"))]
+    loads = [load for load in (("owner/name", "0a1b2c"), ("owner/name", "main")) for _ in ("tokenizer", "stop ids")]
+    assert asked == [*models, *loads, (str(tmp_path / "a@b"), "main")]

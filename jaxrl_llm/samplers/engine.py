@@ -41,20 +41,20 @@ class Counters:
 class Engine:
     """A running embedded sampler; see EmbeddedSampler for the fields.
 
-        A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
-        one takes its place. A call that nobody listens to any more frees its slots at the next chunk. Where a device's memory does
-    not hold all slots, there are as many as it holds, which is announced.
+    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
+    one takes its place. A call that nobody listens to any more frees its slots at the next chunk. Where a device's memory
+    does not hold all slots, there are as many as it holds, which is announced.
 
-        Attributes:
-          policy: the model.
-          serve: the learner's parameters -> those to decode with.
-          tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
-          max_length: most tokens of a prefix and its completion together.
-          slots: most sequences decoded at a time.
-          decode_chunk: decode steps between two looks of the host.
-          prefill_tokens: most tokens of a block of prompts, padding included.
-          cache: dtype of cached keys and values; None is the policy's.
-          version: the policy version it serves; -1 before the first publication.
+    Attributes:
+      policy: the model.
+      serve: the learner's parameters -> those to decode with.
+      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+      max_length: most tokens of a prefix and its completion together.
+      slots: most sequences decoded at a time.
+      decode_chunk: decode steps between two looks of the host.
+      prefill_tokens: most tokens of a block of prompts, padding included.
+      cache: dtype of cached keys and values; None is the policy's.
+      version: the policy version it serves; -1 before the first publication.
     """
 
     policy: Policy

@@ -182,7 +182,7 @@ class VllmHttp:
           ServerFault: the server failed, or its answer is not what was asked for.
           Refused: the server calls the request wrong.
         """
-        body, route = self._body(ask), self.tokens if self.lists and not ask.stream else self.route
+        body, route = self._body(ask), self.tokens if self._by_lists(ask) else self.route
         try:
             if ask.stream:
                 async for choice in self._events(body):
@@ -215,11 +215,15 @@ class VllmHttp:
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as wrong:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
 
+    def _by_lists(self, ask: Ask) -> bool:
+        """Whether our own route answers it."""
+        return self.lists and not ask.stream and "prompt_logprobs" not in ask.sampling
+
     def _body(self, ask: Ask) -> dict[str, Any]:
         """The request in the words of the endpoint."""
         common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
         tokens = [int(token) for token in ask.tokens]
-        if self.route != COMPLETIONS or (self.lists and not ask.stream):
+        if self.route != COMPLETIONS or self._by_lists(ask):
             # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
             sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
             return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}

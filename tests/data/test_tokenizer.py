@@ -93,6 +93,9 @@ def test_a_response_ends_with_each_id_that_the_models_generation_settings_name(t
     for named, ends in ((4, (9, 2, 4)), ([4, 2, 3], (9, 2, 4, 3))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
         assert stopping(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == ends
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(OSError, match=r"generation_config\.json"):
+        PretrainedTokenizer(path=str(tmp_path)).load()
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
