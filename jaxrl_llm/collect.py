@@ -29,6 +29,7 @@ class Collector:
       seed: seed of the run.
       counters: groups filtered out, surplus groups, invalid rewards.
       seconds: where the time went: sampling and waiting for rewards.
+      unfiltered: the rewards of all samples, where `filter` keeps some groups only.
     """
 
     asking: Asking
@@ -40,6 +41,7 @@ class Collector:
     seed: int = 0
     counters: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"sample": 0.0, "reward": 0.0})
+    unfiltered: list[float] = field(default_factory=list)
 
     async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[ScoredGroup]:
         """`count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not give them.
@@ -52,6 +54,7 @@ class Collector:
         for attempt in range(self.filter.max_draws if self.filter else 1):
             groups = await self.score(draw(count), (self.seed, step, attempt))
             good = [g for g in groups if self.filter is None or self.filter.keep(g)]
+            self._note(groups)
             self.counters["groups/filtered"] += len(groups) - len(good)
             kept += good
             if len(kept) >= count:
@@ -59,6 +62,12 @@ class Collector:
         self.counters["groups/surplus"] += max(len(kept) - count, 0)
         self.counters["groups/missing"] += max(count - len(kept), 0)
         return kept[:count]
+
+    def _note(self, groups: Sequence[ScoredGroup]) -> None:
+        """What the samples were worth before the filter, which leaves out what is too easy or too hard."""
+        for group in groups if self.filter is not None else ():
+            sampled = np.array([r.role == "sample" for r in group.rollouts])
+            self.unfiltered.extend(group.total()[group.valid() & sampled].tolist())
 
     async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[ScoredGroup]:
         """The scored group of every prompt, in their order."""
@@ -104,6 +113,9 @@ class Collector:
         """Counters since the last call, and starts them anew."""
         counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.asking.counters}.items()}
         counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
+        if self.unfiltered:
+            counts["reward/unfiltered"] = float(np.mean(self.unfiltered))
+        self.unfiltered.clear()
         self.counters.clear()
         self.asking.counters.clear()
         self.seconds.update(dict.fromkeys(self.seconds, 0.0))

@@ -17,13 +17,14 @@ def write_version(
     tensors: Mapping[str, Any],
     listed: Mapping[str, np.ndarray] | None = None,
     use_zarr3: bool = True,
+    use_ocdbt: bool = False,
 ) -> str:
     """Writes `tensors` (arrays of NumPy, or of JAX with their shardings) and a manifest; returns the version's folder.
 
     The manifest lists `listed`, by default what is written; to list something else makes a bad version.
     """
     folder = publication / f"v{version:08d}"
-    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=use_zarr3, use_compression=False)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=use_ocdbt, use_zarr3=use_zarr3, use_compression=False)
     checkpointer = ocp.Checkpointer(handler)
     checkpointer.save(folder / WEIGHTS, args=ocp.args.PyTreeSave(nested(tensors)))
     checkpointer.close()
@@ -47,3 +48,8 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
             branch = branch.setdefault(parent, {})
         branch[leaf] = jax.numpy.asarray(array)
     return tree
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The files of a version that hold elements: of a database, or of arrays in files of their own."""
+    return [f for f in (*folder.glob("weights/**/d/*"), *folder.glob("weights/*/c/**/*")) if f.is_file()]

@@ -116,6 +116,17 @@ def test_prompts_are_drawn_until_the_batch_is_full_or_max_draws(divisor, max_dra
     assert counts == {"filtered": filtered, "surplus": surplus, "missing": 5 - len(kept)}
 
 
+def test_rewards_before_the_filter_are_told_and_only_with_one():
+    c = collector(reward=Draws(invalid=2), filter=NoMultiple(2, 1), group_size=3)  # rewards 1, 2 (invalid), 3
+    for prompts in (5, 2):
+        asyncio.run(c.batch(Numbers(), prompts, 0))
+        assert c.take()["reward/unfiltered"] == 2.0
+    assert "reward/unfiltered" not in c.take()
+    plain = collector()
+    asyncio.run(plain.batch(Numbers(), 5, 0))
+    assert "reward/unfiltered" not in plain.take()
+
+
 def test_counters_and_times_are_taken_once():
     c = collector(reward=Draws(invalid=2), group_size=3)
     groups = asyncio.run(c.batch(Numbers(), 4, 0))

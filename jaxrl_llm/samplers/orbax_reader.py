@@ -1,14 +1,17 @@
 """Reads a published version with tensorstore alone, each rank only the boxes that it needs (no jax, flax or orbax).
 
 A version is a folder, or an address that tensorstore can read (http://, gs://, s3://), holding manifest.json and `weights/`, an
-orbax checkpoint (OCDBT, zarr or zarr3) of a nested dict whose dotted names are Hugging Face's. The layout is orbax's own:
-`_METADATA` lists the names, `_CHECKPOINT_METADATA` is written last and makes the checkpoint whole.
+orbax checkpoint (zarr or zarr3, in files of their own or in an OCDBT database) of a nested dict whose dotted names are Hugging
+Face's. The layout is orbax's own: `_METADATA` lists the names, `_CHECKPOINT_METADATA` is written last and makes the checkpoint
+whole.
 """
 
 import json
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +24,8 @@ from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, TensorEntry, di
 
 Box = tuple[slice, ...]
 _ALIGNMENT = 64  # bytes
+_SUMMED_BYTES = 1 << 26  # that one thread adds up
+_THREADS = 8  # that add up
 
 
 class BadVersion(ValueError):
@@ -79,12 +84,15 @@ class OrbaxReader:
         self.path = path.rstrip("/")
         self._address = self.path if "://" in self.path else f"file://{Path(self.path).absolute()}"
         self._window_bytes = window_bytes
-        settings = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
+        settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
+        if in_memory(self._address.removeprefix("file://")):  # a disk that fails under a mapped file ends the process
+            settings["file_io_mode"] = {"mode": "memmap"}
         self._context = ts.Context(settings | dict(object_store.RETRIES))
         self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()
         self._text(f"{WEIGHTS}/_CHECKPOINT_METADATA", "the checkpoint was never completed")
         metadata = json.loads(self._text(f"{WEIGHTS}/_METADATA", "orbax's list of tensors is missing"))
         self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+        self._database = self._store.read(f"{WEIGHTS}/manifest.ocdbt").result().state == "value"
         keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
         self.names = {".".join(str(key["key"]) for key in path_of_keys) for path_of_keys in keys}
         try:
@@ -100,7 +108,10 @@ class OrbaxReader:
 
     def open(self, name: str) -> Any:
         """A future of tensorstore's handle of one tensor."""
-        kvstore = {"driver": "ocdbt", "base": object_store.spec(f"{self._address}/{WEIGHTS}"), "path": f"{name}/"}
+        kvstore: Any = object_store.spec(f"{self._address}/{WEIGHTS}/{name}")
+        if self._database:
+            base = object_store.spec(f"{self._address}/{WEIGHTS}")
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         spec = {"driver": self._driver, "kvstore": kvstore}
         return ts.open(
             spec, open=True, read=True, context=self._context, recheck_cached_data=False, recheck_cached_metadata=False
@@ -183,6 +194,16 @@ def _same_names(path: str, what: str, names: set[str], whose: str, others: set[s
         )
 
 
+def in_memory(path: str) -> bool:
+    """Whether a path of this host lies in a file system in its memory (tmpfs)."""
+    mounts = Path("/proc/self/mounts")
+    if "://" in path or not mounts.exists():
+        return False
+    kinds = {place: kind for _, place, kind, *_ in (line.split() for line in mounts.read_text().splitlines())}
+    real = Path(path).resolve()
+    return next((kinds[str(p)] == "tmpfs" for p in (real, *real.parents) if str(p) in kinds), False)
+
+
 def uninitialised(nbytes: int) -> np.ndarray:
     """A block of memory; what is never written is never touched."""
     return np.empty(nbytes, np.uint8)
@@ -212,19 +233,30 @@ def read_version(
     entries = reader.manifest.tensors
     tensors = _in_one_block({name: entries[name] for name in targets}, allocate)
     boxes = {name: (target.box, tensors[name][target.box]) for name, target in targets.items()}
-    sums: dict[str, int] = {}
-    for name in reader.read_into(boxes):
-        if cancelled():
-            raise BadVersion(f"{path}: reading was given up for another version")
-        target = targets[name]
-        origin = tuple(axis.start for axis in target.box)
-        total = partial_sum(boxes[name][1], origin, target.shape)
-        if target.whole:
-            check_sums(path, reader.manifest, {name: total})
-        else:
-            sums[name] = total if target.counted else 0
+    adding = {}
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for name in reader.read_into(boxes):
+            if cancelled():
+                raise BadVersion(f"{path}: reading was given up for another version")
+            blocks = _blocks(boxes[name][1], targets[name])
+            adding[name] = [threads.submit(partial_sum, *block, targets[name].shape) for block in blocks]
+    totals = {name: sum(block.result() for block in blocks) for name, blocks in adding.items()}
+    check_sums(path, reader.manifest, {name: total for name, total in totals.items() if targets[name].whole})
+    divided = {name: target for name, target in targets.items() if not target.whole}
+    sums = {name: totals[name] if target.counted else 0 for name, target in divided.items()}
     nbytes = sum(out.nbytes for _, out in boxes.values())
     return StagedVersion(manifest=reader.manifest, tensors=tensors, sums=sums, nbytes=nbytes)
+
+
+def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+    """A rank's part of a tensor in blocks of some rows, each with its origin in the whole tensor."""
+    origin = tuple(axis.start for axis in target.box)
+    if part.nbytes <= _SUMMED_BYTES:
+        yield part, origin
+        return
+    rows = max(1, _SUMMED_BYTES * len(part) // part.nbytes)
+    for first in range(0, len(part), rows):
+        yield part[first : first + rows], (origin[0] + first, *origin[1:])
 
 
 def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None:

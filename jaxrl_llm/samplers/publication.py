@@ -1,8 +1,8 @@
 """The learner's side of an update: weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
 
 FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears whole or not at all: orbax
-renames it when everything is written. In object storage (gs://, s3://) a version is a copy of such a folder, whose marker comes last. Export, cast, checksums and canary are computed on the devices; each host writes the shards
-that it holds, nothing is gathered.
+renames it when everything is written. In object storage (gs://, s3://) a version is a copy of such a folder, whose marker comes last.
+Export, cast, checksums and canary are computed on the devices; each host writes the shards that it holds, nothing is gathered.
 """
 
 import asyncio
@@ -169,7 +169,8 @@ class Publisher:
         if self._checkpointer is None:
             for path in self._versions() if jax.process_index() == 0 else ():
                 shutil.rmtree(path)
-            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True, use_compression=False)
+            # A file a shard is written by many threads, and a database by one; of object storage the latter spares requests.
+            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=bool(self.address), use_zarr3=True, use_compression=False)
             self._checkpointer = ocp.AsyncCheckpointer(handler)
         return self._checkpointer
 

@@ -132,11 +132,22 @@ class OrbaxWorkerExtension:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
 
 
-class PinnedBlock:
-    """Host memory that a GPU copies from by itself, several times as fast as from other memory.
+class KeptBlock:
+    """Host memory that is kept from version to version: to get its pages takes as long as to fill them."""
 
-    It is kept from version to version, because to lock its pages takes as long as to fill them.
-    """
+    def __init__(self) -> None:
+        self._block = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """The block; a new one where the size is another."""
+        if len(self._block) != nbytes:
+            self._block = np.empty(0, np.uint8)
+            self._block = np.empty(nbytes, np.uint8)
+        return self._block
+
+
+class PinnedBlock:
+    """A kept block whose pages are locked, so that a GPU copies from it by itself, several times as fast as from other memory."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -169,7 +180,9 @@ def stager_for(device: Any, ranks: int) -> Stager:
 
     On several ranks memory is not locked: a rank fills its part of a block as large as the whole model, and locking takes it all.
     """
-    return Stager(PinnedBlock(device)) if device.type == "cuda" and ranks == 1 else Stager()
+    if device.type != "cuda":
+        return Stager()
+    return Stager(PinnedBlock(device) if ranks == 1 else KeptBlock())
 
 
 def _tensor_parallel_alone(parallel: Any) -> None:

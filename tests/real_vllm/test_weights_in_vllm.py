@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from published import write_version
+from published import data_files, write_version
 from serving import Refusal, resident_bytes
 from tiny_qwen2 import VOCABULARY, weights
 
@@ -38,7 +38,7 @@ def test_a_staged_version_changes_nothing_before_its_commit(server, published, r
 
 def flip_one_bit(folder: Path) -> None:
     bits = weights(1)[SQUARE].tobytes()[4096:4128]
-    files = [file for file in folder.glob("weights/**/d/*") if bits in file.read_bytes()]
+    files = [file for file in data_files(folder) if bits in file.read_bytes()]
     assert files
     for file in files:
         content = bytearray(file.read_bytes())
@@ -47,7 +47,7 @@ def flip_one_bit(folder: Path) -> None:
 
 
 def cut_off(folder: Path) -> None:
-    file = max(folder.glob("weights/**/d/*"), key=lambda file: file.stat().st_size)
+    file = max(data_files(folder), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import shutil
+import tempfile
 import threading
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from published import write_version
+from published import data_files, write_version
 
+from jaxrl_llm.samplers import orbax_reader
 from jaxrl_llm.samplers.manifest import Canary, Manifest, TensorEntry, checksum, digits, partial_sum, weights_of
 from jaxrl_llm.samplers.orbax_reader import BadVersion, OrbaxReader, Target, check_sums, read_version, whole_box
 
@@ -137,9 +139,10 @@ def test_every_sharding_of_the_learner_reads_back_bit_for_bit(tmp_path, rows, co
         np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
 
 
-def test_the_older_array_format_and_a_narrow_window_read_the_same(tmp_path):
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])
+def test_the_older_array_format_and_a_narrow_window_read_the_same(tmp_path, use_ocdbt):
     published = tensors(np.float32)
-    path = write_version(tmp_path, 1, published, use_zarr3=False)
+    path = write_version(tmp_path, 1, published, use_zarr3=False, use_ocdbt=use_ocdbt)
     out = {name: np.empty(shape, np.float32) for name, shape in SHAPES.items()}
     boxes = {name: (whole_box(array.shape), array) for name, array in out.items()}
     assert list(OrbaxReader(path, window_bytes=1).read_into(boxes)) == list(SHAPES)
@@ -147,8 +150,10 @@ def test_the_older_array_format_and_a_narrow_window_read_the_same(tmp_path):
         np.testing.assert_array_equal(out[name], array)
 
 
+@pytest.mark.parametrize("block", [1 << 26, 100], ids=["one block", "blocks of a row or two"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, ranks):
+def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, monkeypatch, ranks, block):
+    monkeypatch.setattr(orbax_reader, "_SUMMED_BYTES", block)
     published = tensors(np.float32)
     path = write_version(tmp_path, 1, published)
     totals = dict.fromkeys((EMBEDDING, QUERY, SQUARE), 0)
@@ -174,9 +179,26 @@ def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, ranks):
         check_sums(path, staged.manifest, totals)
 
 
-def test_a_version_can_be_read_over_http(tmp_path):
+@pytest.mark.skipif(not orbax_reader.in_memory("/dev/shm"), reason="/dev/shm is no tmpfs here")
+def test_a_version_in_memory_is_mapped_and_reads_the_same():
     published = tensors()
-    write_version(tmp_path, 7, published)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = write_version(Path(folder), 2, published)
+        assert orbax_reader.in_memory(path)
+        staged = read_version(path, 2, whole())
+    for name, array in published.items():
+        np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
+
+
+def test_what_lies_on_no_tmpfs_is_not_taken_for_memory():
+    assert not orbax_reader.in_memory("/proc/self/mounts")
+    assert not orbax_reader.in_memory("gs://bucket/dev/shm")
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])
+def test_a_version_can_be_read_over_http(tmp_path, use_ocdbt):
+    published = tensors()
+    write_version(tmp_path, 7, published, use_ocdbt=use_ocdbt)
     ready, addresses = threading.Event(), []
 
     async def serve() -> None:
@@ -201,9 +223,9 @@ def test_a_version_can_be_read_over_http(tmp_path):
         np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
 
 
-@pytest.fixture(scope="module")
-def good(tmp_path_factory) -> str:
-    return write_version(tmp_path_factory.mktemp("good"), 5, tensors(np.float32))
+@pytest.fixture(scope="module", params=[False, True], ids=["files", "database"])
+def good(tmp_path_factory, request) -> str:
+    return write_version(tmp_path_factory.mktemp("good"), 5, tensors(np.float32), use_ocdbt=request.param)
 
 
 def refused(path: str | Path, targets: dict[str, Target] | None = None, version: int = 5) -> str:
@@ -214,17 +236,19 @@ def refused(path: str | Path, targets: dict[str, Target] | None = None, version:
 
 
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("use_ocdbt", "file", "message"),
     [
-        ("weights/_CHECKPOINT_METADATA", "never completed"),
-        ("weights/_METADATA", "list of tensors is missing"),
-        ("manifest.json", "no manifest"),
-        ("weights/manifest.ocdbt", "cannot be opened"),
+        (False, "weights/_CHECKPOINT_METADATA", "never completed"),
+        (False, "weights/_METADATA", "list of tensors is missing"),
+        (False, "manifest.json", "no manifest"),
+        (False, f"weights/{QUERY}/zarr.json", "cannot be opened"),
+        (False, f"weights/{QUERY}/c/0/0", "differ from what was published"),  # such elements read as 0
+        (True, "weights/manifest.ocdbt", "cannot be opened"),
     ],
 )
-def test_a_version_without_one_of_its_files_is_refused(good, tmp_path, file, message):
-    torn = shutil.copytree(good, tmp_path / "torn")
-    (torn / file).unlink()
+def test_a_version_without_one_of_its_files_is_refused(tmp_path, use_ocdbt, file, message):
+    torn = write_version(tmp_path, 5, tensors(np.float32), use_ocdbt=use_ocdbt)
+    (Path(torn) / file).unlink()
     assert message in refused(torn)
 
 
@@ -233,7 +257,7 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path):
 
 
 def largest_data_file(folder: Path) -> Path:
-    return max((f for f in folder.glob("weights/**/d/*")), key=lambda f: f.stat().st_size)
+    return max(data_files(folder), key=lambda f: f.stat().st_size)
 
 
 def test_a_data_file_that_was_cut_off_is_refused(good, tmp_path):
@@ -246,7 +270,7 @@ def test_a_data_file_that_was_cut_off_is_refused(good, tmp_path):
 def test_one_flipped_bit_of_the_data_is_refused(good, tmp_path):
     damaged = shutil.copytree(good, tmp_path / "damaged")
     bits = tensors(np.float32)[EMBEDDING].tobytes()[1000:1016]
-    files = [f for f in damaged.glob("weights/**/d/*") if bits in f.read_bytes()]
+    files = [f for f in data_files(damaged) if bits in f.read_bytes()]
     assert files
     for file in files:
         content = bytearray(file.read_bytes())

@@ -161,6 +161,19 @@ def test_versions_may_be_read_into_the_same_block_one_after_the_other(published)
         mine.drop()
 
 
+def test_ranks_of_gpus_keep_their_memory_from_version_to_version(published):
+    mine = vllm_plugin.stager_for(SimpleNamespace(type="cuda"), 2)
+    places = []
+    for version in (0, 1):
+        mine.read(published[version], version, targets_of(Served()))
+        tensors = mine.take(version).tensors
+        places.append({name: array.ctypes.data for name, array in tensors.items()})
+        for name, array in weights(version).items():
+            np.testing.assert_array_equal(tensors[name], array)
+        mine.drop()
+    assert places[0] == places[1]
+
+
 def test_servers_with_pipeline_stages_or_replicas_are_refused(published):
     worker = Worker()
     worker.vllm_config.parallel_config.pipeline_parallel_size = 2
