@@ -24,6 +24,7 @@ INTERNAL = (
     "models.hf_names",
     "models.mesh_attention",
     "samplers.fleet",
+    "samplers.fleet_update",
     "samplers.cuda_ipc",
     "samplers.manifest",
     "samplers.orbax_reader",

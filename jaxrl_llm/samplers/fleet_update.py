@@ -15,7 +15,7 @@ from jaxrl_llm.samplers.vllm_http import Refused, ServerFault, TooSlow, Unreache
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long and how often, for a fleet.
+    """How long and how often, for a fleet; `VllmSampler` has the defaults.
 
     Attributes:
       sequences: most sequences in flight on a server.
@@ -27,13 +27,13 @@ class Limits:
       straggler_s: fewest seconds after which it is.
     """
 
-    sequences: int = 1024
-    update_s: float = 300.0
-    wait_s: float = 300.0
-    tries: int = 8
-    at_once: int = 0
-    straggler: float = 4.0
-    straggler_s: float = 10.0
+    sequences: int
+    update_s: float
+    wait_s: float
+    tries: int
+    at_once: int
+    straggler: float
+    straggler_s: float
 
 
 @dataclass(eq=False, kw_only=True)
