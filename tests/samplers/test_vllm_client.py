@@ -165,10 +165,14 @@ def test_a_killed_server_loses_no_sample_and_rejoins_with_the_present_weights(ru
 def test_a_slow_server_is_left_after_its_limit_and_set_aside_in_the_end(running, prefixes):
     async def run() -> None:
         servers = [FakeVllm(), FakeVllm()]
-        async with running(servers, request_s=0.15) as client:
+        async with running(servers, request_s=60.0) as client:
             await client.publish({}, 0)
             await collect(client, prefixes[:1], 1)
-            servers[0].slow["/inference/v1/generate"] = 5.0
+            assert client._fleet is not None
+            slow, quick = (server.http for server in client._fleet.servers)
+            assert slow.request_s == quick.request_s == 60.0
+            slow.request_s = 0.15  # of this one alone: a busy machine may keep the other's answers for longer
+            servers[0].slow["/inference/v1/generate"] = 60.0
             checked(prefixes, await collect(client, prefixes, 2))
             found = client.metrics()
         assert found["sampler/slow"] >= 3 and found["sampler/set_aside"] == 1
