@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Keeps one command of a name going on this host after the connection that started it has ended.
 #
-#   launch/background.sh start NAME COMMAND...   starts it, unless it runs
-#   launch/background.sh status NAME             says whether it runs (exit code 0) or not (1)
-#   launch/background.sh tail NAME [LINES]       the end of its log, and what follows, until it ends
-#   launch/background.sh stop NAME               SIGTERM to all of it, and after STOP_S seconds (120) SIGKILL
+#   launch/background.sh [--dry_run] start NAME COMMAND...   starts it, unless it runs
+#   launch/background.sh [--dry_run] status NAME             says whether it runs (exit code 0) or not (1)
+#   launch/background.sh [--dry_run] tail NAME [LINES]       the end of its log, and what follows, until it ends
+#   launch/background.sh [--dry_run] stop NAME               SIGTERM to all of it, and after STOP_S seconds (120) SIGKILL
 #
-# Its process group's number and its log are in KEEP (~/.jaxrl_llm).
+# Its process group's number and its log are in KEEP (~/.jaxrl_llm). --dry_run prints what would be run, and leaves all as it is.
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
@@ -14,6 +14,7 @@ options "$@"
 [ ${#ARGUMENTS[@]} -ge 2 ] || usage 2 >&2
 action=${ARGUMENTS[0]} NAME=${ARGUMENTS[1]}
 command=("${ARGUMENTS[@]:2}")
+case $NAME in -*) die "the action is followed by a name, not by an option (got $NAME): --dry_run comes before the action" ;; esac
 plain NAME
 KEEP=${KEEP:-$HOME/.jaxrl_llm} STOP_S=${STOP_S:-120}
 number=$KEEP/$NAME.pid log=$KEEP/$NAME.log
@@ -33,7 +34,11 @@ case $action in
       say "$NAME runs already (process $found); its log is $log"
       exit
     fi
-    mkdir -p "$KEEP"
+    step mkdir -p "$KEEP"
+    if [ -n "$DRY_RUN" ]; then
+      printf '%s >>%q 2>&1 </dev/null &\n' "$(quoted setsid nohup "${command[@]}")" "$log"
+      exit
+    fi
     printf -- '--- %s %s\n' "$(date +%FT%T%z)" "$(quoted "${command[@]}")" >>"$log"
     setsid nohup "${command[@]}" >>"$log" 2>&1 </dev/null &
     echo "$! $boot" >"$number"
@@ -45,14 +50,14 @@ case $action in
     ;;
   tail)
     [ -r "$log" ] || die "there is no $log: start $NAME first"
-    if found=$(group); then
-      exec tail -n "${command[0]:-50}" -f --pid="$found" "$log"
-    fi
-    exec tail -n "${command[0]:-50}" "$log"
+    following=()
+    if found=$(group); then following=(-f --pid="$found"); fi
+    step exec tail -n "${command[0]:-50}" "${following[@]}" "$log"
     ;;
   stop)
     found=$(group) || { say "$NAME does not run"; exit 0; }
-    kill -TERM -- "-$found"
+    step kill -TERM -- "-$found"
+    [ -z "$DRY_RUN" ] || exit 0
     for _ in $(seq $((STOP_S * 10))); do
       group >/dev/null || { say "$NAME has ended"; exit 0; }
       sleep 0.1

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from stand_ins import LAUNCH, ROOT, Machine
+from stand_ins import LAUNCH, ROOT, Machine, commands
 
 SCRIPTS = sorted([*LAUNCH.glob("*.sh"), LAUNCH / "slurm.sbatch"])
 STARTED = [s for s in SCRIPTS if s.name != "steps.sh"]
@@ -114,6 +114,39 @@ def test_a_command_in_the_background_is_kept_followed_and_ended(tmp_path):
     assert machine.run(keep, "status", "job").returncode == 1
     tail = machine.run(keep, "tail", "job", "1")
     assert tail.stdout == "deaf\n"
+
+
+def test_a_dry_run_says_what_goes_to_the_background_and_starts_nothing(tmp_path):
+    machine = Machine(home=tmp_path)
+    machine.tool("job-command", "sleep 60")
+    keep, folder = ("background.sh", "--dry_run"), tmp_path / ".jaxrl_llm"
+    started = machine.run(*keep, "start", "job", "job-command", "--dry_run", "a b")
+    assert started.returncode == 0, started.stderr
+    words = ["setsid", "nohup", "job-command", "--dry_run", "a b", f">>{folder}/job.log", "2>&1", "</dev/null", "&"]
+    assert commands(started.stdout) == [["mkdir", "-p", str(folder)], words]
+    assert not folder.exists() and machine.calls() == []
+
+
+def test_a_dry_run_leaves_what_is_in_the_background_as_it_is(tmp_path):
+    machine = Machine(home=tmp_path)
+    machine.tool("job-command", "sleep 60")
+    assert machine.run("background.sh", "start", "job", "job-command").returncode == 0
+    folder = tmp_path / ".jaxrl_llm"
+    group = (folder / "job.pid").read_text().split()[0]
+    dry = {action: machine.run("background.sh", "--dry_run", action, "job") for action in ("stop", "tail", "status")}
+    assert {done.returncode for done in dry.values()} == {0}
+    assert commands(dry["stop"].stdout) == [["kill", "-TERM", "--", f"-{group}"]]
+    follow = ["exec", "tail", "-n", "50", "-f", f"--pid={group}", f"{folder}/job.log"]
+    assert commands(dry["tail"].stdout) == [follow]
+    assert machine.run("background.sh", "status", "job").returncode == 0
+    assert machine.run("background.sh", "stop", "job").stderr == "job has ended\n"
+
+
+def test_an_option_is_no_name_of_what_goes_to_the_background(tmp_path):
+    machine = Machine(home=tmp_path)
+    machine.tool("job-command")
+    done = machine.run("background.sh", "start", "--dry_run", "job-command")
+    assert done.returncode == 2 and "--dry_run comes before the action" in done.stderr and machine.calls() == []
 
 
 def test_a_number_of_before_the_last_boot_is_nobodys(tmp_path):
