@@ -35,6 +35,10 @@ def size(tree: Any) -> int:
     return sum(offload.bytes_of(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != offload.HOST)
 
 
+class NoAccount(RuntimeError):
+    """The backend does not say how much memory a compiled program takes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Account:
     """What one program needs on a device, in bytes.
@@ -60,11 +64,13 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
     """Compiles a program and reads its account.
 
     Raises:
-      RuntimeError: the backend keeps none.
+      NoAccount: the backend keeps none.
     """
     found = program.compile().memory_analysis()
     if found is None:
-        raise RuntimeError(f"{jax.default_backend()} gives no account of a program's memory")
+        raise NoAccount(
+            f"the backend {jax.default_backend()!r} gives no account of a compiled program's memory (memory_analysis() is None)"
+        )
     return Account(
         resident=resident,
         arguments=found.argument_size_in_bytes,

@@ -6,9 +6,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+import tiny_run
 from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, make_batch, make_learner
 
-from jaxrl_llm import memory, plan
+from jaxrl_llm import launch, memory, plan
 from jaxrl_llm.algorithms.dpo import DPO
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.experience import SamplingSettings
@@ -105,3 +106,14 @@ def test_the_plan_counts_the_state_that_lies_on_a_device():
     assert plan.state(pairs, policy) == pytest.approx(half, rel=1e-3)
     away = replace(pairs, optimizer=Optimizer(offload=True), offload_reference=True)
     assert plan.state(away, policy) == {"weights": whole, "gradients": whole}
+
+
+def test_a_backend_without_an_account_of_its_programs_leaves_the_plan_and_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
+    with pytest.raises(memory.NoAccount, match="'cpu' gives no account"):
+        memory.account(jax.jit(abs).lower(1.0))
+    flags = [f"--gin={binding}" for binding in tiny_run.bindings(tmp_path / "run")]
+    assert launch.main([f"--gin_file={tiny_run.GIN_FILE}", *flags, "--dry_run"]) == 0
+    *before, last = capsys.readouterr().out.splitlines()
+    assert before[0].startswith("run folder") and any(line.startswith("  memory ") for line in before)
+    assert last.startswith("peak         unknown: the backend 'cpu' gives no account") and "`memory` above" in last
