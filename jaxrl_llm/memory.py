@@ -81,10 +81,8 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
 
 def streaming(params: Mapping[str, Any], moments: Any) -> int:
     """The most bytes of gradient and of visiting moments while an offloaded optimizer works (`offload.streamed`)."""
-    wanted = offload.groups(params)
-    slopes = [size(offload.pruned(params, paths)) for paths in wanted]
-    visits = [sum(map(offload.bytes_of, jax.tree.leaves(offload.cut(moments, params, paths)))) for paths in wanted]
-    return max(sum(slopes[i:]) + sum(visits[i : i + 2]) for i in range(len(wanted)))
+    slopes = [size(offload.pruned(params, paths)) for paths in offload.groups(params)]
+    return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
 
 
 def of_learner(learner: Learner, batch: Batch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:

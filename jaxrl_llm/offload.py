@@ -2,7 +2,7 @@
 
 The moments of an offloaded optimizer lie on the device only while their own parameters are updated: the parameters are
 split into groups of about GROUP bytes, small ones first, and while one group is updated and travels out, the moments of the
-next travel in. A device holds the moments of two groups at most, and no gradient of those that are done.
+next travel in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of the groups that are done.
 """
 
 import math
@@ -13,6 +13,9 @@ import jax
 
 HOST, DEVICE = "pinned_host", "device"
 GROUP = 2**30  # bytes of float32 parameters
+AHEAD = (
+    2**33
+)  # bytes of moments: beyond, a large group's pieces find no room between those of a device's memory that are in use
 
 Path = tuple[str, ...]
 
@@ -94,6 +97,13 @@ def cut(state: Any, params: Mapping[str, Any], paths: list[Path]) -> Any:
     return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
 
 
+def visits(params: Mapping[str, Any], state: Any) -> list[list[int]]:
+    """For each group while it is updated: the bytes of moments a device holds, its own and those that travel in for the next."""
+    sizes = [sum(map(bytes_of, jax.tree.leaves(cut(state, params, paths)))) for paths in groups(params)]
+    both = [sizes[i : i + 2] for i in range(len(sizes))]
+    return [pair if sum(pair) <= AHEAD else pair[:1] for pair in both]
+
+
 def _leaf(tree: Any, path: Path) -> Any:
     """The value at a path; None where the tree ends before."""
     for key in path:
@@ -114,17 +124,16 @@ def streamed(
       gradient: of the parameters, on the device; used up.
       state: the optimizer's state, on the host; used up, so that the host never holds it twice.
     """
-    by_part, wanted = of_parts(params), groups(params)
+    by_part, wanted, visiting = of_parts(params), groups(params), visits(params, state)
     old = [node for node in jax.tree.leaves(state, is_leaf=by_part) if by_part(node)]
-    coming = to_device(cut(state, params, wanted[0]))
+    coming: Any = None
     new_params: list[Any] = []
     new_states: list[Any] = []
     for number, paths in enumerate(wanted):
-        here = coming
         # The host must not run ahead: what it asks for takes memory at once, and a gradient's is free when its update is done.
         jax.block_until_ready(new_states[-1:])
-        if number + 1 < len(wanted):
-            coming = to_device(cut(state, params, wanted[number + 1]))
+        here = to_device(cut(state, params, paths)) if coming is None else coming
+        coming = to_device(cut(state, params, wanted[number + 1])) if len(visiting[number]) > 1 else None
         slope = pruned(gradient, paths)
         part, here = apply(pruned(params, paths), slope, here)
         used = [*jax.tree.leaves(slope), *(_leaf(node, path) for node in old for path in paths)]

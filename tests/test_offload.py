@@ -27,7 +27,9 @@ def _several_groups(monkeypatch):
     monkeypatch.setattr(offload, "GROUP", 12_000)  # bytes: several groups of the tiny model
 
 
-def test_updates_are_those_of_moments_on_the_device():
+@pytest.mark.parametrize("ahead", [2**33, 40_000, 0], ids=["all", "small groups", "none"])
+def test_updates_are_those_of_moments_on_the_device(monkeypatch, ahead):
+    monkeypatch.setattr(offload, "AHEAD", ahead)
     found = {}
     for away in (False, True):
         learner = learner_of(away)
@@ -78,13 +80,18 @@ def test_groups_hold_every_leaf_once_and_stay_within_their_bytes():
         assert size <= 12_000 or len(group) == 1
 
 
-def test_the_account_of_a_streamed_update_frees_each_gradient_and_holds_the_moments_of_two_groups():
+@pytest.mark.parametrize("ahead", [2**33, 40_000, 0], ids=["all", "small groups", "none"])
+def test_the_account_of_a_streamed_update_frees_each_gradient_and_holds_moments_within_bounds(monkeypatch, ahead):
+    monkeypatch.setattr(offload, "AHEAD", ahead)
     learner = learner_of(True)
     state = learner.abstract
     params, moments = state.params["policy"], state.moments["policy"]
     sizes = [sum(x.size for x in jax.tree.leaves(offload.pruned(params, g))) for g in offload.groups(params)]
     assert sizes[1:] == sorted(sizes[1:]) and len(sizes) > 3
-    ends = [4 * sum(sizes[i:]) + 8 * sum(sizes[i : i + 2]) for i in range(len(sizes))]
+    pairs = [8 * sum(sizes[i : i + 2]) for i in range(len(sizes))]
+    held = [both if both <= ahead else 8 * size for both, size in zip(pairs, sizes, strict=True)]
+    ends = [4 * sum(sizes[i:]) + held[i] for i in range(len(sizes))]
+    assert ahead != 40_000 or (any(both <= ahead for both in pairs[:-1]) and any(both > ahead for both in pairs))
     counts = 2 * sum(x.dtype.itemsize * x.size for x in jax.tree.leaves(moments) if x.dtype == np.int32)
     assert max(ends) <= memory.streaming(params, moments) <= max(ends) + counts
 

@@ -21,7 +21,7 @@ from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolera
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
 from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.samplers.vllm_http import VllmHttp
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
 
 MODEL = "policy"  # the name that servers know the policy by
 CANARY = (
@@ -134,8 +134,7 @@ class VllmSampler:
             server.revive = child.revive
 
         async def connect() -> Fleet:
-            for child in children:
-                await child.ready()
+            await all_ready(children)
             fleet = Fleet(servers=servers, limits=self._limits(), inflight=self.inflight)
             if not self.discovery:
                 await fleet.open()

@@ -6,6 +6,7 @@ started it, however that ends (Linux).
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -23,6 +24,7 @@ import aiohttp
 from jaxrl_llm import child_environment
 from jaxrl_llm.samplers.vllm_http import ServerFault, Unreached
 
+_log = logging.getLogger(__name__)
 EXTENSION = "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"
 MIDDLEWARE = "jaxrl_llm.samplers.vllm_route.TokenRoute"
 HOST = "127.0.0.1"
@@ -31,6 +33,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 _SOURCE = [str(_ROOT)] if (_ROOT / "pyproject.toml").is_file() else []
 _STOP_S = 15.0
 _LAST_LINES = 12
+_STARTS = 3  # where another process takes a port that vLLM had chosen for its own parts
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
 # A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
 # where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
 _BOUND = f"""
@@ -163,6 +167,7 @@ class LocalServer:
     def __post_init__(self) -> None:
         self.port = self.port or free_port()
         self._process: subprocess.Popen[bytes] | None = None
+        self._begins = 0  # where the log of this start begins, bytes
 
     @property
     def url(self) -> str:
@@ -185,6 +190,7 @@ class LocalServer:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.config.environment_of(self.number) | {"VLLM_API_KEY": self.key}
         with self.log.open("ab") as out:
+            self._begins = out.tell()
             self._process = self._spawn(environment, out)
 
     def _spawn(self, environment: Mapping[str, str], out: IO[bytes]) -> "subprocess.Popen[bytes]":
@@ -195,15 +201,19 @@ class LocalServer:
         )  # fmt: skip
 
     async def ready(self) -> None:
-        """Returns when the server answers.
+        """Returns when the server answers; one that met a port in use is started anew.
 
         Raises:
           ServerFault: it ended, or did not answer within the limit; the message holds the end of its log.
         """
-        limit = time.monotonic() + self.config.ready_s
+        limit, starts = time.monotonic() + self.config.ready_s, 1
         timeout = aiohttp.ClientTimeout(total=2.0)
         async with aiohttp.ClientSession(timeout=timeout) as session:
             while True:
+                if self.ended and starts < _STARTS and self._met_a_port_in_use():
+                    starts += 1
+                    _log.warning("%s met a port in use: started anew, %d of %d", self.log, starts, _STARTS)
+                    self.start()
                 if self.ended:
                     raise ServerFault(f"the vLLM server {self.url} ended before it was ready: {self._last_lines()}")
                 with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
@@ -249,9 +259,23 @@ class LocalServer:
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.to_thread(process.wait)
 
+    def _met_a_port_in_use(self) -> bool:
+        said = self.log.read_bytes()[self._begins :].decode(errors="replace").lower()
+        return any(text in said for text in _PORT_TAKEN)
+
     def _last_lines(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         return f"{self.log} ends with:\n" + "\n".join(lines[-_LAST_LINES:])
+
+
+async def all_ready(servers: Sequence[LocalServer]) -> None:
+    """`ready` of all of them at once; raises what the first that failed raises."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(server.ready())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
 
 
 def free_port() -> int:

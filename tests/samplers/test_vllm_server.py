@@ -16,7 +16,7 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.samplers.vllm_http import ServerFault
 from jaxrl_llm.samplers.vllm_sampler import VllmSampler
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
 
 # What is run in place of Python with vLLM: it answers /health and says how it was started.
 PROGRAM = """#!{python}
@@ -26,6 +26,12 @@ if "--deaf" in sys.argv:
 if sys.argv[1] == "-c":
     print("{release}"); sys.exit()
 print("loading the model", flush=True)
+if "--taken" in sys.argv:
+    tries = sys.argv[sys.argv.index("--taken") + 1]
+    with open(tries, "a") as file:
+        file.write("x")
+    if os.path.getsize(tries) < int(sys.argv[sys.argv.index("--taken") + 2]):
+        print("OSError: [Errno 98] Address already in use", flush=True); sys.exit(1)
 if "--fail" in sys.argv:
     print("ValueError: no such architecture", flush=True); sys.exit(1)
 if "--hang" in sys.argv:
@@ -115,6 +121,34 @@ def test_a_server_that_ends_before_it_is_ready_says_why(program, tmp_path):
     asyncio.run(run())
 
 
+def test_a_server_that_met_a_port_in_use_is_started_anew(program, tmp_path, caplog):
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--taken", str(tmp_path / "tries"), "3"))
+        other = server(program, tmp_path)
+        for each in (one, other):
+            each.start()
+        await all_ready([one, other])
+        assert (await asked(one))["pid"] != (await asked(other))["pid"]
+        await one.stop()
+        await other.stop()
+
+    asyncio.run(run())
+    assert (tmp_path / "tries").read_text() == "xxx"
+    assert [record.message[-6:] for record in caplog.records] == ["2 of 3", "3 of 3"]
+
+
+def test_a_server_that_meets_ports_in_use_again_and_again_is_given_up(program, tmp_path):
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--taken", str(tmp_path / "tries"), "9"))
+        one.start()
+        with pytest.raises(ServerFault, match=r"(?s)ended before it was ready.*Address already in use"):
+            await all_ready([one])
+        await one.stop()
+
+    asyncio.run(run())
+    assert (tmp_path / "tries").read_text() == "xxx"
+
+
 def test_a_server_that_is_never_ready_ends_the_wait_at_its_limit(program, tmp_path):
     async def run() -> None:
         one = server(program, tmp_path, arguments=("--hang",), ready_s=0.5)
@@ -152,7 +186,7 @@ def test_a_server_ends_with_the_process_that_started_it(program, tmp_path, argum
 import time
 from pathlib import Path
 from jaxrl_llm.samplers import vllm_server
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
 vllm_server._BOUND = vllm_server._BOUND.replace("15.0", "0.5")
 one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments={arguments!r})
 one.start(); print(one.url, flush=True); time.sleep(60)
