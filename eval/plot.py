@@ -73,10 +73,10 @@ def band(curves: Sequence[Curve], kind: str = "range") -> Band:
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
-    """Means over `window` successive values, fewer at the ends."""
+    """Means over the values of `window` successive steps, fewer at the ends; what is rarely measured stays as it is."""
     steps, values = curve
-    edges = np.arange(len(values))
-    first, last = np.maximum(edges - (window - 1) // 2, 0), np.minimum(edges + window // 2 + 1, len(values))
+    first = np.searchsorted(steps, steps - (window - 1) // 2, "left")
+    last = np.searchsorted(steps, steps + window // 2, "right")
     total = np.concatenate([[0.0], np.cumsum(values)])
     return steps, (total[last] - total[first]) / (last - first)
 
@@ -211,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--metrics", help="separated by commas (default: the usual ones that there are)")
     parser.add_argument("--band", choices=BANDS, default=BANDS[0], help="what the band shows (default: %(default)s)")
-    parser.add_argument("--smooth", type=int, default=1, metavar="N", help="means over N values (default: %(default)s)")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="N", help="means over the values of N steps (default: %(default)s)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("curves.png"), help=".png, .svg or .pdf (default: %(default)s)"
     )

@@ -41,14 +41,20 @@ from jaxrl_llm.samplers.engine import Engine
 
 
 def timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of the first call, which compiles, and the median, the least and the most of those that follow."""
+    """Seconds of the first call, which compiles, of each that follows, and the median, the least and the most of those."""
     seconds = []
     for _ in range(case.repeats + 1):
         start = time.perf_counter()
         jax.block_until_ready(call())
         seconds.append(time.perf_counter() - start)
     later = seconds[1:]
-    found = {"first_s": seconds[0], "s": float(np.median(later)), "least_s": min(later), "most_s": max(later)}
+    found: dict[str, Any] = {
+        "first_s": seconds[0],
+        "s": float(np.median(later)),
+        "least_s": min(later),
+        "most_s": max(later),
+    }
+    found |= {"calls_s": later}
     return found | ({"profile": traced(case.profile, call)} if case.profile else {})
 
 

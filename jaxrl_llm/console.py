@@ -64,6 +64,7 @@ class Console:
     bar: bool | None = None
     columns: tuple[tuple[str, str], ...] = (
         ("reward", "reward/mean"),
+        ("unfiltered", "reward/unfiltered"),
         ("loss", "loss/total"),
         ("entropy", "entropy/mean"),
         ("kl", "kl/reference"),

@@ -113,6 +113,12 @@ def _leaf(tree: Any, path: Path) -> Any:
     return tree
 
 
+def _delete(arrays: Iterable[Any]) -> None:
+    for x in arrays:
+        if x is not None:
+            x.delete()
+
+
 def streamed(
     apply: Callable[[Any, Any, Any], tuple[Any, Any]], params: dict[str, Any], gradient: dict[str, Any], state: Any
 ) -> tuple[dict[str, Any], Any]:
@@ -132,15 +138,16 @@ def streamed(
     for number, paths in enumerate(wanted):
         # The host must not run ahead: what it asks for takes memory at once, and a gradient's is free when its update is done.
         jax.block_until_ready(new_states[-1:])
-        here = to_device(cut(state, params, paths)) if coming is None else coming
-        coming = to_device(cut(state, params, wanted[number + 1])) if len(visiting[number]) > 1 else None
+        here = jax.block_until_ready(to_device(cut(state, params, paths)) if coming is None else coming)
+        coming = None
+        _delete(_leaf(node, path) for node in old for path in paths)  # what comes back takes their place on the host
+        if len(visiting[number]) > 1:
+            coming = to_device(cut(state, params, wanted[number + 1]))
         slope = pruned(gradient, paths)
         part, here = apply(pruned(params, paths), slope, here)
-        used = [*jax.tree.leaves(slope), *(_leaf(node, path) for node in old for path in paths)]
-        for x in used:
-            if x is not None:
-                x.delete()
+        _delete(jax.tree.leaves(slope))
         new_params.append(part)
         new_states.append(to_host(here))
+        del here, slope
     together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
     return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)

@@ -39,6 +39,12 @@ def test_smoothing_is_the_mean_of_the_neighbours_there_are():
     assert smoothed((np.arange(4.0), np.array(values)), 1)[1].tolist() == values
 
 
+def test_smoothing_goes_by_steps_and_leaves_what_is_rarely_measured_as_it_is():
+    rare = np.array([0.0, 50.0, 100.0, 102.0]), np.array([1.0, 2.0, 3.0, 5.0])
+    assert smoothed(rare, 5)[1].tolist() == [1, 2, 4, 4]
+    assert smoothed(rare, 2)[1].tolist() == [1, 2, 3, 5]
+
+
 def write(folder, seed, steps=6):
     folder.mkdir(parents=True)
     rows = [{"step": s, "reward/mean": s + seed, "gap/mean": "NaN" if s == 2 else 0.1} for s in range(steps)]

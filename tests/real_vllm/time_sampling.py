@@ -70,7 +70,7 @@ async def served(given: argparse.Namespace, prompts: list[list[int]]) -> list[fl
     arguments = [x for name, value in json.loads(given.options).items() for x in _argument(name, value)]
     local = LocalServers(
         count=given.servers, python=given.python, python_path=given.python_path, memory_share=given.memory,
-        arguments=arguments,
+        arguments=["--max-num-seqs", "1024", *arguments],
     )  # fmt: skip
     sampler = VllmSampler(
         local=local, publication=str(given.folder), inflight="abort_resume", canary="", seeded=False,
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--repeats", type=int, default=3, help="timed repetitions, after one that is not")
+    parser.add_argument("--vocabulary", type=int, default=40000, help="ids of the prompts' tokens lie below it")
     parser.add_argument("--servers", type=int, default=1, help="servers that the client asks")
     parser.add_argument("--memory", type=float, default=0.4, help="share of the GPU's memory of a server, and offline")
     parser.add_argument("--options", default="{}", help="further engine options of both, as JSON")
@@ -119,7 +120,7 @@ def main() -> None:
     given = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
     given.folder.mkdir(parents=True, exist_ok=True)
-    prompts = np.random.default_rng(0).integers(100, 40000, (given.prompts, given.prompt)).tolist()
+    prompts = np.random.default_rng(0).integers(100, given.vocabulary, (given.prompts, given.prompt)).tolist()
     found = {}
     if given.only != "offline":
         found["client"] = asyncio.run(served(given, prompts))

@@ -5,7 +5,7 @@ import { el, number, select, svg } from "./dom.js";
 import { get, link, set } from "./state.js";
 
 const [WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT] = [420, 200, 52, 22, 10, 10];
-const USUAL = ["reward/mean", "response/length", "entropy/mean", "gap/mean", "loss/total", "response/truncated"];
+const USUAL = ["reward/mean", "reward/unfiltered", "response/length", "entropy/mean", "gap/mean", "loss/total", "response/truncated"];
 
 const SMOOTH = [0, 5, 11, 25, 51]; // points that a curve is averaged over
 
