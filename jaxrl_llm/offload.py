@@ -149,5 +149,6 @@ def streamed(
         new_params.append(part)
         new_states.append(to_host(here))
         del here, slope
+    jax.block_until_ready(new_states[-1:])  # or the next gradient comes while the last moments are still on the device
     together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
     return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)
