@@ -111,7 +111,7 @@ class AheadFeed:
                 kept.append(_part(group, stays))
             else:
                 self._counters["stale_rest"] += len(stays)
-        if not kept:
+        if groups and not kept:
             raise RuntimeError(
                 f"every rollout of a step was older than version {oldest}: a server lags behind, or set Stage.max_staleness higher"
             )

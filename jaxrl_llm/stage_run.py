@@ -187,6 +187,11 @@ class StageRun:
     def pack(self, groups: Sequence[ScoredGroup]) -> GlobalBatch:
         """The step's groups as packed mini-batches."""
         config = self.config
+        if not groups:
+            raise ValueError(
+                f"the filter of stage {config.name!r} kept no group of a step: raise its max_draws or PROMPTS_PER_STEP, or look at "
+                "reward/unfiltered: the task may be solved, or too hard"
+            )
         return GlobalBatch.build(
             groups, config.packing, minibatches=config.minibatches, sources=self.sources,
             response_tokens=config.response_tokens, capacity=config.sequences,

@@ -64,7 +64,7 @@ setup() {
       git -C "$ROOT" archive --format=tar HEAD | ssh -o BatchMode=yes "$host" 'mkdir -p jaxrl_llm && tar -x -C jaxrl_llm'
       printf '%s' "$JAXRL_LLM_TOKEN" | ssh -o BatchMode=yes "$host" 'umask 077 && cat >.jaxrl_llm_token && chmod 600 .jaxrl_llm_token'
     fi
-    on "$host" "$SAMPLER_PYTHON -m pip install --quiet --no-deps ./jaxrl_llm && $SAMPLER_PYTHON -m pip install --quiet numpy ml_dtypes tensorstore"
+    on "$host" "$SAMPLER_PYTHON -m pip install --quiet --no-deps ./jaxrl_llm && $SAMPLER_PYTHON -m pip install --quiet numpy ml_dtypes 'tensorstore>=0.1.77'"
   done
 }
 

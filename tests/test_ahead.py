@@ -197,3 +197,20 @@ def test_a_checkpoint_without_a_buffer_is_refused():
             ahead.restore(ahead.stream.state())
 
     asyncio.run(run())
+
+
+def test_a_step_that_the_filter_left_nothing_of_is_not_called_stale():
+    class Nothing:
+        max_draws = 1
+
+        def keep(self, group: ScoredGroup) -> bool:
+            return False
+
+    async def run() -> None:
+        sampler = Held()
+        ahead = feed(sampler, 1)
+        ahead.collector = replace(ahead.collector, filter=Nothing())
+        assert await steps(ahead, sampler, [1]) == [[]]
+        assert ahead.take()["count/groups/missing"] >= 3
+
+    asyncio.run(run())

@@ -152,7 +152,7 @@ class LocalServer:
       model: folder with config.json and tokenizer.
       log: file that it writes to.
       arguments: what its command line says of the model.
-      port: where it listens; chosen anew at each start.
+      port: where it listens, at each start; 0 chooses one.
       key: its API key.
     """
 
@@ -187,6 +187,9 @@ class LocalServer:
 
     def start(self) -> None:
         """Starts the process; `ready` waits for it."""
+        if self._process is not None:  # what an earlier start left behind holds memory, and `stop` would not find it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.config.environment_of(self.number) | {"VLLM_API_KEY": self.key}
         with self.log.open("ab") as out:

@@ -242,7 +242,7 @@ def refused(path: str | Path, targets: dict[str, Target] | None = None, version:
         (False, "weights/_METADATA", "list of tensors is missing"),
         (False, "manifest.json", "no manifest"),
         (False, f"weights/{QUERY}/zarr.json", "cannot be opened"),
-        (False, f"weights/{QUERY}/c/0/0", "differ from what was published"),  # such elements read as 0
+        (False, f"weights/{QUERY}/c/0/0", "cannot be read"),
         (True, "weights/manifest.ocdbt", "cannot be opened"),
     ],
 )
@@ -250,6 +250,21 @@ def test_a_version_without_one_of_its_files_is_refused(tmp_path, use_ocdbt, file
     torn = write_version(tmp_path, 5, tensors(np.float32), use_ocdbt=use_ocdbt)
     (Path(torn) / file).unlink()
     assert message in refused(torn)
+
+
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])
+def test_elements_that_are_gone_are_refused_also_where_another_rank_counts_them(tmp_path, use_ocdbt):
+    torn = write_version(tmp_path, 5, tensors(np.float32), use_ocdbt=use_ocdbt)
+    for file in data_files(Path(torn)):
+        file.unlink()
+    part = Target(shape=(8, 16), box=(slice(0, 4), slice(0, 16)), counted=False)
+    assert "cannot be" in refused(torn, whole() | {QUERY: part})
+
+
+def test_elements_that_are_zero_are_written_and_read(tmp_path):
+    zero = {name: np.zeros_like(array) for name, array in tensors(np.float32).items()}
+    path = write_version(tmp_path, 5, zero)
+    assert not any(array.any() for array in read_version(path, 5, whole()).tensors.values())
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

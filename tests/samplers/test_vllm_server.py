@@ -20,12 +20,19 @@ from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
 
 # What is run in place of Python with vLLM: it answers /health and says how it was started.
 PROGRAM = """#!{python}
-import http.server, json, os, signal, sys, time
+import http.server, json, os, signal, subprocess, sys, time
 if "--deaf" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if sys.argv[1] == "-c":
     print("{release}"); sys.exit()
 print("loading the model", flush=True)
+if "--leaves" in sys.argv:
+    file = sys.argv[sys.argv.index("--leaves") + 1]
+    if not os.path.exists(file):
+        left = subprocess.Popen(["sleep", "600"])
+        with open(file, "w") as out:
+            out.write(str(left.pid))
+        print("OSError: [Errno 98] Address already in use", flush=True); os._exit(1)
 if "--taken" in sys.argv:
     tries = sys.argv[sys.argv.index("--taken") + 1]
     with open(tries, "a") as file:
@@ -135,6 +142,17 @@ def test_a_server_that_met_a_port_in_use_is_started_anew(program, tmp_path, capl
     asyncio.run(run())
     assert (tmp_path / "tries").read_text() == "xxx"
     assert [record.message[-6:] for record in caplog.records] == ["2 of 3", "3 of 3"]
+
+
+def test_what_a_start_left_behind_ends_before_the_next_one(program, tmp_path):
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--leaves", str(tmp_path / "left")))
+        one.start()
+        await one.ready()
+        assert not alive(int((tmp_path / "left").read_text()))
+        await one.stop()
+
+    asyncio.run(run())
 
 
 def test_a_server_that_meets_ports_in_use_again_and_again_is_given_up(program, tmp_path):
