@@ -7,6 +7,7 @@ Export, cast, checksums and canary are computed on the devices; each host writes
 
 import asyncio
 import hashlib
+import logging
 import os
 import shutil
 import socket
@@ -36,6 +37,7 @@ DTYPES = ("bfloat16", "float32", "float16")
 # Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
 # 1/8 apart, and single tokens are off by that: a model of 0.5B in bfloat16 on an H200 shows 0.013 and 0.2.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.03, 0.5), "float16": (0.03, 0.5)}
+_NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax warns so of each version that is to have no database
 _CANARY_ROW = 128  # positions; the sequence is padded to a multiple of it
 
 
@@ -172,6 +174,7 @@ class Publisher:
             # A file a shard is written by many threads, and a database by one; of object storage the latter spares requests.
             handler = ocp.PyTreeCheckpointHandler(use_ocdbt=bool(self.address), use_zarr3=True, use_compression=False)
             self._checkpointer = ocp.AsyncCheckpointer(handler)
+            logging.getLogger("absl").addFilter(_worth_saying)
         return self._checkpointer
 
     def _make_room(self, path: Path, size: int) -> None:
@@ -214,6 +217,10 @@ class Publisher:
             f"version {version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
             "space there, or set vllm_sampler.VllmSampler.publication to another folder that the samplers see"
         )
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    return _NO_DATABASE not in str(record.msg)
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:

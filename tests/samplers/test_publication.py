@@ -92,6 +92,11 @@ def test_the_canary_holds_the_log_probs_of_the_plain_softmax(make, tmp_path, mes
     np.testing.assert_allclose(manifest.canary.logprobs, log[np.arange(7), CANARY[1:]], atol=2e-5)
 
 
+def test_a_publication_warns_of_nothing(tiny, tmp_path, caplog):
+    publish(publisher(tiny, tmp_path / "p"), tiny.params, (0, 1))
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 def test_adapters_are_merged_into_what_is_published(tiny, tmp_path):
     plain = tiny.policy
     adapted = AdaptedPolicy(
