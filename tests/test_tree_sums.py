@@ -132,10 +132,10 @@ def test_a_model_that_is_read_alone_is_checked_too(tmp_path):
     policy = abstract(state()["state"].policy)
     found = read_model(folder, 3, policy)
     jax.tree.map(np.testing.assert_array_equal, found, state()["state"].policy)
-    values = max((f for f in folder.rglob("d/*")), key=lambda f: f.stat().st_size)
-    content = bytearray(values.read_bytes())
-    step = len(content) // 40
-    values.write_bytes(bytes(b ^ (16 * (i % step == 0)) for i, b in enumerate(content)))
+    for values in [f for f in folder.rglob("d/*") if f.stat().st_size > 1000]:  # arrays lie in one or two of them
+        content = bytearray(values.read_bytes())
+        step = len(content) // 40
+        values.write_bytes(bytes(b ^ (16 * (i % step == 0)) for i, b in enumerate(content)))
     with pytest.raises(ValueError, match=r"not what was written|damaged"):
         read_model(folder, 3, policy)
     metadata = folder / "3" / "host" / "metadata"
