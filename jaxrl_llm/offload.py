@@ -13,9 +13,8 @@ import jax
 
 HOST, DEVICE = "pinned_host", "device"
 GROUP = 2**30  # bytes of float32 parameters
-AHEAD = (
-    2**33
-)  # bytes of moments: beyond, a large group's pieces find no room between those of a device's memory that are in use
+# Bytes of moments. Beyond, a large group's find no room between the pieces of a device's memory that are in use.
+AHEAD = 2**33
 
 Path = tuple[str, ...]
 
