@@ -216,7 +216,9 @@ class Fleet:
         """What a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
         pieces, begin = [Piece() for _ in range(ask.n)], time.monotonic()
         try:
-            await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces)
+            if not await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces):
+                self.counters["held"] += 1
+                return [Piece(finish="abort") for _ in pieces]
             await self._approved(server)
         except ServerFault as error:
             self._blame(server, error)
@@ -229,8 +231,8 @@ class Fleet:
         self._seconds.append(time.monotonic() - begin)
         return pieces
 
-    async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> None:
-        """The request, which ends too where the server is set aside."""
+    async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> bool:
+        """The request, which ends too where the server is set aside; False where a pause held it and it was cut off."""
         flight = asyncio.ensure_future(server.http.generate(ask, pieces))
         server.flights.add(flight)
         try:
@@ -238,9 +240,13 @@ class Fleet:
         finally:
             server.flights.discard(flight)
             flight.cancel()
+        if flight in server.held:
+            server.held.discard(flight)
+            return False
         if flight.cancelled():
             raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
         flight.result()
+        return True
 
     async def _approved(self, server: Server) -> None:
         """Waits for the verdict where an answer came in the middle of an update."""

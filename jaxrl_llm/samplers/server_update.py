@@ -26,6 +26,7 @@ PAUSES: dict[str, tuple[str, bool]] = {
     "abort_resume": ("abort", True),
 }
 _POLL_S = 0.02
+_HELD_S = 5.0  # after a pause, in which what a server has drained arrives
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,7 @@ class Server:
       cause: why it is not ready, or where its update is.
       suspect: a version whose tokens are thrown away, or None.
       flights: requests in flight.
+      held: those of them that reached it when it was paused already, cut off to be asked again.
       lock: held by whoever updates it.
     """
 
@@ -73,6 +75,7 @@ class Server:
     cause: str = "not reached yet"
     suspect: int | None = None
     flights: set[asyncio.Task[None]] = field(default_factory=set)
+    held: set[asyncio.Task[None]] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -154,8 +157,14 @@ async def _staged(http: VllmHttp, version: int) -> None:
 
 
 async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
-    """Returns when nothing that the old weights drew is on its way: no request at all, or no token for a while."""
+    """Returns when nothing that the old weights drew is on its way: no request at all, or no token for a while.
+
+    A request that reached the server after its pause waits there for the resume, which waits for it: it is cut off.
+    """
+    until = time.monotonic() + _HELD_S
     while drained and server.flights:
+        if time.monotonic() > until:
+            server.held |= {flight for flight in server.flights if flight.cancel()}
         await asyncio.sleep(_POLL_S)
     seen = -1
     while streams and seen != (now := server.http.arrivals):

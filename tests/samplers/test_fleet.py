@@ -12,6 +12,7 @@ from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import checked, collect, running, until
 from sampler_cases import Tiny
 
+from jaxrl_llm.samplers import server_update
 from jaxrl_llm.samplers.discovery import Discovery
 from jaxrl_llm.samplers.vllm_client import VllmClient
 from jaxrl_llm.samplers.vllm_sampler import VllmSampler
@@ -158,6 +159,30 @@ def test_a_list_that_names_no_server_or_no_address_says_so(tmp_path):
         Discovery(dns="samplers:9000")
     with pytest.raises(ValueError, match="VLLM_SPAWN = False"):
         VllmSampler(spawn=True, discovery=by_file(file))
+
+
+@pytest.mark.parametrize("inflight", ["wait", "abort_resume"])
+def test_a_request_that_reaches_a_paused_server_is_asked_again(start, prefixes, monkeypatch, inflight):
+    """The server holds it until the resume, which waits for what is in flight."""
+    monkeypatch.setattr(server_update, "_HELD_S", 0.2)
+
+    async def run() -> None:
+        server = FakeVllm(step_s=0.002)
+        async with start([server], inflight=inflight) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes[:1], 1)
+            server.slow["*"] = 0.15  # on its way while the pause, asked sooner, is answered
+            for route in ("/pause", "/collective_rpc", "/resume", "/update_weight_version"):
+                server.slow[route] = 0.0
+            asked = asyncio.create_task(collect(client, prefixes, 2))
+            await until(lambda: client._fleet.servers[0].flights)
+            begin = time.monotonic()
+            await client.publish({}, 1)
+            versions = checked(prefixes, await asked)
+            assert time.monotonic() - begin < 10 and set(versions) == {1}
+            assert counted(client, "held") >= 1 and counted(client, "set_aside") == counted(client, "retries") == 0
+
+    asyncio.run(run())
 
 
 def test_servers_updated_one_at_a_time_never_stop_sampling_and_new_requests_wait_for_new_weights(start, prefixes):
