@@ -66,8 +66,7 @@ class Collector:
     def _note(self, groups: Sequence[ScoredGroup]) -> None:
         """What the samples were worth before the filter, which leaves out what is too easy or too hard."""
         for group in groups if self.filter is not None else ():
-            sampled = np.array([r.role == "sample" for r in group.rollouts])
-            self.unfiltered.extend(group.total()[group.valid() & sampled].tolist())
+            self.unfiltered.extend(_totals(group).tolist())
 
     async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[ScoredGroup]:
         """The scored group of every prompt, in their order."""
@@ -147,6 +146,11 @@ class Varied:
         bounds.at_least(self, 1, "max_draws")
 
     def keep(self, group: ScoredGroup) -> bool:
-        sampled = np.array([r.role == "sample" for r in group.rollouts])
-        totals = group.total()[group.valid() & sampled]
+        totals = _totals(group)
         return len(totals) > 0 and bool(np.ptp(totals) > 0)
+
+
+def _totals(group: ScoredGroup) -> np.ndarray:
+    """Rewards of the group's samples that have one, [at most G]; greedy rollouts left out."""
+    sampled = np.array([r.role == "sample" for r in group.rollouts])
+    return group.total()[group.valid() & sampled]
