@@ -20,7 +20,7 @@ import numpy as np
 import tensorstore as ts
 
 from jaxrl_llm.samplers import object_store
-from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, TensorEntry, digits, element_type, partial_sum
+from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, digits, element_type, partial_sum
 
 Box = tuple[slice, ...]
 _ALIGNMENT = 64  # bytes
@@ -64,14 +64,13 @@ class StagedVersion:
 
     Attributes:
       manifest: of the version.
-      tensors: by name, in the order in which the model loads them, with the whole tensors' shapes; only the rank's boxes hold
-        data, and memory that lies wholly outside of them is never touched.
+      parts: the rank's box of each tensor, by name, in the order in which the model loads them.
       sums: for tensors that the rank reads in part, what its part adds to the checksum.
       nbytes: bytes read.
     """
 
     manifest: Manifest
-    tensors: Mapping[str, np.ndarray]
+    parts: Mapping[str, np.ndarray]
     sums: Mapping[str, int]
     nbytes: int
 
@@ -227,26 +226,25 @@ def read_version(
       version: the number it must have.
       targets: what the rank needs, by name.
       cancelled: asked after each tensor; reading ends with BadVersion where it says True.
-      allocate: gives a block of so many bytes, which then belongs to the tensors.
+      allocate: gives a block of so many bytes, which then belongs to the parts.
     """
     reader = OrbaxReader(path)
     check_names(reader, version, targets)
-    entries = reader.manifest.tensors
-    tensors = _in_one_block({name: entries[name] for name in targets}, allocate)
-    boxes = {name: (target.box, tensors[name][target.box]) for name, target in targets.items()}
+    parts = _in_one_block(reader.manifest, targets, allocate)
+    boxes = {name: (target.box, parts[name]) for name, target in targets.items()}
     adding = {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         for name in reader.read_into(boxes):
             if cancelled():
                 raise BadVersion(f"{path}: reading was given up for another version")
-            blocks = _blocks(boxes[name][1], targets[name])
+            blocks = _blocks(parts[name], targets[name])
             adding[name] = [threads.submit(partial_sum, *block, targets[name].shape) for block in blocks]
     totals = {name: sum(block.result() for block in blocks) for name, blocks in adding.items()}
     check_sums(path, reader.manifest, {name: total for name, total in totals.items() if targets[name].whole})
     divided = {name: target for name, target in targets.items() if not target.whole}
     sums = {name: totals[name] if target.counted else 0 for name, target in divided.items()}
-    nbytes = sum(out.nbytes for _, out in boxes.values())
-    return StagedVersion(manifest=reader.manifest, tensors=tensors, sums=sums, nbytes=nbytes)
+    nbytes = sum(part.nbytes for part in parts.values())
+    return StagedVersion(manifest=reader.manifest, parts=parts, sums=sums, nbytes=nbytes)
 
 
 def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
@@ -271,14 +269,15 @@ def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None
         )
 
 
-def _in_one_block(entries: Mapping[str, TensorEntry], allocate: Callable[[int], np.ndarray]) -> dict[str, np.ndarray]:
-    """Uninitialised tensors in one block, which goes back to the system as a whole when they go."""
-    offsets, size = {}, 0
-    for name, entry in entries.items():
-        offsets[name] = size
-        size += math.ceil(entry.nbytes / _ALIGNMENT) * _ALIGNMENT
+def _in_one_block(
+    manifest: Manifest, targets: Mapping[str, Target], allocate: Callable[[int], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Uninitialised memory of each part in one block, which goes back to the system as a whole when they go."""
+    places, size = {}, 0
+    for name, target in targets.items():
+        shape, dtype = tuple(axis.stop - axis.start for axis in target.box), element_type(manifest.tensors[name].dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        places[name] = (slice(size, size + nbytes), shape, dtype)
+        size += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
     block = allocate(size)
-    return {
-        name: block[offsets[name] : offsets[name] + entry.nbytes].view(element_type(entry.dtype)).reshape(entry.shape)
-        for name, entry in entries.items()
-    }
+    return {name: block[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in places.items()}

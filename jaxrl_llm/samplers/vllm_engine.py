@@ -18,7 +18,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from jaxrl_llm.samplers.vllm_plugin import UNKNOWN, agreed, repack_tied_head, set_version, stager_for, torch_tensors
+from jaxrl_llm.samplers.vllm_plugin import UNKNOWN, agreed, repack_tied_head, set_version, stager_for, whole_tensors
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
 
@@ -58,7 +58,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
                 "start it with --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension instead"
             )
 
-        self._stager = stager_for(self.device, 1)
+        self._stager = stager_for(self.device)
 
     def start_weight_update(self) -> None:
         """Nothing yet: the parameters stay until a version is known to be good."""
@@ -73,7 +73,7 @@ class OrbaxWeightTransferEngine(WeightTransferEngine[OrbaxInitInfo, OrbaxUpdateI
         set_version(self.model, UNKNOWN)
         initialize_layerwise_reload(self.model)
         try:
-            self.model.load_weights(torch_tensors(staged.tensors))
+            self.model.load_weights(whole_tensors(staged.parts, targets, self.device))
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
         repack_tied_head(self.model)

@@ -79,11 +79,13 @@ class OrbaxWorkerExtension:
         return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
 
     def _orbax_commit(self, version: int) -> None:
-        stager, model = self._orbax_stager, self._orbax_model
-        staged = agreed(stager, version, targets_of(model), version_of(model) == version)
+        stager, model, device = self._orbax_stager, self._orbax_model, self.device  # type: ignore[attr-defined]
+        targets = targets_of(model)
+        staged = agreed(stager, version, targets, version_of(model) == version)
         if staged is None:
             return
-        self._orbax_load(version, lambda: torch_tensors(staged.tensors), "The version is still staged: commit again")
+        cure = "The version is still staged: commit again"
+        self._orbax_load(version, lambda: whole_tensors(staged.parts, targets, device), cure)
         del staged
         stager.drop()
 
@@ -125,29 +127,18 @@ class OrbaxWorkerExtension:
 
     @cached_property
     def _orbax_stager(self) -> Stager:
-        return stager_for(self.device, self.vllm_config.parallel_config.world_size)  # type: ignore[attr-defined]
+        return stager_for(self.device)  # type: ignore[attr-defined]
 
     @property
     def _orbax_model(self) -> Any:
         return self.model_runner.get_model()  # type: ignore[attr-defined]
 
 
-class KeptBlock:
-    """Host memory that is kept from version to version: to get its pages takes as long as to fill them."""
-
-    def __init__(self) -> None:
-        self._block = np.empty(0, np.uint8)
-
-    def __call__(self, nbytes: int) -> np.ndarray:
-        """The block; a new one where the size is another."""
-        if len(self._block) != nbytes:
-            self._block = np.empty(0, np.uint8)
-            self._block = np.empty(nbytes, np.uint8)
-        return self._block
-
-
 class PinnedBlock:
-    """A kept block whose pages are locked, so that a GPU copies from it by itself, several times as fast as from other memory."""
+    """Host memory that is kept from version to version: to get its pages takes as long as to fill them.
+
+    They are locked, so that a GPU copies from them by itself, several times as fast as from other memory.
+    """
 
     def __init__(self, device: Any) -> None:
         self._device = device
@@ -175,14 +166,9 @@ class PinnedBlock:
         return block
 
 
-def stager_for(device: Any, ranks: int) -> Stager:
-    """A stager whose memory suits the device.
-
-    On several ranks memory is not locked: a rank fills its part of a block as large as the whole model, and locking takes it all.
-    """
-    if device.type != "cuda":
-        return Stager()
-    return Stager(PinnedBlock(device) if ranks == 1 else KeptBlock())
+def stager_for(device: Any) -> Stager:
+    """A stager whose memory suits the device."""
+    return Stager(PinnedBlock(device)) if device.type == "cuda" else Stager()
 
 
 def _tensor_parallel_alone(parallel: Any) -> None:
@@ -251,15 +237,31 @@ def sum_over_ranks(numbers: list[int]) -> list[int]:
     return total.tolist()
 
 
-def torch_tensors(tensors: Mapping[str, np.ndarray]) -> Iterator[tuple[str, Any]]:
-    """The tensors as torch's, sharing memory."""
+def whole_tensors(
+    parts: Mapping[str, np.ndarray], targets: Mapping[str, Target], device: Any
+) -> Iterator[tuple[str, Any]]:
+    """torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
+
+    Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all.
+    """
     import torch
 
-    for name, array in tensors.items():
-        if array.dtype == ml_dtypes.bfloat16:
-            yield name, torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-        else:
-            yield name, torch.from_numpy(array)
+    for name, part in parts.items():
+        tensor, target = torch_tensor(part), targets[name]
+        if not target.whole:
+            whole = torch.empty(target.shape, dtype=tensor.dtype, device=device)
+            whole[target.box] = tensor.to(device)
+            tensor = whole
+        yield name, tensor
+
+
+def torch_tensor(array: np.ndarray) -> Any:
+    """A NumPy array as torch's, sharing memory."""
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
 
 
 def gpu_memory(device: Any) -> cuda_ipc.Memory:

@@ -205,7 +205,7 @@ def folder_deleted(trial: Trial) -> Row:
         targets = {n: Target(shape=x.shape, box=whole_box(x.shape)) for n, x in want.items()}
         staged = read_version(publisher.place(version), version, targets)
         for name, x in want.items():
-            np.testing.assert_array_equal(staged.tensors[name], x)
+            np.testing.assert_array_equal(staged.parts[name], x)
 
     async def publish(version: int, moment: int) -> None:
         if moment == 0:

@@ -72,7 +72,7 @@ def test_a_version_in_object_storage_reads_as_the_learner_holds_it(tiny, tmp_pat
     assert one.place(2) == f"{address}/v00000002"
     staged = read_version(one.place(2), 2, targets(tiny))
     for name, x in hf_names.export(tiny.params).items():
-        np.testing.assert_array_equal(staged.tensors[name], np.asarray(x), err_msg=name)
+        np.testing.assert_array_equal(staged.parts[name], np.asarray(x), err_msg=name)
     assert {key.split("/")[2] for key in server.keys("runs of today/one/")} == {"v00000001", "v00000002"}
     assert server.keys("runs of today/oneself/") and server.written[-1].endswith(
         "v00000002/weights/_CHECKPOINT_METADATA"

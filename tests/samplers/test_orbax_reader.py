@@ -132,11 +132,11 @@ def test_every_sharding_of_the_learner_reads_back_bit_for_bit(tmp_path, rows, co
     }
     staged = read_version(write_version(tmp_path, 3, placed), 3, whole())
     assert staged.manifest.version == 3
-    assert list(staged.tensors) == list(SHAPES), "the model's order"
+    assert list(staged.parts) == list(SHAPES), "the model's order"
     assert staged.nbytes == sum(a.nbytes for a in published.values())
     for name, array in published.items():
-        assert staged.tensors[name].dtype == array.dtype
-        np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
+        assert staged.parts[name].dtype == array.dtype
+        np.testing.assert_array_equal(staged.parts[name].view(np.uint16), array.view(np.uint16))
 
 
 @pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])
@@ -170,8 +170,7 @@ def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, monkeypatc
         staged = read_version(path, 1, targets)
         assert staged.nbytes == 4 * (48 * 16 // ranks + 16 * 16 // ranks + 4 * 16 + 16)
         for name, target in targets.items():
-            np.testing.assert_array_equal(staged.tensors[name][target.box], published[name][target.box])
-            assert staged.tensors[name].shape == published[name].shape
+            np.testing.assert_array_equal(staged.parts[name], published[name][target.box])
         totals = {name: total + staged.sums[name] for name, total in totals.items()}
     check_sums(path, staged.manifest, totals)
     totals[SQUARE] += 1
@@ -187,7 +186,7 @@ def test_a_version_in_memory_is_mapped_and_reads_the_same():
         assert orbax_reader.in_memory(path)
         staged = read_version(path, 2, whole())
     for name, array in published.items():
-        np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
+        np.testing.assert_array_equal(staged.parts[name].view(np.uint16), array.view(np.uint16))
 
 
 def test_what_lies_on_no_tmpfs_is_not_taken_for_memory():
@@ -220,7 +219,7 @@ def test_a_version_can_be_read_over_http(tmp_path, use_ocdbt):
         done.set()
         thread.join(20)
     for name, array in published.items():
-        np.testing.assert_array_equal(staged.tensors[name].view(np.uint16), array.view(np.uint16))
+        np.testing.assert_array_equal(staged.parts[name].view(np.uint16), array.view(np.uint16))
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["files", "database"])
@@ -264,7 +263,7 @@ def test_elements_that_are_gone_are_refused_also_where_another_rank_counts_them(
 def test_elements_that_are_zero_are_written_and_read(tmp_path):
     zero = {name: np.zeros_like(array) for name, array in tensors(np.float32).items()}
     path = write_version(tmp_path, 5, zero)
-    assert not any(array.any() for array in read_version(path, 5, whole()).tensors.values())
+    assert not any(array.any() for array in read_version(path, 5, whole()).parts.values())
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path):

@@ -71,7 +71,7 @@ def test_the_samplers_reader_finds_what_the_learner_holds(make, tmp_path, dtype,
     staged = read_version(str(path), 7, targets)
     assert staged.manifest == manifest and set(manifest.tensors) == set(want)
     for name, x in want.items():
-        np.testing.assert_array_equal(staged.tensors[name], x, err_msg=name)
+        np.testing.assert_array_equal(staged.parts[name], x, err_msg=name)
         assert manifest.tensors[name].checksum == checksum(x), name
 
 
@@ -111,7 +111,7 @@ def test_adapters_are_merged_into_what_is_published(tiny, tmp_path):
         {n: Target(shape=x.shape, box=whole_box(x.shape)) for n, x in as_published(tiny, np.float32).items()},
     )
     # (alpha / rank) sum over rank of 0.1 x 0.1 = 16 x 2 x 0.01 everywhere
-    np.testing.assert_allclose(staged.tensors[name], as_published(tiny, np.float32)[name] + 0.32, atol=1e-6)
+    np.testing.assert_allclose(staged.parts[name], as_published(tiny, np.float32)[name] + 0.32, atol=1e-6)
 
 
 def test_the_last_versions_are_kept_and_those_of_an_earlier_run_are_not(tiny, tmp_path):

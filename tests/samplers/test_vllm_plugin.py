@@ -1,5 +1,7 @@
 """A version reaches a worker's model whole and checked, or the model stays as it was."""
 
+import contextlib
+import math
 import subprocess
 import sys
 import threading
@@ -14,7 +16,7 @@ from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.samplers import stager, vllm_plugin
-from jaxrl_llm.samplers.vllm_plugin import torch_tensors
+from jaxrl_llm.samplers.vllm_plugin import torch_tensor
 from jaxrl_llm.samplers.vllm_targets import targets_of
 
 
@@ -154,24 +156,48 @@ def test_versions_may_be_read_into_the_same_block_one_after_the_other(published)
     mine = stager.Stager(lambda nbytes: block[:nbytes])
     for version in (0, 1, 0):
         mine.read(published[version], version, targets_of(Served()))
-        tensors = mine.take(version).tensors
+        tensors = mine.take(version).parts
         assert all(np.shares_memory(array, block) for array in tensors.values())
         for name, array in weights(version).items():
             np.testing.assert_array_equal(tensors[name], array)
         mine.drop()
 
 
-def test_ranks_of_gpus_keep_their_memory_from_version_to_version(published):
-    mine = vllm_plugin.stager_for(SimpleNamespace(type="cuda"), 2)
-    places = []
+class Locking:
+    """Stands in for CUDA's runtime."""
+
+    def __init__(self, code: int = 0):
+        self.locked: dict[int, int] = {}  # bytes by address
+        self.code = code
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        if not self.code:
+            self.locked[address] = nbytes
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+
+@pytest.mark.parametrize("code", [0, 2], ids=["locked", "refused"])
+def test_a_gpu_keeps_locked_memory_of_its_rank_s_parts_alone(published, monkeypatch, caplog, code):
+    runtime = Locking(code)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    mine = vllm_plugin.stager_for(SimpleNamespace(type="cuda"))
+    targets = targets_of(Served(1, 2))
+    needed = sum(4 * math.prod(s.stop - s.start for s in target.box) for target in targets.values())
     for version in (0, 1):
-        mine.read(published[version], version, targets_of(Served()))
-        tensors = mine.take(version).tensors
-        places.append({name: array.ctypes.data for name, array in tensors.items()})
-        for name, array in weights(version).items():
-            np.testing.assert_array_equal(tensors[name], array)
+        mine.read(published[version], version, targets)
+        for name, part in mine.take(version).parts.items():
+            np.testing.assert_array_equal(part, weights(version)[name][targets[name].box])
         mine.drop()
-    assert places[0] == places[1]
+        if code == 0:
+            (size,) = runtime.locked.values()
+            assert needed <= size < needed + 64 * len(targets)
+            assert not caplog.records
+    assert len(caplog.records) == (2 if code else 0)
 
 
 def test_servers_with_pipeline_stages_or_replicas_are_refused(published):
@@ -224,7 +250,7 @@ def test_torch_sees_the_bits_of_bfloat16():
     import ml_dtypes
 
     array = np.array([1.0, -2.5, 3.140625], ml_dtypes.bfloat16)
-    ((_, tensor),) = torch_tensors({"x": array})
+    tensor = torch_tensor(array)
     assert tensor.dtype == torch.bfloat16
     assert tensor.float().tolist() == [1.0, -2.5, 3.140625]
 
