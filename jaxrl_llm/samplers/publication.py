@@ -146,8 +146,11 @@ class Publisher:
         """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
-    def prune(self) -> None:
-        """Removes all but the newest versions."""
+    async def prune(self) -> None:
+        """Removes all but the newest versions: seconds for large ones, in which requests go on."""
+        await asyncio.to_thread(self._remove_old)
+
+    def _remove_old(self) -> None:
         for path in self._versions()[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
         while self._store is not None and self._stored is not None and len(self._stored) > self.keep:

@@ -125,7 +125,7 @@ class VllmClient:
         finally:
             self._begun.set()
         await update
-        self.publisher.prune()
+        await self.publisher.prune()
 
     async def close(self) -> None:
         """Ends what is running and stops the servers that were started; each also where another fails."""

@@ -218,7 +218,7 @@ def folder_deleted(trial: Trial) -> Row:
         if moment == 2:
             shutil.rmtree(folder, ignore_errors=True)
         check(version)
-        publisher.prune()
+        await publisher.prune()
 
     for number in range(trial.times):
         broken, whole = 2 * number, 2 * number + 1

@@ -52,7 +52,7 @@ def publish(one: Publisher, params: dict[str, Any], *versions: int) -> None:
         for version in versions:
             one.start(params, version)
             await one.finish(version)
-            one.prune()
+            await one.prune()
 
     asyncio.run(run())
 

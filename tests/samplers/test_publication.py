@@ -1,6 +1,7 @@
 """Published versions as the samplers' reader finds them: values, checksums, canary, versions kept, a disk that is full."""
 
 import asyncio
+import threading
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def publish(one: Publisher, params: dict[str, Any], versions: tuple[int, ...] = 
         for version in versions:
             path, manifest = one.start(params, version)
             await one.finish(version)
-            one.prune()
+            await one.prune()
         return path, manifest
 
     found = asyncio.run(all_of_them())
@@ -118,6 +119,23 @@ def test_the_last_versions_are_kept_and_those_of_an_earlier_run_are_not(tiny, tm
     (tmp_path / "v00000099").mkdir()
     publish(publisher(tiny, tmp_path, keep=2), tiny.params, (0, 1, 2, 3))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v00000002", "v00000003"]
+
+
+def test_requests_go_on_while_old_versions_are_removed(tiny, tmp_path, monkeypatch):
+    one = publisher(tiny, tmp_path, keep=1)
+    publish(one, tiny.params, (0,))
+    (tmp_path / "v00000001").mkdir()
+    answered = threading.Event()
+    monkeypatch.setattr(publication.shutil, "rmtree", lambda *_, **__: answered.wait(20) or pytest.fail("nothing ran"))
+
+    async def run() -> None:
+        removing = asyncio.create_task(one.prune())
+        await asyncio.sleep(0.01)
+        assert not removing.done()
+        answered.set()
+        await removing
+
+    asyncio.run(run())
 
 
 def test_a_version_appears_whole_or_not_at_all(tiny, tmp_path):
