@@ -135,6 +135,8 @@ class VllmSampler:
 
         async def connect() -> Fleet:
             await all_ready(children)
+            for one, child in zip(http, children):
+                one.url = child.url
             fleet = Fleet(servers=servers, limits=self._limits(), inflight=self.inflight)
             if not self.discovery:
                 await fleet.open()

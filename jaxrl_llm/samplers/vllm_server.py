@@ -152,7 +152,7 @@ class LocalServer:
       model: folder with config.json and tokenizer.
       log: file that it writes to.
       arguments: what its command line says of the model.
-      port: where it listens, at each start; 0 chooses one.
+      port: where it listens, at each start; 0 chooses one, and another one until the server has answered once.
       key: its API key.
     """
 
@@ -165,6 +165,7 @@ class LocalServer:
     key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
 
     def __post_init__(self) -> None:
+        self._choosing = not self.port
         self.port = self.port or free_port()
         self._process: subprocess.Popen[bytes] | None = None
         self._begins = 0  # where the log of this start begins, bytes
@@ -210,18 +211,21 @@ class LocalServer:
           ServerFault: it ended, or did not answer within the limit; the message holds the end of its log.
         """
         limit, starts = time.monotonic() + self.config.ready_s, 1
-        timeout = aiohttp.ClientTimeout(total=2.0)
-        async with aiohttp.ClientSession(timeout=timeout) as session:
+        timeout, key = aiohttp.ClientTimeout(total=2.0), {"Authorization": f"Bearer {self.key}"}
+        async with aiohttp.ClientSession(timeout=timeout, headers=key) as session:
             while True:
                 if self.ended and starts < _STARTS and self._met_a_port_in_use():
                     starts += 1
+                    self.port = free_port() if self._choosing else self.port
                     _log.warning("%s met a port in use: started anew, %d of %d", self.log, starts, _STARTS)
                     self.start()
                 if self.ended:
                     raise ServerFault(f"the vLLM server {self.url} ended before it was ready: {self._last_lines()}")
                 with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                    async with session.get(f"{self.url}/health") as answer:
+                    # Not /health, which another process that has the port would answer too.
+                    async with session.get(f"{self.url}/v1/models") as answer:
                         if answer.status == 200:
+                            self._choosing = False
                             return
                 if time.monotonic() > limit:
                     raise ServerFault(

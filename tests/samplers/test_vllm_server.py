@@ -12,13 +12,14 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.samplers.vllm_http import ServerFault
 from jaxrl_llm.samplers.vllm_sampler import VllmSampler
 from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
 
-# What is run in place of Python with vLLM: it answers /health and says how it was started.
+# What is run in place of Python with vLLM: it answers every GET and says how it was started.
 PROGRAM = """#!{python}
 import http.server, json, os, signal, subprocess, sys, time
 if "--deaf" in sys.argv:
@@ -43,6 +44,8 @@ if "--fail" in sys.argv:
     print("ValueError: no such architecture", flush=True); sys.exit(1)
 if "--hang" in sys.argv:
     time.sleep(60)
+if "--late" in sys.argv:  # vLLM binds its port after seconds of imports
+    time.sleep(0.5)
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         said = {{"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}}
@@ -142,6 +145,33 @@ def test_a_server_that_met_a_port_in_use_is_started_anew(program, tmp_path, capl
     asyncio.run(run())
     assert (tmp_path / "tries").read_text() == "xxx"
     assert [record.message[-6:] for record in caplog.records] == ["2 of 3", "3 of 3"]
+
+
+def test_another_process_on_the_port_is_not_taken_for_the_server(program, tmp_path, caplog):
+    """One that is healthy, and refuses a key that it does not know."""
+
+    async def healthy(request: web.Request) -> web.Response:
+        return web.Response(status=200 if request.path == "/health" else 401)
+
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--late",))
+        foreign = web.AppRunner(other := web.Application())
+        other.router.add_get("/{any:.*}", healthy)
+        await foreign.setup()
+        await web.TCPSite(foreign, "127.0.0.1", one.port).start()
+        taken = one.port
+        one.start()
+        await one.ready()
+        assert one.port != taken and (await asked(one))["environment"]["VLLM_API_KEY"] == one.key
+        chosen = one.port
+        await one.stop()
+        await one.revive()
+        assert one.port == chosen, "whoever knows the server asks it there"
+        await one.stop()
+        await foreign.cleanup()
+
+    asyncio.run(run())
+    assert [record.message[-6:] for record in caplog.records] == ["2 of 3"]
 
 
 def test_what_a_start_left_behind_ends_before_the_next_one(program, tmp_path):
