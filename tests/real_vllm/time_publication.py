@@ -32,10 +32,11 @@ SHOWN = ("blocked_s", "save_s", "stage_s", "paused_s", "commit_s", "total_s", "c
 LENGTH = 1024
 
 
-async def timed(client: VllmClient, weights: list[dict], repeats: int) -> list[dict[str, float]]:
+async def timed(client: VllmClient, weights: list[dict], repeats: int, between_s: float) -> list[dict[str, float]]:
     """What each of `repeats` publications took, after one of each weights."""
     rows = []
     for version in range(repeats + len(weights)):
+        await asyncio.sleep(between_s)
         began = time.perf_counter()
         await client.publish(weights[version % len(weights)], version)
         async for _ in client.sample([np.arange(10, 20)], 1, SamplingSettings(max_tokens=1), [0]):
@@ -63,7 +64,7 @@ async def run(given: argparse.Namespace) -> None:
         policy, AutoTokenizer.from_pretrained(given.tokenizer), max_length=LENGTH, run_dir=given.folder
     )
     try:
-        rows = await timed(client, weights, given.repeats)
+        rows = await timed(client, weights, given.repeats, given.between)
     finally:
         await client.close()
     size = 2 * sum(x.size for x in jax.tree.leaves(weights[0])) / 1e6
@@ -80,6 +81,7 @@ def main() -> None:
     )
     parser.add_argument("--transfer", choices=["orbax", "cuda_ipc"], default="orbax")
     parser.add_argument("--repeats", type=int, default=6)
+    parser.add_argument("--between", type=float, default=5.0, help="seconds that updates take, while older versions go")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--devices", default="", help="CUDA_VISIBLE_DEVICES of the server, such as 2,3")
     parser.add_argument("--memory", type=float, default=0.4, help="share of a GPU's memory of the server")
