@@ -248,8 +248,10 @@ class VllmClient:
         if settings.stop_strings and not early:
             sampling["stop"] = list(settings.stop_strings)
         if self.seeded and settings.temperature > 0:
-            seed = draft.request.seeds[draft.index]
-            sampling["seed"] = seed_of(seed, draft.count, draft.sample) if draft.count else seed_of(seed)
+            # vLLM draws sample i of a request by its seed + i: where some of the samples are asked again, it is another seed.
+            again = draft.count or len(drafts) < draft.request.n
+            numbers = (draft.count, *(one.sample for one in drafts)) if again else ()
+            sampling["seed"] = seed_of(draft.request.seeds[draft.index], *numbers)
         tokens = [*draft.prefix.tolist(), *draft.tokens.tolist()]
         return Ask(tokens=tokens, sampling=sampling)
 

@@ -9,7 +9,7 @@ import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class FakeVllm:
     Attributes:
       release: the vLLM version it plays.
       step_s: seconds a token takes.
+      room: most sequences that are drawn at a time; further ones wait.
       dev: whether the development endpoints are there.
       lists: whether our own route is there.
       status: {route: HTTP status} that is answered in place of the work.
@@ -47,12 +48,14 @@ class FakeVllm:
       off_drawn: {version: what is added to the log-probs of tokens that it draws}.
       host: address to listen on.
       bodies: generations that were asked for.
+      begun: (prefix, seed) of the sequences that have a token.
       calls: control calls in order.
       counts: answered requests by route.
     """
 
     release: str = "0.32.0"
     step_s: float = 0.0
+    room: int = 1 << 30
     dev: bool = True
     lists: bool = False
     status: dict[str, int] = field(default_factory=dict)
@@ -66,6 +69,7 @@ class FakeVllm:
     off_drawn: dict[int, float] = field(default_factory=dict)
     host: str = "127.0.0.1"
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    begun: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
     calls: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
     port: int = 0
@@ -75,7 +79,7 @@ class FakeVllm:
     def __post_init__(self) -> None:
         self.going = asyncio.Event()
         self.going.set()
-        self.active: set[Any] = set()  # sequences that are being drawn
+        self.active: dict[Any, None] = {}  # sequences that are being drawn, or wait
         self.aborted: set[object] = set()
         self.memory: dict[str, Any] = {}
         self.staged: tuple[int, str] = (-1, "idle")
@@ -189,7 +193,7 @@ class FakeVllm:
                 await asyncio.sleep(0.001)
         self.going.clear()
         if mode == "abort":
-            self.aborted |= self.active
+            self.aborted |= self.active.keys()
             self.going.set()
             while self.active:
                 await asyncio.sleep(0.001)
@@ -242,8 +246,9 @@ class Choice:
 
     def __init__(self, server: FakeVllm, native: bool, prefix: list[int], sampling: dict[str, Any], index: int):
         self.server, self.native, self.sampling, self.index = server, native, sampling, index
-        self.last = prefix[-1]
-        self.rng = np.random.default_rng([sampling.get("seed") or np.random.randint(1 << 30), index])
+        self.prefix, self.last = tuple(prefix), prefix[-1]
+        self.seed = (sampling.get("seed") or np.random.randint(1 << 30)) + index  # as vLLM gives it to sample `index`
+        self.rng = np.random.default_rng(self.seed)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.labels: list[str] = []
@@ -255,7 +260,7 @@ class Choice:
 
     async def events(self) -> Any:
         server = self.server
-        server.active.add(self)
+        server.active[self] = None
         try:
             while self.finish is None:
                 await asyncio.sleep(server.step_s)
@@ -265,14 +270,18 @@ class Choice:
                     if server.spans:
                         yield self.said(len(self.tokens))
                     return
+                if self not in islice(server.active, server.room):
+                    continue
                 self.step()
                 yield self.said(len(self.tokens) - 1)
         finally:
-            server.active.discard(self)
+            server.active.pop(self)
             server.aborted.discard(self)
 
     def step(self) -> None:
         log = table(self.server.version)[self.last]
+        if not self.tokens:
+            self.server.begun.append((self.prefix, self.seed))
         if self.sampling["temperature"] == 0:
             token = int(np.argmax(log))
         else:

@@ -107,6 +107,25 @@ def test_equal_seeds_give_equal_draws_and_samples_differ(running, prefixes):
     asyncio.run(run())
 
 
+def test_samples_that_had_no_token_yet_are_asked_again_by_seeds_of_their_own(running, prefixes):
+    """vLLM draws sample i by the request's seed + i: with the same seed, the first of those that waited would draw what sample 0 drew."""
+
+    async def run() -> None:
+        server = FakeVllm(step_s=0.01, room=2)
+        async with running([server], inflight="abort_resume") as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes[:1], 7))
+            for version in (1, 2, 3):
+                await until(lambda version=version: len({(p, s) for p, s in server.begun}) >= 2 * version)
+                await client.publish({}, version)
+            groups = await asked
+            checked(prefixes, groups)
+        seeds = [seed for prefix, seed in server.begun if prefix == tuple(prefixes[0].tolist())]
+        assert len(seeds) == len(set(seeds)) == 7
+
+    asyncio.run(run())
+
+
 def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distribution(running, prefixes):
     async def run() -> None:
         server = FakeVllm()
