@@ -24,9 +24,9 @@ from jaxrl_llm.samplers.server_update import Published
 from jaxrl_llm.samplers.vllm_http import Ask, Piece, ServerFault
 
 Group = tuple[int, list[Completion]]
-# Of a fleet: requests asked again, cut short, late, asked of a second server, answered by it sooner; servers and updates.
+# Of a fleet: requests asked again, cut short, held by a pause, late, asked of a second server, answered by it sooner; servers and updates.
 COUNTED = (
-    "retries", "aborted", "slow", "asked_twice", "overtaken", "set_aside", "rejoined", "joined", "left", "updates", "late_updates",
+    "retries", "aborted", "held", "slow", "asked_twice", "overtaken", "set_aside", "rejoined", "joined", "left", "updates", "late_updates",
 )  # fmt: skip
 _MOST_EMPTY = 20  # requests in a row that may end without a token
 
