@@ -104,7 +104,8 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.turns.fail(RuntimeError("the sampler is closed"))
+        self.turns.ended = RuntimeError("the sampler is closed")
+        self.turns.fail(self.turns.ended)
         for server in (*self.servers, *self._leaving):
             await server.http.close()
 

@@ -27,6 +27,7 @@ class Turns:
       newest: the version that requests are asked of; None before the first.
       mixed: servers of older versions take requests that were asked of those.
       shared_until: until then (time.monotonic) servers in their update are left their share of what waits.
+      ended: what everyone who asks for a turn gets, once there are none any more.
     """
 
     servers: Sequence[Server]
@@ -34,6 +35,7 @@ class Turns:
     newest: int | None = None
     mixed: bool = False
     shared_until: float = 0.0
+    ended: Exception | None = None
     _waiting: dict[int, Waiting] = field(default_factory=dict, init=False)
     _homes: OrderedDict[bytes, Server] = field(default_factory=OrderedDict, init=False)
 
@@ -49,6 +51,8 @@ class Turns:
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
           oldest: the oldest version that may answer.
         """
+        if self.ended is not None:
+            raise self.ended
         turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(oldest, deque()).append((n, home, turn))
         self.dispatch()

@@ -223,10 +223,12 @@ class VllmClient:
     async def _served(self) -> Fleet:
         """The fleet, once it knows of the version that requests are to be answered by."""
         await self._begun.wait()
+        if self._closed:
+            raise RuntimeError("the sampler is closed")
         if self._publication is not None and self._publication.done():
             self._publication.result()
-        if self._fleet is None or self._closed:
-            raise RuntimeError("the sampler is closed, or no server was reached")
+        if self._fleet is None:
+            raise RuntimeError("no server was reached")
         return self._fleet
 
     def _ask(self, drafts: Sequence[Draft]) -> Ask:

@@ -325,6 +325,23 @@ def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("before", ["the first version", "its answer"])
+def test_whoever_waits_for_samples_is_told_that_the_sampler_is_closed(running, prefixes, before):
+    async def run() -> None:
+        server = FakeVllm(step_s=0.1)
+        async with running([server]) as client:
+            if before == "the first version":
+                client.publisher.finish = lambda version: asyncio.Event().wait()
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 2))
+            await until(lambda: server.active or (before == "the first version" and server.counts))
+            await client.close()
+            with pytest.raises(RuntimeError, match="the sampler is closed"):
+                await asyncio.wait_for(asked, 5)
+
+    asyncio.run(run())
+
+
 def test_weights_go_from_memory_to_memory_without_a_checkpoint(running, prefixes, tiny, tmp_path):
     """The server is told where copies of the exported tensors lie; nothing is staged or written."""
 
