@@ -42,3 +42,10 @@ def one_of(component: object, allowed: Collection[object], *names: str) -> None:
     for name in names:
         if getattr(component, name) not in allowed:
             refuse(component, name, f"one of {tuple(allowed)}")
+
+
+def listed(component: object, example: str, *names: str) -> None:
+    """Refuses a text where a list of texts is meant: its letters would be taken for the texts."""
+    for name in names:
+        if isinstance(getattr(component, name), str):
+            refuse(component, name, f"a list of texts, such as {example}, where one text needs its comma too")

@@ -21,7 +21,7 @@ from typing import IO
 
 import aiohttp
 
-from jaxrl_llm import child_environment
+from jaxrl_llm import bounds, child_environment
 from jaxrl_llm.samplers.vllm_http import ServerFault, Unreached
 
 _log = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ class LocalServers:
     count: int = 1
     python: str | None = None
     python_path: Sequence[str] = ()
-    devices: Sequence[str] = ()
+    devices: Sequence[str | int] = ()
     tensor_parallel: int = 1
     memory_share: float | None = None
-    arguments: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    arguments: Sequence[str | int | float] = ()
+    environment: Mapping[str, str | int | float] = field(default_factory=dict)
     ready_s: float = 600.0
 
     def __post_init__(self) -> None:
@@ -95,6 +95,9 @@ class LocalServers:
             raise ValueError(
                 f"LocalServers.count and tensor_parallel must be >= 1 (got {self.count} and {self.tensor_parallel})"
             )
+        bounds.listed(self, "('1',)", "devices")
+        bounds.listed(self, "('FOLDER',)", "python_path")
+        bounds.listed(self, "('--enforce-eager',)", "arguments")
         if self.devices and len(self.devices) != self.count:
             raise ValueError(
                 f"LocalServers.devices must name the devices of each of {self.count} servers, or of none (got {list(self.devices)})"
@@ -117,8 +120,8 @@ class LocalServers:
         }
         found |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
         if self.devices:
-            found["CUDA_VISIBLE_DEVICES"] = self.devices[number]
-        return found | dict(self.environment)
+            found["CUDA_VISIBLE_DEVICES"] = str(self.devices[number])
+        return found | {name: str(value) for name, value in self.environment.items()}
 
     def release(self) -> tuple[int, int]:
         """vLLM's version there, (major, minor).
@@ -183,7 +186,7 @@ class LocalServer:
             "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE, "--uvicorn-log-level", "warning",
             "--tensor-parallel-size", str(self.config.tensor_parallel),
             *(() if share is None else ("--gpu-memory-utilization", str(share))),
-            *self.arguments, *self.config.arguments,
+            *self.arguments, *map(str, self.config.arguments),
         ]  # fmt: skip
 
     def start(self) -> None:

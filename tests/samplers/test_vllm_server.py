@@ -301,3 +301,14 @@ def test_settings_that_cannot_work_are_refused():
         VllmSampler(spawn=True, urls=["http://a:1"])
     with pytest.raises(ValueError, match="devices must name"):
         LocalServers(count=2, devices=("0",))
+
+
+def test_a_text_in_place_of_a_list_is_refused_and_numbers_are_taken_as_text(tmp_path):
+    for name in ("devices", "python_path", "arguments"):
+        with pytest.raises(ValueError, match=rf"vllm_server.LocalServers.{name} must be a list .*comma.*got '12'"):
+            LocalServers(**{name: "12"})
+    config = LocalServers(devices=(3,), arguments=("--seed", 1), environment={"VLLM_CPU_KVCACHE_SPACE": 1})
+    given = config.environment_of(0)
+    assert (given["CUDA_VISIBLE_DEVICES"], given["VLLM_CPU_KVCACHE_SPACE"]) == ("3", "1")
+    server = LocalServer(config=config, number=0, model=tmp_path, log=tmp_path / "log", arguments=())
+    assert server.command[-2:] == ["--seed", "1"]
