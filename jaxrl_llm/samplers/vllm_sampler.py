@@ -17,6 +17,7 @@ from jaxrl_llm.samplers.discovery import Discovery, Membership
 from jaxrl_llm.samplers.fleet import Fleet
 from jaxrl_llm.samplers.fleet_update import Limits
 from jaxrl_llm.samplers.following import FollowingSampler
+from jaxrl_llm.samplers.object_store import is_stored
 from jaxrl_llm.samplers.publication import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
 from jaxrl_llm.samplers.server_update import PAUSES, Inflight, Server
 from jaxrl_llm.samplers.vllm_client import VllmClient
@@ -94,10 +95,18 @@ class VllmSampler:
 
     def __post_init__(self) -> None:
         if self.spawn == bool(self.urls or self.discovery):
+            cure = "set VLLM_SPAWN = False, or leave the others empty"
+            if not self.spawn:
+                cure = "name servers by VLLM_URLS, VLLM_URLS_FILE or VLLM_URLS_DNS, or set VLLM_SPAWN = True"
             raise ValueError(
                 f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
-                f"{self.discovery}): set VLLM_SPAWN = False, or leave the others empty"
+                f"{self.discovery}): {cure}"
             )
+        bounds.listed(self, "('http://127.0.0.1:8000',)", "urls")
+        if not all(url.startswith(("http://", "https://")) for url in self.urls):
+            bounds.refuse(self, "urls", "addresses like http://HOST:PORT")
+        if is_stored(self.publication or "") and not (self.publication or "").partition("://")[2].strip("/"):
+            bounds.refuse(self, "publication", "a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH")
         bounds.one_of(self, PAUSES, "inflight")
         if self.transfer not in ("orbax", "cuda_ipc") or (self.transfer == "cuda_ipc" and self.proxied):
             raise ValueError(

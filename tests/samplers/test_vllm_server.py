@@ -301,6 +301,14 @@ def test_settings_that_cannot_work_are_refused():
         VllmSampler(spawn=True, urls=["http://a:1"])
     with pytest.raises(ValueError, match="devices must name"):
         LocalServers(count=2, devices=("0",))
+    with pytest.raises(ValueError, match=r"spawn=False, 0 urls .*name servers by VLLM_URLS"):
+        VllmSampler(spawn=False)
+    with pytest.raises(ValueError, match=r"VllmSampler.urls must be a list .*got 'http://a:1'"):
+        VllmSampler(spawn=False, urls="http://a:1")
+    with pytest.raises(ValueError, match=r"VllmSampler.urls must be addresses like http://HOST:PORT .*a:1"):
+        VllmSampler(spawn=False, urls=["a:1"])
+    with pytest.raises(ValueError, match=r"VllmSampler.publication must be a folder, or gs://BUCKET/PATH"):
+        VllmSampler(publication="s3://")
 
 
 def test_a_text_in_place_of_a_list_is_refused_and_numbers_are_taken_as_text(tmp_path):
