@@ -225,7 +225,12 @@ class Cuda:
     """CUDA's driver. Its calls need a current context: `use` makes a device's primary one current, as JAX and PyTorch share it."""
 
     def __init__(self) -> None:
-        self._driver = ctypes.CDLL("libcuda.so.1")
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise OSError(
+                f"TRANSFER = 'cuda_ipc' needs the CUDA driver on the host of learner and servers ({error}): use TRANSFER = 'orbax'"
+            ) from error
         self._call("cuInit", 0)
         self._allocations: dict[tuple[int, int], tuple[int, int]] = {}  # by device and number: address and bytes
 

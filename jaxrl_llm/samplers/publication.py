@@ -87,6 +87,11 @@ class Publisher:
         # Of several processes of a learner, one copies what all have written.
         self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
         self._stored: list[str] | None = None
+        if self.driver is None:
+            try:  # an error now is sooner than one when data and servers are there
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise self._unwritten("the first version", error) from error
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
         """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
@@ -109,7 +114,7 @@ class Publisher:
                 (path / FILE).write_text(manifest.to_json())
             self._writer().save(path / WEIGHTS, args=ocp.args.PyTreeSave(nested(tensors)))
         except (OSError, ValueError) as error:
-            raise self._unwritten(version, error) from error
+            raise self._unwritten(f"version {version}", error) from error
         self.seconds["blocked_s"] = time.perf_counter() - self._begin
         return path, manifest
 
@@ -122,7 +127,7 @@ class Publisher:
             if self._store is not None:
                 await asyncio.to_thread(self._copy, self._store, self._path(version))
         except (OSError, ValueError) as error:
-            raise self._unwritten(version, error) from error
+            raise self._unwritten(f"version {version}", error) from error
         self.seconds["save_s"] = time.perf_counter() - self._begin
 
     def _copy(self, store: Store, path: Path) -> None:
@@ -214,11 +219,11 @@ class Publisher:
     def _row(self, tokens: np.ndarray) -> np.ndarray:
         return np.pad(tokens.astype(np.int32), (0, -len(tokens) % _CANARY_ROW), constant_values=-1)
 
-    def _unwritten(self, version: int, error: Exception) -> OSError:
+    def _unwritten(self, version: str, error: Exception) -> OSError:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return OSError(
-            f"version {version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
-            "space there, or set vllm_sampler.VllmSampler.publication to another folder that the samplers see"
+            f"{version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
+            "space and allow writing there, or set vllm_sampler.VllmSampler.publication to another folder that the samplers see"
         )
 
 

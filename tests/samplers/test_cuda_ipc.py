@@ -144,6 +144,15 @@ def test_a_server_on_the_cpu_says_that_it_has_no_gpu_memory():
     assert (answer["version"], "not through GPU memory" in answer["error"]) == (-1, True)
 
 
+def test_a_host_without_the_driver_says_what_to_do(monkeypatch):
+    def absent(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(cuda_ipc.ctypes, "CDLL", absent)
+    with pytest.raises(OSError, match=r"needs the CUDA driver .*libcuda.so.1.*: use TRANSFER = 'orbax'"):
+        cuda_ipc.Cuda()
+
+
 def test_the_layout_of_a_copy_is_the_drivers():
     # cuda.h, CUDA_MEMCPY2D_v2 on 64 bits: x, y, type (padded), host, device, array, pitch, for both ends; width, height.
     assert ctypes.sizeof(cuda_ipc._Copy2D) == 128

@@ -163,4 +163,4 @@ def test_a_full_disk_is_an_error_that_says_what_to_do(tiny, tmp_path, monkeypatc
 def test_a_folder_that_cannot_be_written_is_an_error_that_says_what_to_do(tiny, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"could not be published to .*VllmSampler.publication"):
-        publish(publisher(tiny, tmp_path / "file" / "p"), tiny.params)
+        publisher(tiny, tmp_path / "file" / "p")  # at once, before there is a version
