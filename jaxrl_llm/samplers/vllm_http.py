@@ -146,8 +146,21 @@ class VllmHttp:
           ServerFault: it does not answer.
           Refused: it lacks what an update needs.
         """
-        health = await self._call("GET", "/health", limit_s=_CONNECT_S)
+        try:
+            health = await self._call("GET", "/health", limit_s=_CONNECT_S)
+        except Refused as refused:
+            if refused.status not in (401, 403):
+                raise
+            raise Refused(
+                f"{refused}: set vllm_sampler.VllmSampler.api_key_variable to the environment variable that holds the server's key "
+                "or the proxy's token, and VllmSampler.proxied = True for a proxy",
+                refused.status,
+            ) from refused
         if self.proxied:
+            if not health:
+                raise Refused(
+                    f"{self.url} is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied = True"
+                )
             self.release, self.route, self.tokens = _release(self.url, health), "/generate", "/tokens"
             self.lists = await self._refusal(self.tokens) == 400
             return
@@ -314,12 +327,20 @@ class VllmHttp:
 
     async def _step(self, method: str, route: str, **arguments: Any) -> list[dict[str, Any]]:
         """A method of the worker extension on every rank, directly or by the proxy's route of that name."""
-        if self.proxied:
-            text = await self._call("POST", route, arguments, limit_s=self.control_s)
-        else:
-            # Without vLLM's own "timeout": the ranks would read a late answer as that of the next call.
-            body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
-            text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
+        try:
+            if self.proxied:
+                text = await self._call("POST", route, arguments, limit_s=self.control_s)
+            else:
+                # Without vLLM's own "timeout": the ranks would read a late answer as that of the next call.
+                body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
+                text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
+        except ServerFault as fault:
+            if "is not implemented" not in str(fault):
+                raise
+            raise Refused(
+                f"{self.url} runs without the extension that loads published weights: start it with "
+                f"--worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension ({fault})"
+            ) from fault
         try:
             ranks = [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
             return [rank | {n: int(rank[n]) for n in ("version",) if n in rank} for rank in ranks]

@@ -36,6 +36,7 @@ class FakeVllm:
       step_s: seconds a token takes.
       room: most sequences that are drawn at a time; further ones wait.
       dev: whether the development endpoints are there.
+      extension: whether the worker extension is there.
       lists: whether our own route is there.
       status: {route: HTTP status} that is answered in place of the work.
       slow: {route, or "*" for any: seconds} before the answer.
@@ -57,6 +58,7 @@ class FakeVllm:
     step_s: float = 0.0
     room: int = 1 << 30
     dev: bool = True
+    extension: bool = True
     lists: bool = False
     status: dict[str, int] = field(default_factory=dict)
     slow: dict[str, float] = field(default_factory=dict)
@@ -217,6 +219,9 @@ class FakeVllm:
             return web.Response(status=400, text="Missing 'method'")
         given = body.get("kwargs", {})
         name = body["method"]
+        if not self.extension:
+            why = f"Call to collective_rpc method failed: Method '{name}' is not implemented."
+            return web.json_response({"error": {"message": why}}, status=500)
         if name == "stage":
             self.calls.append(f"stage {given['version']}")
             manifest = json.loads((Path(given["path"]) / "manifest.json").read_text())

@@ -227,6 +227,24 @@ def test_a_server_without_development_endpoints_is_refused_with_what_to_do(runni
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    ("fault", "proxied", "message"),
+    [
+        ({"extension": False}, False, "--worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"),
+        ({"status": {"/health": 401}}, False, "answered GET /health with 401.*api_key_variable.*proxied = True"),
+        ({}, True, "is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied"),
+    ],
+)
+def test_a_server_of_another_setup_is_refused_with_what_to_do(running, prefixes, fault, proxied, message):
+    async def run() -> None:
+        async with running([FakeVllm(**fault)], proxied=proxied) as client:
+            await client.publish({}, 0)
+            with pytest.raises(Refused, match=message):
+                await collect(client, prefixes, 1)
+
+    asyncio.run(run())
+
+
 FAILED_UPDATES = {
     "wrong architecture": ({"stage_error": "model.layers.0.mlp is [64, 32] there"}, "model.layers.0.mlp is", "stage 0"),
     "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
