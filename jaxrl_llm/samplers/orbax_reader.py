@@ -41,16 +41,18 @@ class Target:
       box: the part that the rank loads, one slice with a start and a stop for each axis.
       counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one does. A tensor
         that every rank loads whole is checked by each.
+      divided: the ranks load different parts, even where this one's is all of the tensor and the others' are empty.
     """
 
     shape: tuple[int, ...]
     box: Box
     counted: bool = True
+    divided: bool = False
 
     @property
     def whole(self) -> bool:
-        """Whether the part is the tensor."""
-        return self.box == whole_box(self.shape)
+        """Whether the part is the tensor, on every rank."""
+        return not self.divided and self.box == whole_box(self.shape)
 
 
 def whole_box(shape: Sequence[int]) -> Box:

@@ -6,6 +6,7 @@ kind that is not known here is refused: its tensors could go missing unnoticed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from jaxrl_llm.samplers.orbax_reader import Target, whole_box
@@ -106,7 +107,10 @@ def _replicated(layer: Any, parameter: str) -> Iterator[Target]:
 def _vocabulary(layer: Any, parameter: str) -> Iterator[Target]:
     indices = layer.shard_indices
     columns = layer.embedding_dim if parameter == "weight" else None
-    yield _rows(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index, columns)
+    rows = _rows(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index, columns)
+    yield replace(
+        rows, divided=layer.tp_size > 1
+    )  # rows are padded first: the first rank may have all of a small vocabulary
 
 
 _PARTS = {

@@ -30,23 +30,24 @@ class RMSNorm(torch.nn.Module):
 
 
 class Served(torch.nn.Module):
-    """One layer of Qwen2 as vLLM holds it on one of `ranks` ranks; a vocabulary of 100 is padded to 128 and divided."""
+    """One layer of Qwen2 as vLLM holds it on one of `ranks` ranks; a vocabulary is padded to a multiple of 64 and divided."""
 
     packed_modules_mapping: ClassVar = {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, rank: int = 0, ranks: int = 1, tied: bool = False):
+    def __init__(self, rank: int = 0, ranks: int = 1, tied: bool = False, words: int = VOCABULARY):
         super().__init__()
         self.config = SimpleNamespace(tie_word_embeddings=tied)
-        per_rank = 128 // ranks
+        per_rank = -(-words // 64) * 64 // ranks
         vocabulary = {
-            "org_vocab_size": VOCABULARY,
+            "org_vocab_size": words,
             "embedding_dim": HIDDEN,
+            "tp_size": ranks,
             "shard_indices": SimpleNamespace(
-                org_vocab_start_index=min(rank * per_rank, VOCABULARY),
-                org_vocab_end_index=min((rank + 1) * per_rank, VOCABULARY),
+                org_vocab_start_index=min(rank * per_rank, words),
+                org_vocab_end_index=min((rank + 1) * per_rank, words),
             ),
         }
         place = {"tp_rank": rank, "tp_size": ranks}

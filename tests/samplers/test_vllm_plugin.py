@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from published import write_version
-from served_model import LAYER, SHAPES, Served
+from served_model import HIDDEN, LAYER, SHAPES, VOCABULARY, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.samplers import stager, vllm_plugin
@@ -224,6 +224,28 @@ def test_ranks_load_their_parts_of_one_version_together(published, monkeypatch, 
             np.testing.assert_array_equal(worker.loaded[name][target.box], weights(1)[name][target.box])
     assert [r["error"] for r in on_every_rank(monkeypatch, workers, "commit", "1")] == [""] * ranks
     assert [worker.reloads for worker in workers] == [1] * ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_vocabulary_that_one_rank_holds_alone_is_checked_by_all_together(tmp_path, monkeypatch, ranks):
+    """12 words are padded to 64 rows, of which the first rank has 16 or 32; the numbers that ranks add up must be as many on each."""
+    words, embedding = 12, "model.embed_tokens.weight"
+    whole = {name: array[:words] if len(array) == VOCABULARY else array for name, array in weights(1).items()}
+    path = write_version(tmp_path, 1, whole)
+    workers = [Worker(rank, ranks) for rank in range(ranks)]
+    for rank, worker in enumerate(workers):
+        model = Served(rank, ranks, words=words)
+        worker.model_runner.get_model = lambda model=model: model
+        assert staged(worker, path, 1)["state"] == "staged"
+    answers = on_every_rank(monkeypatch, workers, "commit", "1")
+    assert [(answer["version"], answer["error"]) for answer in answers] == [(1, "")] * ranks
+    np.testing.assert_array_equal(workers[0].loaded[embedding], whole[embedding])
+    assert all(worker.loaded[embedding].shape == (words, HIDDEN) for worker in workers)
+    for worker in workers:
+        staged(worker, path, 1)
+    workers[0]._orbax_stager._staged.sums[embedding] ^= 1
+    for answer in on_every_rank(monkeypatch, workers, "commit", "1"):
+        assert embedding in answer["error"]
 
 
 def test_no_rank_loads_a_version_that_another_rank_lacks(published, monkeypatch):
