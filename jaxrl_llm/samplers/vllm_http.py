@@ -208,7 +208,7 @@ class VllmHttp:
                     self._take(choice, pieces, ask)
                 if any(piece.finish is None for piece in pieces):
                     raise ValueError(f"{len(answer['choices'])} samples of the {len(pieces)} that were asked for")
-        except (KeyError, IndexError, TypeError, AttributeError, json.JSONDecodeError) as wrong:
+        except (KeyError, IndexError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as wrong:
             raise ServerFault(f"{self.url} answered something else than samples: {wrong!r}") from wrong
         except ValueError as wrong:
             if isinstance(wrong, Refused):
@@ -225,7 +225,7 @@ class VllmHttp:
             listed = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
             found = [at[str(token)]["logprob"] for at, token in zip(listed[1:], list(tokens)[1:], strict=True)]
             return np.asarray(found, np.float64)
-        except (KeyError, TypeError, IndexError, AttributeError, ValueError) as wrong:
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as wrong:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
 
     def _by_lists(self, ask: Ask) -> bool:
@@ -344,7 +344,7 @@ class VllmHttp:
         try:
             ranks = [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
             return [rank | {n: int(rank[n]) for n in ("version",) if n in rank} for rank in ranks]
-        except (KeyError, TypeError, ValueError) as wrong:
+        except (KeyError, TypeError, ValueError, RecursionError) as wrong:
             raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
@@ -354,12 +354,14 @@ class VllmHttp:
         with self._faults(route, limit_s):
             async with self.session.request(verb, self.url + route, json=body, timeout=_timeout(limit_s)) as answer:
                 await self._good(answer, verb, route)
-                return await answer.text()
+                return await answer.text(errors="replace")
 
     async def _good(self, answer: aiohttp.ClientResponse, verb: str, route: str) -> None:
         if answer.status == 200:
             return
-        said = f"{self.url} answered {verb} {route} with {answer.status}: {(await answer.text())[:_TEXT]}"
+        said = (
+            f"{self.url} answered {verb} {route} with {answer.status}: {(await answer.text(errors='replace'))[:_TEXT]}"
+        )
         raise Refused(said, answer.status) if 400 <= answer.status < 500 else ServerFault(said)
 
     @contextlib.contextmanager
@@ -385,5 +387,5 @@ def _release(url: str, text: str) -> tuple[int, int]:
     try:
         major, minor = str(json.loads(text)["version"]).split(".")[:2]
         return int(major), int(minor)
-    except (KeyError, TypeError, ValueError) as wrong:
+    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
         raise Refused(f"{url} is no vLLM server: its /version says {text[:_TEXT]!r}") from wrong

@@ -298,9 +298,17 @@ def test_no_sample_keeps_a_token_of_weights_that_the_canary_refused(start, prefi
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "noise", [b"", b"[]", b'{"results": [{"version": "x", "state": "staged"}]}', b'{"results": [7]}']
-)
+NOISE = [
+    b"",
+    b"[]",
+    b'{"results": [{"version": "x", "state": "staged"}]}',
+    b'{"results": [7]}',
+    b"\xff",
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("noise", NOISE)
 def test_a_server_that_answers_an_update_with_garbage_is_set_aside_and_the_others_go_on(start, prefixes, noise):
     async def run() -> None:
         servers = [FakeVllm(), FakeVllm()]
@@ -313,5 +321,19 @@ def test_a_server_that_answers_an_update_with_garbage_is_set_aside_and_the_other
             await until(lambda: counted(client, "set_aside") == 1)
             servers[1].noise = None
             await until(lambda: servers[1].version == 1 and counted(client, "rejoined"))
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("noise", NOISE)
+def test_a_server_that_answers_requests_with_garbage_is_set_aside_and_others_are_asked(start, prefixes, noise):
+    async def run() -> None:
+        servers = [FakeVllm(), FakeVllm()]
+        async with start(servers) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            servers[1].noise = noise
+            checked(others(prefixes, 1), await collect(client, others(prefixes, 1), 1))
+            assert counted(client, "set_aside") == 1
 
     asyncio.run(run())
