@@ -95,7 +95,7 @@ class Proxy:
     def _check_token(self) -> Any:
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").encode()
+            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 raise web.HTTPUnauthorized(text="the token is missing or wrong")
             try:

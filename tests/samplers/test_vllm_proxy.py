@@ -150,6 +150,16 @@ def test_no_route_answers_without_the_token(header):
     assert not run(check).calls
 
 
+def test_a_token_that_is_no_utf_8_is_wrong_as_any_other():
+    async def check(session, upstream):
+        reader, writer = await asyncio.open_connection(session._base_url.host, session._base_url.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: proxy\r\nAuthorization: Bearer \xff\r\n\r\n")
+        assert (await reader.readline()).split()[1] == b"401"
+        writer.close()
+
+    assert not run(check).calls
+
+
 def test_nothing_else_of_vllm_is_reachable():
     async def check(session, upstream):
         for path in ("/collective_rpc", "/sleep", "/update_weight_version", "/v1/completions", "/stage/../sleep"):
