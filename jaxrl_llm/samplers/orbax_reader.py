@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, unquote
 
 import numpy as np
 import tensorstore as ts
@@ -83,10 +84,13 @@ class OrbaxReader:
     def __init__(self, path: str, *, window_bytes: int = 1 << 29) -> None:
         """Opens a version; BadVersion where it is not there, not whole, or its metadata cannot be read."""
         self.path = path.rstrip("/")
-        self._address = self.path if "://" in self.path else f"file://{Path(self.path).absolute()}"
+        # In an address some characters mean something else than in the name of a folder.
+        self._address = self.path if "://" in self.path else f"file://{quote(str(Path(self.path).absolute()))}"
         self._window_bytes = window_bytes
         settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
-        if in_memory(self._address.removeprefix("file://")):  # a disk that fails under a mapped file ends the process
+        if in_memory(
+            unquote(self._address.removeprefix("file://"))
+        ):  # a disk that fails under a mapped file ends the process
             settings["file_io_mode"] = {"mode": "memmap"}
         self._context = ts.Context(settings | dict(object_store.RETRIES))
         self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()

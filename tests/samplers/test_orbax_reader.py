@@ -178,6 +178,15 @@ def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, monkeypatc
         check_sums(path, staged.manifest, totals)
 
 
+@pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])
+@pytest.mark.parametrize("name", ["lr=1e-5, kl=0.1", "50%", "a%20b", "run #2", "why?", "a|b"])
+def test_a_folder_may_have_any_name(tmp_path, name, use_ocdbt):
+    published = tensors()
+    staged = read_version(write_version(tmp_path / name, 4, published, use_ocdbt=use_ocdbt), 4, whole())
+    for tensor, array in published.items():
+        np.testing.assert_array_equal(staged.parts[tensor].view(np.uint16), array.view(np.uint16))
+
+
 @pytest.mark.skipif(not orbax_reader.in_memory("/dev/shm"), reason="/dev/shm is no tmpfs here")
 def test_a_version_in_memory_is_mapped_and_reads_the_same():
     published = tensors()
