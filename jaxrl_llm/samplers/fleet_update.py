@@ -86,7 +86,8 @@ class Updates:
         self.counters["late_updates"] += len(late)
         self.seconds["total_s"] = time.monotonic() - begin
         self.counters["updates"] += 1
-        failed = [error for job in jobs if job.done() and (error := job.result()) is not None]
+        ended = {server: job.result() for job, server in jobs.items() if job.done()}
+        failed = [error for server in self.servers if (error := ended.get(server)) is not None]  # others left meanwhile
         if failed and len(failed) == len(self.servers) and not any(isinstance(e, Unreached) for e in failed):
             causes = "; ".join(str(error) for error in failed)
             error = type(failed[0])(f"no server took version {published.version} of the weights: {causes}")

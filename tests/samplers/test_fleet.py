@@ -337,3 +337,27 @@ def test_a_server_that_answers_requests_with_garbage_is_set_aside_and_others_are
             assert counted(client, "set_aside") == 1
 
     asyncio.run(run())
+
+
+def test_a_server_that_leaves_and_fails_does_not_make_the_others_update_a_failure(start, prefixes, tmp_path):
+    async def run() -> None:
+        servers = [await FakeVllm(step_s=step_s).start() for step_s in (0.01, 0.3)]
+        file = tmp_path / "servers.txt"
+        write(file, servers)
+        for server in servers:
+            await server.kill()
+        async with start(servers, listed=False, discovery=by_file(file)) as client:
+            await client.publish({}, 0)
+            asked = asyncio.create_task(collect(client, prefixes, 2))
+            await until(lambda: len(servers[1].active) > 5)
+            servers[1].slow["/collective_rpc"], servers[1].status["/collective_rpc"] = 0.3, 500
+            before = servers[1].counts["/collective_rpc"]
+            await client.publish({}, 1)
+            await until(lambda: servers[1].counts["/collective_rpc"] > before)
+            write(file, servers[:1])
+            await until(lambda: counted(client, "left"))
+            await client.publish({}, 2)
+            checked(prefixes, await asked)
+            assert servers[0].version == 2
+
+    asyncio.run(run())
