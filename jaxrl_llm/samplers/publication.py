@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -87,6 +88,7 @@ class Publisher:
         # Of several processes of a learner, one copies what all have written.
         self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
         self._stored: list[str] | None = None
+        self._storing = threading.Lock()  # a thread goes on where nobody waits for it any more
         if self.driver is None:
             try:  # an error now is sooner than one when data and servers are there
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -132,13 +134,14 @@ class Publisher:
 
     def _copy(self, store: Store, path: Path) -> None:
         """Moves a version that is whole to object storage."""
-        if self._stored is None:
-            for old in store.versions():
-                store.remove(old)
-            self._stored = []
-        store.upload(path, path.name)
-        self._stored.append(path.name)
-        shutil.rmtree(path, ignore_errors=True)
+        with self._storing:
+            if self._stored is None:
+                for old in store.versions():
+                    store.remove(old)
+                self._stored = []
+            self._stored.append(path.name)  # first, for what is there of a copy that breaks off
+            store.upload(path, path.name)
+            shutil.rmtree(path, ignore_errors=True)
 
     def place(self, version: int) -> str:
         """Where samplers find a version."""
@@ -158,8 +161,10 @@ class Publisher:
     def _remove_old(self) -> None:
         for path in self._versions()[: -self.keep]:
             shutil.rmtree(path, ignore_errors=True)
-        while self._store is not None and self._stored is not None and len(self._stored) > self.keep:
-            self._store.remove(self._stored.pop(0))
+        with self._storing:
+            while self._store is not None and self._stored is not None and len(self._stored) > self.keep:
+                self._store.remove(self._stored[0])
+                del self._stored[0]
 
     def close(self, *, remove: bool) -> None:
         """Ends what is being written; with `remove`, no version stays."""
@@ -169,8 +174,9 @@ class Publisher:
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
             if self._store is not None:
-                for name in self._stored or ():
-                    self._store.remove(name)
+                with self._storing:
+                    for name in self._stored or ():
+                        self._store.remove(name)
 
     def _versions(self) -> list[Path]:
         return sorted(self.folder.glob("v" + "[0-9]" * 8))

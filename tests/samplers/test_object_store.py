@@ -1,6 +1,8 @@
 """Versions in object storage, written by the learner and read by a sampler, against a server that speaks both APIs."""
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,32 @@ def test_a_version_whose_copy_broke_off_is_not_taken_for_whole(tiny, tmp_path, s
     publish(one, tiny.params, 5)
     assert read_version(one.place(5), 5, targets(tiny)).manifest.version == 5
     one.close(remove=False)
+
+
+@pytest.mark.parametrize("ends", ["is whole", "breaks off"])
+def test_what_is_being_copied_when_the_run_ends_is_removed_as_well(tiny, tmp_path, server, address, ends, monkeypatch):
+    one, begun, upload = publisher(tiny, tmp_path / "p", address), threading.Event(), object_store.Store.upload
+
+    def slow(store: object_store.Store, folder: Path, name: str) -> None:
+        try:
+            upload(store, folder, name)
+        finally:
+            begun.set()
+            time.sleep(0.5)
+
+    async def run() -> None:
+        one.start(tiny.params, 0)
+        copying = asyncio.create_task(one.finish(0))
+        await asyncio.to_thread(begun.wait, 20)
+        copying.cancel()
+        await asyncio.gather(copying, return_exceptions=True)
+        server.refuses = ""
+        one.close(remove=True)
+
+    monkeypatch.setattr(object_store.Store, "upload", slow)
+    server.refuses = "_CHECKPOINT_METADATA" if ends == "breaks off" else ""
+    asyncio.run(run())
+    assert not server.keys("runs of today/one/") and not (tmp_path / "p").exists()
 
 
 def test_a_flipped_bit_in_object_storage_is_found(tiny, tmp_path, server, address):
