@@ -61,14 +61,19 @@ class Asking:
         """Yields (index of the prompt, its n rollouts) as they finish; a prompt's group depends on its seed alone."""
         prefixes = [p.prefix for p in prompts]
         talking: set[asyncio.Task[tuple[int, list[Rollout]]]] = set()
-        async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
-            rollouts = [self._first(prompts[index], c, role) for c in completions]
-            if self.environment is None:
-                yield self._finished(index, rollouts)
-            else:
-                talking.add(asyncio.ensure_future(self._talk(index, rollouts, settings, seeds[index])))
-        for talk in asyncio.as_completed(talking):
-            yield self._finished(*await talk)
+        try:
+            async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
+                rollouts = [self._first(prompts[index], c, role) for c in completions]
+                if self.environment is None:
+                    yield self._finished(index, rollouts)
+                else:
+                    talking.add(asyncio.ensure_future(self._talk(index, rollouts, settings, seeds[index])))
+            for talk in asyncio.as_completed(talking):
+                yield self._finished(*await talk)
+        finally:
+            for task in talking:
+                task.cancel()
+            await asyncio.gather(*talking, return_exceptions=True)
 
     async def _talk(
         self, index: int, rollouts: Sequence[Rollout], settings: SamplingSettings, seed: int

@@ -124,6 +124,28 @@ def test_the_token_limit_holds_for_the_whole_transcript(max_tokens, length, fini
     assert [s.min_tokens for s in calls] == [min(2, limit) for limit in asked]
 
 
+def test_whoever_gives_up_leaves_no_conversation_behind():
+    class Stuck(EchoSampler):
+        def sample(self, prefixes, n, settings, seeds):
+            return super().sample(prefixes, n, settings, seeds) if len(prefixes) > 1 else self.never()
+
+        async def never(self):
+            await asyncio.Event().wait()
+            yield
+
+    async def run() -> None:
+        asking = Asking(sampler=Stuck(), tokenizer=Words(), environment=Counting())
+        groups = asking.groups([make_prompt("a", [1, 2]), make_prompt("b", [3])], 2, SETTINGS, [11, 22])
+        asked = asyncio.ensure_future(anext(groups))
+        await asyncio.wait({asked}, timeout=0.05)
+        asked.cancel()
+        await asyncio.wait({asked})
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
 def test_a_prompt_without_tokens_is_refused():
     asking = Asking(sampler=EchoSampler(), tokenizer=Words())
 
