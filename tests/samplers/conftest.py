@@ -2,11 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from fleet_cases import running
 from sampler_cases import SIZES, VOCABULARY, Tiny, sample
 
 from jaxrl_llm.experience import Completion, SamplingSettings
@@ -64,6 +67,12 @@ def draw() -> Callable[..., list[list[Completion]]]:
         return asyncio.run(once())
 
     return run
+
+
+@pytest.fixture
+def start(tiny: Tiny, tmp_path: Path) -> Callable[..., Any]:
+    """Starts fake servers and a client of them."""
+    return partial(running, tiny, tmp_path)
 
 
 @pytest.fixture

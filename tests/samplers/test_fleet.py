@@ -3,14 +3,12 @@
 import asyncio
 import socket
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_vllm import VOCABULARY, FakeVllm
-from fleet_cases import checked, collect, running, until
-from sampler_cases import Tiny
+from fleet_cases import checked, collect, until
 
 from jaxrl_llm.samplers import server_update
 from jaxrl_llm.samplers.discovery import Discovery
@@ -20,12 +18,6 @@ from jaxrl_llm.samplers.vllm_sampler import VllmSampler
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
 GENERATE = "/inference/v1/generate"
-
-
-@pytest.fixture
-def start(tiny: Tiny, tmp_path: Path):
-    """Starts fake servers and a client of them."""
-    return partial(running, tiny, tmp_path)
 
 
 def write(path: Path, servers: list[FakeVllm]) -> None:

@@ -1,41 +1,30 @@
-"""The client against servers that play vLLM: every token of its version, no sample lost or counted twice, whatever fails."""
+"""The client against servers that play vLLM: every token of its version, settings, seeds, stops, load."""
 
 import asyncio
-import time
-from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import PLAIN, checked, collect, until
-from fleet_cases import running as start_running
-from sampler_cases import MAX_LENGTH, Letters, Tiny
+from sampler_cases import MAX_LENGTH, Letters
 
 from jaxrl_llm.experience import SamplingSettings
 from jaxrl_llm.samplers.publication import Publisher, exported
-from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
 from jaxrl_llm.samplers.vllm_route import ROUTE
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
-
-
-@pytest.fixture
-def running(tiny: Tiny, tmp_path: Path):
-    """Starts fake servers and a client of them."""
-    return partial(start_running, tiny, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("release", "lists"), [("0.32.0", False), ("0.32.0", True), ("0.26.0", False), ("0.26.0", True)]
 )
 @pytest.mark.parametrize("inflight", ["recompute", "stale_kv", "wait", "abort_resume"])
-def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, release, lists):
+def test_every_token_has_the_version_that_drew_it(start, prefixes, inflight, release, lists):
     """Weights change three times under requests in flight; a log-prob of another version's table would differ."""
 
     async def run() -> None:
         servers = [FakeVllm(release=release, step_s=0.01, lists=lists) for _ in range(2)]
-        async with running(servers, inflight=inflight, sequences=12) as client:
+        async with start(servers, inflight=inflight, sequences=12) as client:
             await client.publish({}, 0)
             asked = asyncio.create_task(collect(client, prefixes, 3))
             await until(lambda: servers[0].active)
@@ -59,13 +48,13 @@ def test_every_token_has_the_version_that_drew_it(running, prefixes, inflight, r
     asyncio.run(run())
 
 
-def test_settings_arrive_in_the_words_of_vllm(running, prefixes):
+def test_settings_arrive_in_the_words_of_vllm(start, prefixes):
     async def run() -> None:
         server = FakeVllm(release="0.26.0")
         settings = SamplingSettings(
             max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3, stop_token_ids=(4, 7)
         )
-        async with running([server], inflight="wait") as client:
+        async with start([server], inflight="wait") as client:
             await client.publish({}, 0)
             groups = await collect(client, prefixes[:2], 2, settings)
         sent = server.bodies[0]["sampling_params"]
@@ -83,10 +72,10 @@ def test_settings_arrive_in_the_words_of_vllm(running, prefixes):
     asyncio.run(run())
 
 
-def test_completions_serve_where_tokens_in_and_out_are_not_to_be_had(running, prefixes):
+def test_completions_serve_where_tokens_in_and_out_are_not_to_be_had(start, prefixes):
     async def run() -> None:
         server = FakeVllm(status={"/inference/v1/generate": 403})
-        async with running([server]) as client:
+        async with start([server]) as client:
             await client.publish({}, 0)
             checked(prefixes, await collect(client, prefixes, 2))
         assert server.counts["/v1/completions"] == len(prefixes) + 1
@@ -95,9 +84,9 @@ def test_completions_serve_where_tokens_in_and_out_are_not_to_be_had(running, pr
     asyncio.run(run())
 
 
-def test_equal_seeds_give_equal_draws_and_samples_differ(running, prefixes):
+def test_equal_seeds_give_equal_draws_and_samples_differ(start, prefixes):
     async def run() -> None:
-        async with running([FakeVllm(), FakeVllm()]) as client:
+        async with start([FakeVllm(), FakeVllm()]) as client:
             await client.publish({}, 0)
             first, again, other = [await collect(client, prefixes, 3, seed=s) for s in (0, 0, 50)]
         tokens = lambda groups: [[c.tokens.tolist() for c in groups[i]] for i in range(len(prefixes))]  # noqa: E731
@@ -107,12 +96,12 @@ def test_equal_seeds_give_equal_draws_and_samples_differ(running, prefixes):
     asyncio.run(run())
 
 
-def test_samples_that_had_no_token_yet_are_asked_again_by_seeds_of_their_own(running, prefixes):
+def test_samples_that_had_no_token_yet_are_asked_again_by_seeds_of_their_own(start, prefixes):
     """vLLM draws sample i by the request's seed + i: with the same seed, the first of those that waited would draw what sample 0 drew."""
 
     async def run() -> None:
         server = FakeVllm(step_s=0.01, room=2)
-        async with running([server], inflight="abort_resume") as client:
+        async with start([server], inflight="abort_resume") as client:
             await client.publish({}, 0)
             asked = asyncio.create_task(collect(client, prefixes[:1], 7))
             for version in (1, 2, 3):
@@ -126,11 +115,11 @@ def test_samples_that_had_no_token_yet_are_asked_again_by_seeds_of_their_own(run
     asyncio.run(run())
 
 
-def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distribution(running, prefixes):
+def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distribution(start, prefixes):
     async def run() -> None:
         server = FakeVllm()
         settings = SamplingSettings(max_tokens=12, min_tokens=6, stop_token_ids=tuple(range(0, VOCABULARY, 2)))
-        async with running([server]) as client:
+        async with start([server]) as client:
             await client.publish({}, 0)
             groups = await collect(client, prefixes, 2, settings)
         checked(prefixes, groups)
@@ -142,9 +131,9 @@ def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distributio
     asyncio.run(run())
 
 
-def test_a_stop_string_ends_a_response_at_the_token_that_completes_it(running, prefixes):
+def test_a_stop_string_ends_a_response_at_the_token_that_completes_it(start, prefixes):
     async def run() -> None:
-        async with running([FakeVllm()]) as client:
+        async with start([FakeVllm()]) as client:
             await client.publish({}, 0)
             settings = SamplingSettings(max_tokens=12, stop_strings=("a", "c"))
             groups = await collect(client, prefixes, 3, settings)
@@ -156,162 +145,10 @@ def test_a_stop_string_ends_a_response_at_the_token_that_completes_it(running, p
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("release", ["0.32.0", "0.26.0"])
-def test_a_killed_server_loses_no_sample_and_rejoins_with_the_present_weights(running, prefixes, release):
-    async def run() -> None:
-        servers = [FakeVllm(release=release, step_s=0.01) for _ in range(2)]
-        async with running(servers) as client:
-            await client.publish({}, 0)
-            asked = asyncio.create_task(collect(client, prefixes, 3))
-            await until(lambda: servers[0].active)
-            await servers[0].kill()
-            checked(prefixes, await asked)
-            await client.publish({}, 1)
-            assert set(checked(prefixes, await collect(client, prefixes, 1))) == {1}
-            await servers[0].start()
-            await until(lambda: servers[0].version == 1 and servers[0].going.is_set())
-            await asyncio.sleep(0.1)
-            before = servers[0].counts["/inference/v1/generate"]
-            others = [(prefix + 1) % VOCABULARY for prefix in prefixes]  # no server knows them
-            checked(others, await collect(client, others, 1))
-            assert servers[0].counts["/inference/v1/generate"] > before
-            found = client.metrics()
-            assert found["sampler/retries"] >= 1 and found["sampler/set_aside"] == 1 and found["sampler/rejoined"] == 1
-
-    asyncio.run(run())
-
-
-def test_a_slow_server_is_left_after_its_limit_and_set_aside_in_the_end(running, prefixes):
-    async def run() -> None:
-        servers = [FakeVllm(), FakeVllm()]
-        async with running(servers, request_s=60.0) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes[:1], 1)
-            assert client._fleet is not None
-            slow, quick = (server.http for server in client._fleet.servers)
-            assert slow.request_s == quick.request_s == 60.0
-            slow.request_s = 0.15  # of this one alone: a busy machine may keep the other's answers for longer
-            servers[0].slow["/inference/v1/generate"] = 60.0
-            checked(prefixes, await collect(client, prefixes, 2))
-            found = client.metrics()
-        assert found["sampler/slow"] >= 3 and found["sampler/set_aside"] == 1
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("fault", [{"status": {"/inference/v1/generate": 500}}, {"garbage": True}])
-def test_a_request_that_fails_everywhere_ends_with_an_error_that_names_the_server(running, prefixes, fault):
-    async def run() -> None:
-        server = FakeVllm()
-        async with running([server], tries=2, wait_s=0.4) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes, 1)
-            for name, value in fault.items():
-                setattr(server, name, value)
-            server.off = 0.0
-            begin = time.monotonic()
-            with pytest.raises(OSError, match=f"{server.url}"):
-                await collect(client, prefixes, 1)
-            assert time.monotonic() - begin < 5
-
-    asyncio.run(run())
-
-
-def test_a_server_without_development_endpoints_is_refused_with_what_to_do(running, prefixes):
-    async def run() -> None:
-        async with running([FakeVllm(dev=False)]) as client:
-            await client.publish({}, 0)
-            with pytest.raises(Refused, match="VLLM_SERVER_DEV_MODE=1"):
-                await collect(client, prefixes, 1)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("fault", "proxied", "message"),
-    [
-        ({"extension": False}, False, "--worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"),
-        ({"status": {"/health": 401}}, False, "answered GET /health with 401.*api_key_variable.*proxied = True"),
-        ({}, True, "is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied"),
-    ],
-)
-def test_a_server_of_another_setup_is_refused_with_what_to_do(running, prefixes, fault, proxied, message):
-    async def run() -> None:
-        async with running([FakeVllm(**fault)], proxied=proxied) as client:
-            await client.publish({}, 0)
-            with pytest.raises(Refused, match=message):
-                await collect(client, prefixes, 1)
-
-    asyncio.run(run())
-
-
-FAILED_UPDATES = {
-    "wrong architecture": ({"stage_error": "model.layers.0.mlp is [64, 32] there"}, "model.layers.0.mlp is", "stage 0"),
-    "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
-    "commit fails": ({"commit_error": "the model lacks lm_head"}, "the model lacks lm_head.*stays paused", "commit 0"),
-    "label fails": ({"status": {"/update_weight_version": 500}}, "a fault of the test", "commit 0"),
-    "another model": ({"off": 0.3}, "scores the canary 0.3", "pause abort true"),
-}
-
-
-@pytest.mark.parametrize("name", FAILED_UPDATES)
-def test_a_failed_update_is_never_resumed_and_says_why(running, prefixes, name):
-    fault, message, last = FAILED_UPDATES[name]
-
-    async def run() -> None:
-        server = FakeVllm(**fault)
-        async with running([server]) as client:
-            await client.publish({}, 0)
-            with pytest.raises(ServerFault, match=message) as raised:
-                await collect(client, prefixes, 1)
-            assert server.url in str(raised.value)
-            calls = list(server.calls)
-        assert calls[-1] == last and not server.bodies
-
-    asyncio.run(run())
-
-
-def test_requests_go_on_with_the_servers_that_took_the_update(running, prefixes):
-    async def run() -> None:
-        servers = [FakeVllm(), FakeVllm(step_s=0.005)]
-        async with running(servers, wait_s=3.0) as client:
-            await client.publish({}, 0)
-            asked = asyncio.create_task(collect(client, prefixes, 3))
-            await until(lambda: servers[1].active)
-            servers[1].off = 0.2  # its canary fails from now on
-            await client.publish({}, 1)
-            checked(prefixes, await asked)
-            assert set(checked(prefixes, await collect(client, prefixes, 2))) == {1}
-            assert client._fleet is not None
-            await until(lambda: client._fleet.counters["set_aside"])
-            seen = servers[1].counts["/inference/v1/generate"]
-            servers[1].off = 0.0
-            await until(lambda: servers[1].going.is_set() and servers[1].counts["/inference/v1/generate"] > seen)
-            assert servers[1].version == 1
-
-    asyncio.run(run())
-
-
-def test_a_wait_for_servers_ends_within_its_limit_and_names_each_cause(running, prefixes):
-    async def run() -> None:
-        server = FakeVllm(step_s=0.01)
-        async with running([server], wait_s=0.3) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes, 1)
-            await server.kill()
-            begin = time.monotonic()
-            with pytest.raises(TimeoutError, match=f"{server.url}.*Connect"):
-                await collect(client, prefixes, 1)
-            assert time.monotonic() - begin < 2
-            await server.start()
-
-    asyncio.run(run())
-
-
-def test_load_spreads_and_equal_prefixes_stay_together(running, prefixes):
+def test_load_spreads_and_equal_prefixes_stay_together(start, prefixes):
     async def run() -> None:
         servers = [FakeVllm(step_s=0.002) for _ in range(3)]
-        async with running(servers, sequences=8) as client:
+        async with start(servers, sequences=8) as client:
             await client.publish({}, 0)
             many = prefixes * 6
             await collect(client, many, 2)  # asked before the first server is through with its update
@@ -326,10 +163,10 @@ def test_load_spreads_and_equal_prefixes_stay_together(running, prefixes):
     asyncio.run(run())
 
 
-def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
+def test_what_nobody_waits_for_is_ended_at_the_server(start, prefixes):
     async def run() -> None:
         server = FakeVllm(step_s=0.02)
-        async with running([server]) as client:
+        async with start([server]) as client:
             await client.publish({}, 0)
             stream = client.sample(prefixes, 2, PLAIN, list(range(len(prefixes))))
             asked = asyncio.ensure_future(anext(stream))
@@ -343,29 +180,12 @@ def test_what_nobody_waits_for_is_ended_at_the_server(running, prefixes):
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("before", ["the first version", "its answer"])
-def test_whoever_waits_for_samples_is_told_that_the_sampler_is_closed(running, prefixes, before):
-    async def run() -> None:
-        server = FakeVllm(step_s=0.1)
-        async with running([server]) as client:
-            if before == "the first version":
-                client.publisher.finish = lambda version: asyncio.Event().wait()
-            await client.publish({}, 0)
-            asked = asyncio.create_task(collect(client, prefixes, 2))
-            await until(lambda: server.active or (before == "the first version" and server.counts))
-            await client.close()
-            with pytest.raises(RuntimeError, match="the sampler is closed"):
-                await asyncio.wait_for(asked, 5)
-
-    asyncio.run(run())
-
-
-def test_weights_go_from_memory_to_memory_without_a_checkpoint(running, prefixes, tiny, tmp_path):
+def test_weights_go_from_memory_to_memory_without_a_checkpoint(start, prefixes, tiny, tmp_path):
     """The server is told where copies of the exported tensors lie; nothing is staged or written."""
 
     async def run() -> None:
         server, addresses = FakeVllm(), Addresses()
-        async with running([server]) as client:
+        async with start([server]) as client:
             fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
             client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=addresses)
             for version in (0, 1):
@@ -374,9 +194,9 @@ def test_weights_go_from_memory_to_memory_without_a_checkpoint(running, prefixes
             tensors, _ = exported(tiny.params, policy=tiny.policy, dtype="bfloat16")
             buffer = addresses.buffers[0, 1]
             for name, entry in server.memory["tensors"].items():
-                ((number, place, start, shape),) = entry["shards"]
+                ((number, place, begin, shape),) = entry["shards"]
                 array = np.asarray(tensors[name])
-                assert (number, start, shape) == (0, [0] * array.ndim, list(array.shape)) and entry[
+                assert (number, begin, shape) == (0, [0] * array.ndim, list(array.shape)) and entry[
                     "dtype"
                 ] == "bfloat16"
                 assert buffer[place : place + array.nbytes].tobytes() == array.tobytes()
