@@ -80,6 +80,7 @@ class Updates:
         except asyncio.CancelledError:
             for job in jobs:
                 job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
             raise
         late = {server: job for job, server in jobs.items() if not job.done()}
         self.under_way |= late

@@ -121,7 +121,12 @@ class VllmClient:
                 self._fleet = await self.connect()
             await self.publisher.finish(published.version)
             update = asyncio.ensure_future(self._fleet.publish(published))
-            await asyncio.sleep(0)  # it has told the fleet which version requests are asked of
+            try:
+                await asyncio.sleep(0)  # it has told the fleet which version requests are asked of
+            except asyncio.CancelledError:  # at `close`, which would leave it behind
+                update.cancel()
+                await asyncio.gather(update, return_exceptions=True)
+                raise
         finally:
             self._begun.set()
         await update

@@ -127,6 +127,25 @@ def test_a_failed_update_is_never_resumed_and_says_why(start, prefixes, name):
     asyncio.run(run())
 
 
+def test_a_close_as_an_update_begins_leaves_none_behind(start, prefixes, monkeypatch, caplog):
+    async def run() -> None:
+        async with start([FakeVllm()]) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            monkeypatch.setattr(client.publisher, "finish", lambda version: asyncio.sleep(0))
+            await client.publish({}, 1)
+            while "Fleet.publish" not in running_now():
+                await asyncio.sleep(0)
+            await client.close()
+            assert not {"Fleet.publish", "Updates.bring"} & running_now()
+
+    def running_now() -> set[str]:
+        return {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
+
+    asyncio.run(run())
+    assert "set aside" not in caplog.text
+
+
 def test_requests_go_on_with_the_servers_that_took_the_update(start, prefixes):
     async def run() -> None:
         servers = [FakeVllm(), FakeVllm(step_s=0.005)]
