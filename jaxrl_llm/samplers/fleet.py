@@ -317,12 +317,21 @@ class Fleet:
             await server.http.open()
         except (ServerFault, Refused, TimeoutError, OSError) as error:
             server.cause = str(error)
+            self._told(server)
             return
         served = server.served
-        if await self.updates.bring(server) is None:
-            server.strikes = 0
-            self.counters["rejoined" if served else "joined"] += 1
-            _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
+        if await self.updates.bring(server) is not None:
+            self._told(server)
+            return
+        server.strikes, server.told = 0, ""
+        self.counters["rejoined" if served else "joined"] += 1
+        _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
+
+    def _told(self, server: Server) -> None:
+        """Warns, once for each cause, of a server that cannot be taken in."""
+        if server.told != server.cause:
+            server.told = server.cause
+            _log.warning("vLLM server %s gets no requests yet: %s", server.http.url, server.cause)
 
     async def _watch(self) -> None:
         """Tries to bring failed servers back, hurries late requests, and ends waits that have become hopeless."""

@@ -59,6 +59,7 @@ class Server:
       served: it has taken requests before.
       strikes: requests in a row that took too long.
       cause: why it is not ready, or where its update is.
+      told: the cause that was last warned of, of a server that is to be taken in.
       suspect: a version whose tokens are thrown away, or None.
       flights: requests in flight.
       held: those of them that reached it when it was paused already, cut off to be asked again.
@@ -73,6 +74,7 @@ class Server:
     served: bool = False
     strikes: int = 0
     cause: str = "not reached yet"
+    told: str = ""
     suspect: int | None = None
     flights: set[asyncio.Task[None]] = field(default_factory=set)
     held: set[asyncio.Task[None]] = field(default_factory=set)

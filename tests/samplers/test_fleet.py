@@ -61,6 +61,26 @@ def test_a_server_that_joins_during_a_run_gets_the_newest_weights_before_its_fir
     asyncio.run(run())
 
 
+def test_a_server_that_cannot_join_is_named_once_with_the_cause(start, prefixes, tmp_path, caplog):
+    async def run() -> None:
+        servers, new = [FakeVllm()], await FakeVllm(dev=False).start()
+        file = tmp_path / "servers.txt"
+        await servers[0].start()
+        write(file, servers)
+        await servers[0].kill()
+        async with start(servers, listed=False, discovery=by_file(file)) as client:
+            await client.publish({}, 0)
+            await collect(client, prefixes, 1)
+            write(file, [*servers, new])
+            await until(lambda: "gets no requests yet" in caplog.text)
+            await asyncio.sleep(1.2)  # more than one further try
+        await new.kill()
+
+    asyncio.run(run())
+    (said,) = [one.getMessage() for one in caplog.records if "gets no requests yet" in one.getMessage()]
+    assert "VLLM_SERVER_DEV_MODE=1" in said
+
+
 @pytest.mark.parametrize("leave_s", [60.0, 0.0])
 def test_a_server_that_left_finishes_its_requests_or_hands_their_tokens_on(start, prefixes, tmp_path, leave_s):
     async def run() -> None:
