@@ -2,6 +2,10 @@
 
 import asyncio
 import json
+import os
+import socket
+import subprocess
+import sys
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -255,3 +259,18 @@ def test_only_a_server_on_loopback_is_accepted(server):
 def test_a_short_token_is_refused():
     with pytest.raises(ValueError, match="JAXRL_LLM_TOKEN"):
         Proxy(server="http://127.0.0.1:8000", token="secret")
+
+
+def test_a_port_that_is_taken_is_an_error_of_one_line():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        command = [sys.executable, "-m", "jaxrl_llm.samplers.vllm_proxy", "--server", "http://127.0.0.1:8000"]
+        done = subprocess.run(
+            [*command, "--port", str(taken.getsockname()[1])], env={**os.environ, "JAXRL_LLM_TOKEN": TOKEN}, capture_output=True,
+            text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert (
+        done.stderr.startswith("error: ") and "address already in use" in done.stderr and done.stderr.count("\n") == 1
+    )
