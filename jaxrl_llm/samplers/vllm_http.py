@@ -359,9 +359,8 @@ class VllmHttp:
     async def _good(self, answer: aiohttp.ClientResponse, verb: str, route: str) -> None:
         if answer.status == 200:
             return
-        said = (
-            f"{self.url} answered {verb} {route} with {answer.status}: {(await answer.text(errors='replace'))[:_TEXT]}"
-        )
+        text = " ".join((await answer.text(errors="replace")).split())[:_TEXT]
+        said = f"{self.url} answered {verb} {route} with {answer.status}: {text}"
         raise Refused(said, answer.status) if 400 <= answer.status < 500 else ServerFault(said)
 
     @contextlib.contextmanager
