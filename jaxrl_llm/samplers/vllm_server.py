@@ -98,6 +98,11 @@ class LocalServers:
         bounds.listed(self, "('1',)", "devices")
         bounds.listed(self, "('FOLDER',)", "python_path")
         bounds.listed(self, "('--enforce-eager',)", "arguments")
+        if {str(argument).partition("=")[0] for argument in self.arguments} & {"--host", "--port"}:
+            raise ValueError(
+                f"LocalServers.arguments must leave out --host and --port, which are chosen here (got {list(self.arguments)}): start a "
+                "server of another address yourself, with VLLM_SPAWN = False and its address in VLLM_URLS"
+            )
         if self.devices and len(self.devices) != self.count:
             raise ValueError(
                 f"LocalServers.devices must name the devices of each of {self.count} servers, or of none (got {list(self.devices)})"

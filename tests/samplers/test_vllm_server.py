@@ -301,6 +301,8 @@ def test_settings_that_cannot_work_are_refused():
         VllmSampler(spawn=True, urls=["http://a:1"])
     with pytest.raises(ValueError, match="devices must name"):
         LocalServers(count=2, devices=("0",))
+    with pytest.raises(ValueError, match="must leave out --host and --port"):
+        LocalServers(arguments=("--port=8000",))
     with pytest.raises(ValueError, match=r"spawn=False, 0 urls .*name servers by VLLM_URLS"):
         VllmSampler(spawn=False)
     with pytest.raises(ValueError, match=r"VllmSampler.urls must be a list .*got 'http://a:1'"):
