@@ -7,6 +7,7 @@ abort for an update), the next one, to any server, has the tokens so far as a pa
 import asyncio
 import contextlib
 import hashlib
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,8 @@ from jaxrl_llm.samplers.publication import Publisher
 from jaxrl_llm.samplers.requests import Draft, Request, check
 from jaxrl_llm.samplers.server_update import Published
 from jaxrl_llm.samplers.vllm_http import Ask, Piece, ServerFault
+
+_log = logging.getLogger(__name__)
 
 Group = tuple[int, list[Completion]]
 # Of a fleet: requests asked again, cut short, held by a pause, late, asked of a second server, answered by it sooner; servers and updates.
@@ -60,7 +63,7 @@ class VllmClient:
         self._fleet: Fleet | None = None
         self._publication: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        self._closed = False
+        self._closed = self._told = False
         self._generated = self._clipped = self._open = 0
         self._busy_s, self._since = 0.0, 0.0
 
@@ -272,6 +275,13 @@ class VllmClient:
         )  # fmt: skip
         clipped = piece.finish == "length" and count < asked  # the server's context is shorter than ours
         self._clipped += clipped
+        if clipped and not self._told:
+            self._told = True
+            _log.warning(
+                "a vLLM server cut a response at %d of %d tokens, because its context is shorter than the run's %d tokens: start it "
+                "with a larger --max-model-len (sampler/clipped counts such responses)",
+                count, asked, self.max_length,
+            )  # fmt: skip
         if stopped or piece.finish == "stop":
             draft.request.finish(draft, "stop")
         elif clipped or draft.count >= draft.request.limit(draft.index):

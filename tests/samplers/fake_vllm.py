@@ -47,6 +47,7 @@ class FakeVllm:
       commit_adds: what is added to the version that a commit says it loaded.
       off: added to every log-prob of a prompt.
       off_drawn: {version: what is added to the log-probs of tokens that it draws}.
+      context: most tokens of a prompt and its response.
       host: address to listen on.
       bodies: generations that were asked for.
       begun: (prefix, seed) of the sequences that have a token.
@@ -69,6 +70,7 @@ class FakeVllm:
     commit_adds: int = 0
     off: float = 0.0
     off_drawn: dict[int, float] = field(default_factory=dict)
+    context: int = 2**31
     host: str = "127.0.0.1"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     begun: list[tuple[tuple[int, ...], int]] = field(default_factory=list)
@@ -252,6 +254,7 @@ class Choice:
     def __init__(self, server: FakeVllm, native: bool, prefix: list[int], sampling: dict[str, Any], index: int):
         self.server, self.native, self.sampling, self.index = server, native, sampling, index
         self.prefix, self.last = tuple(prefix), prefix[-1]
+        self.most = min(sampling["max_tokens"], server.context - len(prefix))
         self.seed = (sampling.get("seed") or np.random.randint(1 << 30)) + index  # as vLLM gives it to sample `index`
         self.rng = np.random.default_rng(self.seed)
         self.tokens: list[int] = []
@@ -297,7 +300,7 @@ class Choice:
         self.last = token
         if token in self.sampling["stop_token_ids"]:
             self.finish = "stop"
-        elif len(self.tokens) == self.sampling["max_tokens"]:
+        elif len(self.tokens) == self.most:
             self.finish = "length"
 
     def said(self, start: int = 0) -> dict[str, Any]:

@@ -101,6 +101,19 @@ def test_a_server_of_another_setup_is_refused_with_what_to_do(start, prefixes, f
     asyncio.run(run())
 
 
+def test_responses_that_a_servers_shorter_context_cuts_are_counted_and_told_once(start, prefixes, caplog):
+    async def run() -> None:
+        longest = max(len(prefix) for prefix in prefixes)
+        async with start([FakeVllm(context=longest + 2)]) as client:
+            await client.publish({}, 0)
+            groups = await collect(client, prefixes, 2)
+            cut = [one for group in groups.values() for one in group if one.finish == "length" and len(one.tokens) < 12]
+            assert cut and client.metrics()["sampler/clipped"] == len(cut)
+
+    asyncio.run(run())
+    assert caplog.text.count("--max-model-len") == 1
+
+
 FAILED_UPDATES = {
     "wrong architecture": ({"stage_error": "model.layers.0.mlp is [64, 32] there"}, "model.layers.0.mlp is", "stage 0"),
     "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
