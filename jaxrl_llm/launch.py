@@ -4,8 +4,10 @@ The gin file binds RUN to a component with a `run(config)` method. Only this mod
 """
 
 import argparse
+import difflib
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ import jaxrl_llm
 from jaxrl_llm import command_line, out_of_memory, xla_flags
 from jaxrl_llm.rewards.wrap import Down
 
+_log = logging.getLogger(__name__)
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
 
@@ -65,9 +68,22 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
     files = [str(Path(f) / "config.gin") if Path(f).is_dir() else f for f in files]
     try:
         gin.parse_config_files_and_bindings(files, list(bindings))  # finalizing refuses values that are still required
-        return gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
+        run, config = gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
     except (ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError) as error:
         raise ValueError(_explain(error, files)) from error
+    for name in _unread(bindings, config):
+        known = sorted(set(re.findall(r"%([A-Z]\w*)", config)))
+        near = difflib.get_close_matches(name, known, n=1)
+        _log.warning(
+            "nothing reads %s here%s", name, f": is {near[0]} meant?" if near else ", the binding changes nothing"
+        )
+    return run, config
+
+
+def _unread(bindings: Sequence[str], config: str) -> list[str]:
+    """Macros among the bindings that no other binding refers to: gin takes any name."""
+    names = [found[1] for text in bindings if (found := re.match(r"([A-Z]\w*)\s*=", text.strip()))]
+    return [name for name in names if name != "RUN" and not re.search(rf"%{name}\b", config)]
 
 
 def _explain(error: Exception, files: Sequence[str]) -> str:

@@ -35,6 +35,17 @@ def test_an_unknown_binding_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+def test_a_macro_that_nothing_reads_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    launch.build([TINY], tiny_run.bindings(tmp_path / "run", STEPS=3))
+    assert not caplog.records
+    launch.build([TINY], tiny_run.bindings(tmp_path / "run", GRUOP_SIZE=8, ELSEWHERE=1))
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [
+        "nothing reads GRUOP_SIZE here: is GROUP_SIZE meant?",
+        "nothing reads ELSEWHERE here, the binding changes nothing",
+    ]
+
+
 def test_a_missing_gin_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert launch.main([f"--gin_file={tmp_path}/none.gin"]) == 1
     assert "none.gin" in capsys.readouterr().err
