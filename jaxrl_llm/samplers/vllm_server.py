@@ -107,6 +107,11 @@ class LocalServers:
             raise ValueError(
                 f"LocalServers.devices must name the devices of each of {self.count} servers, or of none (got {list(self.devices)})"
             )
+        if any(len(str(one).split(",")) < self.tensor_parallel for one in self.devices):
+            raise ValueError(
+                f"LocalServers.devices must name {self.tensor_parallel} GPUs for each server, as tensor_parallel says, such as ('2,3',) for 2 "
+                f"(got {list(self.devices)})"
+            )
         if self.memory_share is not None and not 0 < self.memory_share < 1:
             raise ValueError(f"LocalServers.memory_share must be in (0, 1) (got {self.memory_share})")
 

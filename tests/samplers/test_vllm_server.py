@@ -301,6 +301,9 @@ def test_settings_that_cannot_work_are_refused():
         VllmSampler(spawn=True, urls=["http://a:1"])
     with pytest.raises(ValueError, match="devices must name"):
         LocalServers(count=2, devices=("0",))
+    with pytest.raises(ValueError, match=r"must name 2 GPUs for each server.*got \['0'\]"):
+        LocalServers(tensor_parallel=2, devices=("0",))
+    assert LocalServers(tensor_parallel=2, devices=("2,3",)).environment_of(0)["CUDA_VISIBLE_DEVICES"] == "2,3"
     with pytest.raises(ValueError, match="must leave out --host and --port"):
         LocalServers(arguments=("--port=8000",))
     with pytest.raises(ValueError, match=r"spawn=False, 0 urls .*name servers by VLLM_URLS"):
