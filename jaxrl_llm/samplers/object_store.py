@@ -5,7 +5,8 @@ names the server of a store that speaks S3, AWS_REGION its region.
 """
 
 import os
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ SCHEMES = ("gs://", "s3://")
 MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is whole
 # A request that fails is tried again for about half a minute, not for the quarter of an hour that is tensorstore's default.
 _RETRIES = {"max_retries": 7, "initial_delay": "0.25s", "max_delay": "8s"}
+_WINDOW_BYTES = 1 << 30  # of files that are being copied
 RETRIES: Mapping[str, Any] = {"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES}
 
 
@@ -52,8 +54,7 @@ class Store:
         try:
             to.delete_range(ts.KvStore.KeyRange()).result()
             for wave in ([f for f in files if f != MARKER], [MARKER]):
-                for written in [to.write(file, (folder / file).read_bytes()) for file in wave]:
-                    written.result()
+                _write(to, folder, wave)
         except Exception as error:
             raise self._failed("write", name, error) from error
 
@@ -81,3 +82,15 @@ class Store:
         return OSError(
             f"could not {what} {self.address}/{name} ({line}): check the bucket, and the credentials of this host"
         )
+
+
+def _write(to: ts.KvStore, folder: Path, files: Sequence[str]) -> None:
+    """Copies files, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one."""
+    under_way: deque[tuple[int, Any]] = deque()
+    for file in files:
+        size = (folder / file).stat().st_size
+        while under_way and size + sum(nbytes for nbytes, _ in under_way) > _WINDOW_BYTES:
+            under_way.popleft()[1].result()
+        under_way.append((size, to.write(file, (folder / file).read_bytes())))
+    for _, written in under_way:
+        written.result()

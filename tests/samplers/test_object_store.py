@@ -6,9 +6,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import tensorstore as ts
 from bucket import KEY, TOKEN, Bucket
 from sampler_cases import Tiny
 
@@ -124,6 +126,30 @@ def test_what_is_being_copied_when_the_run_ends_is_removed_as_well(tiny, tmp_pat
     server.refuses = "_CHECKPOINT_METADATA" if ends == "breaks off" else ""
     asyncio.run(run())
     assert not server.keys("runs of today/one/") and not (tmp_path / "p").exists()
+
+
+def test_files_are_copied_as_far_as_memory_goes_at_a_time(tmp_path, monkeypatch):
+    sizes = [3, 3, 3, 9, 1, 1]
+    under_way, most, written = [], [], {}
+
+    class Writing:
+        def __init__(self, size: int) -> None:
+            under_way.append(size)
+            most.append(sum(under_way))
+
+        def result(self) -> None:
+            under_way.pop(0)
+
+    def write(name: str, content: bytes) -> Writing:
+        written[name] = content
+        return Writing(len(content))
+
+    monkeypatch.setattr(object_store, "_WINDOW_BYTES", 6)
+    for i, size in enumerate(sizes):
+        (tmp_path / str(i)).write_bytes(bytes([i]) * size)
+    object_store._write(Mock(spec=ts.KvStore, write=write), tmp_path, [str(i) for i in range(len(sizes))])
+    assert written == {str(i): bytes([i]) * size for i, size in enumerate(sizes)}
+    assert most == [3, 6, 6, 9, 1, 2] and not under_way, "6 at a time, or a file that is larger alone"
 
 
 def test_a_flipped_bit_in_object_storage_is_found(tiny, tmp_path, server, address):
