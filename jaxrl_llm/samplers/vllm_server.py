@@ -35,6 +35,7 @@ _STOP_S = 15.0
 _LAST_LINES = 12
 _STARTS = 3  # where another process takes a port that vLLM had chosen for its own parts
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
+_chosen: set[int] = set()  # ports, by this process
 # A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
 # where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
 _BOUND = f"""
@@ -271,7 +272,7 @@ class LocalServer:
         process = self._process
         if process is None:
             return
-        self.signal(signal.SIGTERM)
+        process.terminate()  # not the whole group: vLLM ends its own parts, and waits for ever for one that is gone
         limit = time.monotonic() + _STOP_S
         while process.poll() is None and time.monotonic() < limit:
             await asyncio.sleep(0.05)
@@ -299,7 +300,11 @@ async def all_ready(servers: Sequence[LocalServer]) -> None:
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port of loopback that nothing listens on, another one at each call: vLLM would share one with the server beside it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _chosen:
+            _chosen.add(port)
+            return port

@@ -17,7 +17,7 @@ from sampler_cases import MAX_LENGTH, Letters, Tiny
 
 from jaxrl_llm.samplers.vllm_http import ServerFault
 from jaxrl_llm.samplers.vllm_sampler import VllmSampler
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
+from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready, free_port
 
 # What is run in place of Python with vLLM: it answers every GET and says how it was started.
 PROGRAM = """#!{python}
@@ -44,6 +44,14 @@ if "--fail" in sys.argv:
     print("ValueError: no such architecture", flush=True); sys.exit(1)
 if "--hang" in sys.argv:
     time.sleep(60)
+if "--engine" in sys.argv:
+    engine = subprocess.Popen(["sleep", "600"])
+    def ended(number, frame):
+        time.sleep(0.2)
+        with open(sys.argv[sys.argv.index("--engine") + 1], "w") as out:
+            out.write("gone" if engine.poll() is not None else "runs")
+        os._exit(0)
+    signal.signal(signal.SIGTERM, ended)
 if "--late" in sys.argv:  # vLLM binds its port after seconds of imports
     time.sleep(0.5)
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -145,6 +153,23 @@ def test_a_server_that_met_a_port_in_use_is_started_anew(program, tmp_path, capl
     asyncio.run(run())
     assert (tmp_path / "tries").read_text() == "xxx"
     assert [record.message[-6:] for record in caplog.records] == ["2 of 3", "3 of 3"]
+
+
+def test_no_two_servers_are_given_one_port():
+    assert len({free_port() for _ in range(1000)}) == 1000
+
+
+def test_a_server_is_asked_to_end_before_its_parts_are(program, tmp_path):
+    """vLLM tells its engines to end, and waits for what they answer."""
+
+    async def run() -> None:
+        one = server(program, tmp_path, arguments=("--engine", str(tmp_path / "engine")))
+        one.start()
+        await one.ready()
+        await one.stop()
+
+    asyncio.run(run())
+    assert (tmp_path / "engine").read_text() == "runs"
 
 
 def test_another_process_on_the_port_is_not_taken_for_the_server(program, tmp_path, caplog):
