@@ -99,6 +99,12 @@ class Fleet:
         if not self.tasks:
             self.tasks.append(asyncio.create_task(self._watch()))
 
+    async def settled(self, oldest: int) -> None:
+        """Returns when no server that holds a version before `oldest` is late with an update; each has its limit."""
+        under_way = self.updates.under_way.items()
+        if late := [task for server, task in under_way if server.http.version < oldest and not task.done()]:
+            await asyncio.wait(late)
+
     async def close(self) -> None:
         tasks = [*self.tasks, *self.updates.under_way.values(), *self._leaving.values()]
         for task in tasks:

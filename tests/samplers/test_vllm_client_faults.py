@@ -3,10 +3,12 @@
 import asyncio
 import time
 
+import numpy as np
 import pytest
-from fake_vllm import VOCABULARY, FakeVllm
+from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import checked, collect, until
 
+from jaxrl_llm.samplers.publication import Publisher
 from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
@@ -157,6 +159,27 @@ def test_a_close_as_an_update_begins_leaves_none_behind(start, prefixes, monkeyp
 
     asyncio.run(run())
     assert "set aside" not in caplog.text
+
+
+def test_memory_that_a_late_server_copies_is_not_overwritten(start, prefixes, tiny):
+    """Versions take two places in turn: the one of version 1 is that of 3."""
+
+    async def run() -> None:
+        servers = [FakeVllm() for _ in range(3)]
+        async with start(servers, straggler_s=0.1, straggler=2.0) as client:
+            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
+            client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=Addresses())
+            await client.publish(tiny.params, 0)
+            await collect(client, prefixes, 1)
+            servers[2].slow["/collective_rpc"] = 2.0
+            await client.publish(tiny.params, 1)
+            await client.publish(tiny.params, 2)
+            assert servers[2].version == 0, "one version later there is no need to wait"
+            await client.publish(tiny.params, 3)
+            assert servers[2].version >= 1
+            assert set(checked(prefixes, await collect(client, prefixes, 1))) == {3}
+
+    asyncio.run(run())
 
 
 def test_requests_go_on_with_the_servers_that_took_the_update(start, prefixes):
