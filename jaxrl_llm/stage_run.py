@@ -302,12 +302,13 @@ class StageRun:
                 f"learner and sampler disagree by {size:.3g} nats a token on average, more than Stage.gap_stop={config.gap_stop}: "
                 "is the sampler's model, dtype or temperature another one?"
             )
-        if size > config.gap_warn:
+        lags = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
+        lag = min(lags, default=0)  # older tokens differ by what was learned since
+        if (size := metrics.get(f"gap/lag{lag}", size)) > config.gap_warn:
             _log.warning(
-                "learner and sampler disagree by %.3g nats a token on average (Stage.gap_warn=%g)",
-                size,
-                config.gap_warn,
-            )
+                "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
+                size, f", on tokens of {lag} versions before, part of which was learned since" if lag else "", config.gap_warn,
+            )  # fmt: skip
 
     def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
         """Moves the controllers of the algorithm and of the schedule after a step of the stage."""

@@ -1,7 +1,10 @@
 """Numbers of a step on the host, from two groups written out: invalid and greedy rollouts leave them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import make_group, make_prompt, make_rollout
@@ -10,6 +13,8 @@ from jaxrl_llm.diagnostics import gap, of_rollouts, staleness
 from jaxrl_llm.experience import Prompt, ScoredGroup
 from jaxrl_llm.global_batch import GlobalBatch, unscored
 from jaxrl_llm.packing import Packing
+from jaxrl_llm.stage_run import StageRun
+from jaxrl_llm.train_state import TrainState
 
 NAN = float("nan")
 
@@ -121,3 +126,18 @@ def test_staleness_is_known_without_the_learners_log_probs():
     assert staleness(batch, {}, 5) == pytest.approx(known)
     gaps = staleness(batch, {"old_logprobs": batch.fields["sampler_logprobs"] + 0.5}, 5)
     assert gaps == pytest.approx(known | {f"gap/lag{n}": 0.5 for n in (1, 2, 3)})
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        ({"gap/mean": 0.2, "gap/lag0": 0.001, "gap/lag1": 0.4}, None),
+        ({"gap/mean": 0.2, "gap/lag0": 0.1, "gap/lag1": 0.3}, "disagree by 0.1 nats a token on average (Stage"),
+        ({"gap/mean": 0.2, "gap/lag1": 0.2}, "by 0.2 nats a token on average, on tokens of 1 versions before, part"),
+        ({"gap/mean": 0.2}, "disagree by 0.2 nats a token on average (Stage"),
+    ],
+)
+def test_what_was_learned_since_is_no_disagreement_of_sampler_and_learner(caplog, metrics, said):
+    run = SimpleNamespace(config=SimpleNamespace(max_skipped=3, gap_stop=1.0, gap_warn=0.05))
+    StageRun.check(run, metrics, Mock(spec=TrainState, skipped=jnp.zeros((), int)))
+    assert [said in record.getMessage() for record in caplog.records] == ([True] if said else [])
