@@ -88,9 +88,8 @@ class OrbaxReader:
         self._address = self.path if "://" in self.path else f"file://{quote(str(Path(self.path).absolute()))}"
         self._window_bytes = window_bytes
         settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
-        if in_memory(
-            unquote(self._address.removeprefix("file://"))
-        ):  # a disk that fails under a mapped file ends the process
+        folder = unquote(self._address.removeprefix("file://"))
+        if in_memory(folder):  # a disk that fails under a mapped file ends the process
             settings["file_io_mode"] = {"mode": "memmap"}
         self._context = ts.Context(settings | dict(object_store.RETRIES))
         self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()

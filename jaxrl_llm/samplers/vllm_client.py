@@ -111,9 +111,8 @@ class VllmClient:
         if self._publication is not None:
             await self._publication
         if self.publisher.driver is not None and self._fleet is not None:
-            await self._fleet.settled(
-                version - 2
-            )  # who holds that one, or a later one, copies nothing that is overwritten now
+            # A server that holds the version before the last, or a later one, copies nothing that is overwritten now.
+            await self._fleet.settled(version - 2)
         _, manifest = self.publisher.start(params, version)
         self.version = version
         self._begun.clear()

@@ -108,9 +108,8 @@ def _vocabulary(layer: Any, parameter: str) -> Iterator[Target]:
     indices = layer.shard_indices
     columns = layer.embedding_dim if parameter == "weight" else None
     rows = _rows(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index, columns)
-    yield replace(
-        rows, divided=layer.tp_size > 1
-    )  # rows are padded first: the first rank may have all of a small vocabulary
+    # Rows are padded first, so that the first rank may have all of a small vocabulary.
+    yield replace(rows, divided=layer.tp_size > 1)
 
 
 _PARTS = {
