@@ -67,10 +67,10 @@ async def under_way(served, tokens: float) -> None:
         await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("inflight", ["recompute", "abort_resume", "wait"])
-def test_each_token_has_the_log_prob_of_the_version_it_is_given(server, published, references, inflight):
+def crossed(pieces: list[Piece], references, inflight: str) -> bool:
+    """Whether a request was in flight at the update; each token's log-prob is compared with that of its version."""
     crossing = 0
-    for prompt, piece in zip(PROMPTS, asyncio.run(updated_in_flight(server, published, inflight)), strict=True):
+    for prompt, piece in zip(PROMPTS, pieces, strict=True):
         old = piece.versions.count(OLD)
         assert piece.versions == [OLD] * old + [NEW] * (len(piece.tokens) - old)
         assert (piece.finish, len(piece.tokens) < MAX_TOKENS) in (("length", False), ("abort", True))
@@ -80,4 +80,14 @@ def test_each_token_has_the_log_prob_of_the_version_it_is_given(server, publishe
             assert gap.max(initial=0.0) < TOLERANCE
         crossing += 0 < old < MAX_TOKENS
         assert inflight == "recompute" or old == len(piece.tokens)
-    assert crossing or inflight == "wait", "no request was in flight"
+    return crossing > 0
+
+
+@pytest.mark.parametrize("inflight", ["recompute", "abort_resume", "wait"])
+def test_each_token_has_the_log_prob_of_the_version_it_is_given(server, published, references, inflight):
+    attempts = 1 if inflight == "wait" else 5  # a server's first stream may be over before it says that it began
+    found = (
+        crossed(asyncio.run(updated_in_flight(server, published, inflight)), references, inflight)
+        for _ in range(attempts)
+    )
+    assert any(found) or inflight == "wait", "no request was in flight"
