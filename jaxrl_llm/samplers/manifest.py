@@ -38,11 +38,6 @@ class TensorEntry:
     dtype: str
     checksum: str
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return int(np.prod(self.shape, dtype=np.int64)) * element_type(self.dtype).itemsize
-
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:

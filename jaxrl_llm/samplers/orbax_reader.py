@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 import numpy as np
 import tensorstore as ts
@@ -88,8 +88,7 @@ class OrbaxReader:
         self._address = self.path if "://" in self.path else f"file://{quote(str(Path(self.path).absolute()))}"
         self._window_bytes = window_bytes
         settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
-        folder = unquote(self._address.removeprefix("file://"))
-        if in_memory(folder):  # a disk that fails under a mapped file ends the process
+        if in_memory(self.path):  # a disk that fails under a mapped file ends the process
             settings["file_io_mode"] = {"mode": "memmap"}
         self._context = ts.Context(settings | dict(object_store.RETRIES))
         self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()

@@ -37,7 +37,7 @@ class Published:
       path: where it lies, as the servers see it.
       version: its number.
       canary: what the learner says of a fixed sequence, or None.
-      memory: where it lies in the learner's GPU memory, as cuda_ipc.describe says; empty where it is read from `path`.
+      memory: where it lies in the learner's GPU memory, as `cuda_ipc.share` says it; empty where it is read from `path`.
     """
 
     path: str

@@ -66,7 +66,7 @@ class OrbaxWorkerExtension:
 
         Args:
           version: its number.
-          memory: where it lies, as `cuda_ipc.describe` says it. The learner keeps it until this returns.
+          memory: where it lies, as `cuda_ipc.share` says it. The learner keeps it until this returns.
         """
         return self._orbax_answer(lambda: self._orbax_copy(int(version), memory))
 

@@ -35,7 +35,6 @@ _STOP_S = 15.0
 _LAST_LINES = 12
 _STARTS = 3  # where another process takes a port that vLLM had chosen for its own parts
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
-_chosen: set[int] = set()  # ports, by this process
 # A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
 # where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
 _BOUND = f"""
@@ -261,12 +260,6 @@ class LocalServer:
             except ServerFault as fault:
                 raise Unreached(str(fault)) from fault
 
-    def signal(self, number: int) -> None:
-        """Sends a signal to the process and its children, where it runs."""
-        if not self.ended and self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-
     async def stop(self) -> None:
         """Ends the process and its children: a request, and force where that does not help."""
         process = self._process
@@ -297,6 +290,9 @@ async def all_ready(servers: Sequence[LocalServer]) -> None:
                 group.create_task(server.ready())
     except BaseExceptionGroup as failed:
         raise failed.exceptions[0] from None
+
+
+_chosen: set[int] = set()  # ports that `free_port` has given
 
 
 def free_port() -> int:

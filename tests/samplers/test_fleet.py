@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import time
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -320,14 +321,21 @@ NOISE = [
 ]
 
 
+@asynccontextmanager
+async def garbled(start, prefixes, noise: bytes):
+    """A client, and its two servers, of which the second has begun to answer with noise."""
+    servers = [FakeVllm(), FakeVllm()]
+    async with start(servers) as client:
+        await client.publish({}, 0)
+        await collect(client, prefixes, 1)
+        servers[1].noise = noise
+        yield client, servers
+
+
 @pytest.mark.parametrize("noise", NOISE)
 def test_a_server_that_answers_an_update_with_garbage_is_set_aside_and_the_others_go_on(start, prefixes, noise):
     async def run() -> None:
-        servers = [FakeVllm(), FakeVllm()]
-        async with start(servers) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes, 1)
-            servers[1].noise = noise
+        async with garbled(start, prefixes, noise) as (client, servers):
             await client.publish({}, 1)
             assert set(checked(prefixes, await collect(client, prefixes, 1))) == {1}
             await until(lambda: counted(client, "set_aside") == 1)
@@ -340,11 +348,7 @@ def test_a_server_that_answers_an_update_with_garbage_is_set_aside_and_the_other
 @pytest.mark.parametrize("noise", NOISE)
 def test_a_server_that_answers_requests_with_garbage_is_set_aside_and_others_are_asked(start, prefixes, noise):
     async def run() -> None:
-        servers = [FakeVllm(), FakeVllm()]
-        async with start(servers) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes, 1)
-            servers[1].noise = noise
+        async with garbled(start, prefixes, noise) as (client, _):
             checked(others(prefixes, 1), await collect(client, others(prefixes, 1), 1))
             assert counted(client, "set_aside") == 1
 

@@ -241,7 +241,7 @@ def test_a_killed_server_is_started_anew_on_its_port(program, tmp_path):
         one.start()
         await one.ready()
         pid, port = (await asked(one))["pid"], one.port
-        one.signal(signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
         while not one.ended:
             await asyncio.sleep(0.01)
         await one.revive()
