@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data import generated
 from jaxrl_llm.experience import Prompt
-from jaxrl_llm.protocols import Source
+from jaxrl_llm.protocols import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,14 +23,14 @@ class Corrupted:
       seed: names the errors.
     """
 
-    source: Source
+    source: Dataset
     alphabet: str
     share: float = 0.2
     paired: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
-        bounds.within(self, "(0, 1]", "share")
+        components.within(self, "(0, 1]", "share")
         if len(set(self.alphabet)) < 2:
             raise ValueError(f"corrupted.Corrupted.alphabet must hold two or more characters (got {self.alphabet!r})")
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 
 Split = Literal["train", "heldout"]
 
@@ -17,11 +17,11 @@ LISTED = 2**18
 
 def check(family: object) -> None:
     """Raises ValueError where an option that families share is out of its range."""
-    bounds.one_of(family, ("train", "heldout"), "split")
-    bounds.at_least(family, 1, "size")
+    components.one_of(family, ("train", "heldout"), "split")
+    components.at_least(family, 1, "size")
     for name, interval in (("heldout_share", "(0, 1)"), ("noise", "[0, 1]")):
         if hasattr(family, name):
-            bounds.within(family, interval, name)
+            components.within(family, interval, name)
 
 
 def held_out(key: str, share: float) -> bool:

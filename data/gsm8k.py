@@ -1,12 +1,9 @@
-"""GSM8K (arXiv 2110.14168): grade-school word problems whose gold answer follows "#### " in the worked solution.
-
-`python -m jaxrl_llm.data.gsm8k --out DIR` writes its two splits.
-"""
+"""GSM8K (arXiv 2110.14168): grade-school word problems whose gold answer follows "#### " in the worked solution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxrl_llm.data import files, prepare, templates
+from jaxrl_llm.data import files, templates
 from jaxrl_llm.experience import Prompt
 
 MARK = "#### "
@@ -65,26 +62,3 @@ def gold(solution: str) -> str:
     """What follows the last mark, commas removed; empty without one."""
     _, mark, answer = solution.rpartition(MARK)
     return answer.strip().replace(",", "") if mark else ""
-
-
-def convert(row: prepare.Raw, options: prepare.Options) -> prepare.Item:
-    """A word problem; the gold answer is the number alone, never the worked solution."""
-    answer = gold(str(row["answer"]))
-    if not answer:
-        raise prepare.Drop("no_answer")
-    return prepare.Item(question=str(row["question"]), truth=answer, info={"answer": row["answer"]})
-
-
-PREPARATION = prepare.Preparation(
-    name="gsm8k",
-    source="openai/gsm8k",
-    subset="main",
-    data_source="openai/gsm8k",
-    splits={"train": "train", "test": "test"},
-    columns=("question", "answer"),
-    instruction="Put your final answer within \\boxed{}.",
-    convert=convert,
-)
-
-if __name__ == "__main__":
-    prepare.command(PREPARATION)

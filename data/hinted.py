@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data import generated
 from jaxrl_llm.experience import Prompt
 
@@ -43,8 +43,8 @@ class Hinted:
 
     def __post_init__(self) -> None:
         generated.check(self)
-        bounds.within(self, "[0, 1]", "mention_share", "faithful_share", "follow_share")
-        bounds.within(self, "[1, 4]", "digits")
+        components.within(self, "[0, 1]", "mention_share", "faithful_share", "follow_share")
+        components.within(self, "[1, 4]", "digits")
 
     def rows(self) -> Sequence[Prompt]:
         """All prompts, the hinted letter in extra["hinted"]; the same at every call."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data import generated
 from jaxrl_llm.experience import Prompt
 
@@ -48,7 +48,7 @@ class OpenLetters:
             )
         if len(self.stays) != 2 or not all(0 <= p <= 1 for p in self.stays):
             raise ValueError(f"OpenLetters.stays must be two probabilities (got {self.stays})")
-        bounds.at_least(self, 1, "length", "answer_length", "size")
+        components.at_least(self, 1, "length", "answer_length", "size")
         if self.size > len(self.alphabet) ** self.length * (self.last_share - self.first_share) / 2:
             raise ValueError(f"OpenLetters.size={self.size} is more than half of the strings there are: raise length")
 

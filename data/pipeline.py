@@ -7,7 +7,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout
 
 Row = TypeVar("Row")
@@ -110,8 +110,8 @@ class Encoder:
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("drop", "left", "error"), "truncation")
-        bounds.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
+        components.one_of(self, ("drop", "left", "error"), "truncation")
+        components.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
     def counts(self) -> dict[str, int]:
         """Rows seen, kept and truncated so far, and rows dropped by reason."""
@@ -217,7 +217,7 @@ class Encoder:
         if self.truncation == "error":
             raise ValueError(
                 f"the {what} of {name!r} has {length} tokens and {what.upper()}_LIMIT is {limit}: raise it, or set "
-                "`truncation` of stages.Stage or harness.Harness to 'drop' or 'left'"
+                "`truncation` of train.Stage or harness.Harness to 'drop' or 'left'"
             )
         self._counts["truncated" if self.truncation == "left" else reason] += 1
         return self.truncation == "left"

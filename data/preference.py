@@ -1,16 +1,15 @@
 """Preference pairs: a prompt, the answer that was preferred and the one that was not.
 
-`python -m jaxrl_llm.data.preference --out DIR [--source Anthropic/hh-rlhf] [--single_turn]` writes them as Parquet, less
-the rows that hold no pair, counted by reason. Three forms are read: whole dialogues in `chosen` and `rejected` (lists of
-messages, or transcripts with Human and Assistant turns); answers beside a `prompt`; and answers beside `conversations`.
+Three forms are read: whole dialogues in `chosen` and `rejected` (lists of messages, or transcripts with Human and Assistant turns);
+answers beside a `prompt`; and answers beside `conversations`.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data import conversations, files, prepare, templates
+from jaxrl_llm.data import conversations, files, templates
+from jaxrl_llm.data.prepare import preparation
 from jaxrl_llm.experience import Prompt
 
 ASKED = ("conversations", "prompt", "instruction", "question")
@@ -24,7 +23,7 @@ class Pair(NamedTuple):
     rejected: str
 
 
-def pair(row: prepare.Raw) -> Pair:
+def pair(row: preparation.Raw) -> Pair:
     """The pair that a row holds.
 
     Raises:
@@ -32,20 +31,20 @@ def pair(row: prepare.Raw) -> Pair:
     """
     chosen, rejected = (conversations.messages(row[side], role="assistant") for side in ("chosen", "rejected"))
     if chosen is None or rejected is None or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
-        raise prepare.Drop("malformed")
+        raise preparation.Drop("malformed")
     if len(chosen) == len(rejected) == 1:
         asked = next((conversations.messages(row[name]) for name in ASKED if row.get(name) is not None), None)
     else:
         asked = chosen[:-1]
         if rejected[:-1] != asked:
-            raise prepare.Drop("different_prompts")
+            raise preparation.Drop("different_prompts")
     if not asked or asked[-1]["role"] != "user":
-        raise prepare.Drop("no_prompt")
+        raise preparation.Drop("no_prompt")
     answers = chosen[-1]["content"], rejected[-1]["content"]
     if answers[0] == answers[1]:
-        raise prepare.Drop("same_answers")
+        raise preparation.Drop("same_answers")
     if not all(answer.strip() for answer in answers):
-        raise prepare.Drop("empty_answer")
+        raise preparation.Drop("empty_answer")
     return Pair(asked=asked, chosen=answers[0], rejected=answers[1])
 
 
@@ -84,9 +83,9 @@ class Pairs:
         for number, (where, row) in enumerate(found):
             try:
                 held = pair(row)
-            except prepare.Drop as drop:
+            except preparation.Drop as drop:
                 raise ValueError(
-                    f"{where}: no preference pair ({drop}); python -m jaxrl_llm.data.preference --source {self.path} "
+                    f"{where}: no preference pair ({drop}); python -m jaxrl_llm.data.prepare.preference --source {self.path} "
                     "--out DIR leaves such rows out and counts them"
                 ) from drop
             prompts.append(
@@ -100,40 +99,7 @@ class Pairs:
             )
         return prompts
 
-    def _asked(self, where: str, row: prepare.Raw, asked: conversations.Messages) -> dict[str, Any]:
+    def _asked(self, where: str, row: preparation.Raw, asked: conversations.Messages) -> dict[str, Any]:
         if (row.get("extra_info") or {}).get("rendered"):
             return {"text": asked[0]["content"]}
         return templates.rerendered(self.template, asked, f"{where}: Pairs")
-
-
-def convert(row: prepare.Raw, options: prepare.Options) -> prepare.Item:
-    """A pair as columns `chosen` and `rejected` beside verl's."""
-    held = pair(row)
-    *history, last = held.asked
-    if options.single_turn and history:
-        raise prepare.Drop("several_turns")
-    return prepare.Item(
-        question=last["content"],
-        style="model",
-        history=history,
-        columns={"chosen": held.chosen, "rejected": held.rejected},
-    )
-
-
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Which dialogues stay."""
-    parser.add_argument("--single_turn", action="store_true", help="leave out dialogues of several turns")
-
-
-PREPARATION = prepare.Preparation(
-    name="preference",
-    source="HuggingFaceH4/ultrafeedback_binarized",
-    ability="chat",
-    splits={"train": "train_prefs", "test": "test_prefs"},
-    columns=("chosen", "rejected"),
-    convert=convert,
-    arguments=arguments,
-)
-
-if __name__ == "__main__":
-    prepare.command(PREPARATION)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxrl_llm.experience import Prompt
-from jaxrl_llm.protocols import Source
+from jaxrl_llm.protocols import Dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +15,7 @@ class SeveralSources:
       parts: the datasets.
     """
 
-    parts: Sequence[Source]
+    parts: Sequence[Dataset]
 
     def __post_init__(self) -> None:
         if not self.parts:

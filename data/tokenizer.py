@@ -1,9 +1,11 @@
 """Tokenizers as components: by character, by byte, or pretrained; all load as transformers tokenizers."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from jaxrl_llm.experience import SamplingParams
 
 # One of these is in every folder with a tokenizer; without any, transformers makes an empty one of the model's kind.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
@@ -153,3 +155,13 @@ def _byte_characters() -> list[str]:
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
+
+
+def with_stop_ids(settings: SamplingParams, tokenizer: Any) -> SamplingParams:
+    """The settings with the ids that end the model's responses among the stop ids."""
+    ends = stop_ids(tokenizer)
+    if not ends and not settings.stop_token_ids and not settings.stop_strings:
+        raise ValueError(
+            "the tokenizer has no end-of-sequence token: set SamplingParams.stop_token_ids or stop_strings"
+        )
+    return replace(settings, stop_token_ids=tuple(dict.fromkeys((*settings.stop_token_ids, *ends))))

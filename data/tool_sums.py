@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data.sums import Sums
 from jaxrl_llm.experience import Prompt
 
@@ -23,7 +23,7 @@ class ToolSums:
     end: str = ";"
 
     def __post_init__(self) -> None:
-        bounds.within(self, "[0, 1]", "called_share")
+        components.within(self, "[0, 1]", "called_share")
 
     def rows(self) -> Sequence[Prompt]:
         """The sums' prompts; the first of every hundred up to `called_share` show a call."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 
 Record = dict[str, Any]
 Extract = Callable[[str], str | None]
@@ -60,7 +60,7 @@ def records(
     rollouts: Sequence[Rollout], scores: Scores | None, kind: str, extract: Extract | None = None
 ) -> list[Record]:
     """The records of one prompt's responses of one kind; `scores` is None where nothing is graded."""
-    group = ScoredGroup(rollouts=rollouts, scores=scores or Scores(parts={}, valid={}))
+    group = Group(rollouts=rollouts, scores=scores or Scores(parts={}, valid={}))
     totals = np.where(group.valid(), group.total(), np.nan) if scores else np.full(len(rollouts), np.nan)
     return [
         {

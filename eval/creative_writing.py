@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data import templates
 from jaxrl_llm.eval.answered import Answered, mean, value
 from jaxrl_llm.experience import Prompt
@@ -40,7 +40,7 @@ class CreativePrompts:
 
     def __post_init__(self) -> None:
         templates.named(self.template, "CreativePrompts")
-        bounds.at_least(self, 1, "iterations")
+        components.at_least(self, 1, "iterations")
 
     def rows(self) -> Sequence[Prompt]:
         """All prompts.

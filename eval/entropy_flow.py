@@ -19,16 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import bounds, run_folder
+from jaxrl_llm import components
 from jaxrl_llm.data.pipeline import Encoder
+from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.eval import entropy_figures
 from jaxrl_llm.eval.evaluate import SEED
-from jaxrl_llm.eval.harness import ModelSource, Opened
-from jaxrl_llm.experience import Rollout, SamplingSettings
+from jaxrl_llm.experience import Rollout, SamplingParams, seed_of
 from jaxrl_llm.kernels.token_stats.api import token_stats
-from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
-from jaxrl_llm.protocols import SamplerFactory, Source
-from jaxrl_llm.rollouts import Asking, seed_of, stopping
+from jaxrl_llm.metrics import run_folder
+from jaxrl_llm.models.sources import ModelSource, Opened
+from jaxrl_llm.protocols import Dataset, SamplerFactory
+from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 RESULT = "entropy_flow.json"
 MODULES = {
@@ -59,9 +61,9 @@ class EntropyFlow:
     out_dir: str
     model: ModelSource
     sampler: SamplerFactory
-    data: Source
+    data: Dataset
     limit: int = 10
-    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    settings: SamplingParams = field(default_factory=SamplingParams)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     rows: int = 1
     max_prompt_tokens: int = 1024
@@ -69,7 +71,7 @@ class EntropyFlow:
     high_entropy: float = 2.0
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 1, "limit", "rows")
+        components.at_least(self, 1, "limit", "rows")
 
     def run(self, config: str = "") -> None:
         """Draws answers, measures, writes and says what was found."""
@@ -95,14 +97,14 @@ class EntropyFlow:
         """
         encoder = Encoder(tokenizer=model.tokenizer, max_prompt_tokens=self.max_prompt_tokens, truncation="left")
         prompts = encoder.prompts(list(self.data.rows())[: self.limit])
-        settings = stopping(self.settings, model.tokenizer)
+        settings = with_stop_ids(self.settings, model.tokenizer)
         length = self.max_prompt_tokens + settings.max_tokens
         sampler = self.sampler.start(model.policy.plain, model.tokenizer, max_length=length, run_dir=folder)
         try:
             await sampler.publish(params, 0)
-            asking = Asking(sampler=sampler, tokenizer=model.tokenizer)
+            generator = RolloutGenerator(sampler=sampler, tokenizer=model.tokenizer)
             seeds = [seed_of(SEED, i) for i in range(len(prompts))]
-            found = {i: group[0] async for i, group in asking.groups(prompts, 1, settings, seeds)}
+            found = {i: group[0] async for i, group in generator.groups(prompts, 1, settings, seeds)}
         finally:
             await sampler.close()
         rollouts = [found[i] for i in sorted(found) if len(found[i].tokens)]

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_llm import bounds
-from jaxrl_llm.collect import Collector
+from jaxrl_llm import components
 from jaxrl_llm.eval.answered import KINDS, Answered, Extract, Measure, estimate, mean, records, value
-from jaxrl_llm.experience import Prompt, SamplingSettings, ScoredGroup
-from jaxrl_llm.protocols import Reward, Source
-from jaxrl_llm.rollouts import Asking
+from jaxrl_llm.experience import Group, Prompt, SamplingParams
+from jaxrl_llm.protocols import Dataset, Reward
+from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator
 
 # Every evaluation of a run draws with the same seed, so that a difference is the policy's.
 SEED = 20_011
@@ -33,11 +32,11 @@ class Evaluation:
     """
 
     name: str = "heldout"
-    data: Source
+    data: Dataset
     limit: int | None = None
     greedy: bool = True
     samples: int = 1
-    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    settings: SamplingParams = field(default_factory=SamplingParams)
     reward: Reward | None = None
     answer: Extract | None = None
     measures: Sequence[Measure] = ()
@@ -47,14 +46,14 @@ class Evaluation:
             raise ValueError(
                 f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1"
             )
-        bounds.at_least(self, 1, "limit")
+        components.at_least(self, 1, "limit")
 
     @property
     def kinds(self) -> dict[str, int]:
         """{"greedy": 1, "sampled": samples}, less what is not asked for."""
         return {kind: n for kind, n in zip(KINDS, (int(self.greedy), self.samples), strict=True) if n}
 
-    def asked(self, kind: str) -> SamplingSettings:
+    def asked(self, kind: str) -> SamplingParams:
         """How answers of a kind are drawn."""
         return self.settings.greedy() if kind == "greedy" else self.settings
 
@@ -76,8 +75,8 @@ class Evaluation:
 
 
 async def evaluate(
-    evaluation: Evaluation, prompts: Sequence[Prompt], asking: Asking, reward: Reward
-) -> tuple[dict[str, float], list[ScoredGroup]]:
+    evaluation: Evaluation, prompts: Sequence[Prompt], generator: RolloutGenerator, reward: Reward
+) -> tuple[dict[str, float], list[Group]]:
     """Metrics of encoded `prompts`, and the scored groups (greedy ones first where both were asked for).
 
     Returns:
@@ -90,14 +89,14 @@ async def evaluate(
     """
     check_reward(evaluation.name, reward)
     answered = [Answered(prompt=prompt, records=[]) for prompt in prompts]
-    shown: list[ScoredGroup] = []
+    shown: list[Group] = []
     for kind, count in evaluation.kinds.items():
-        collector = Collector(asking=asking, reward=reward, settings=evaluation.asked(kind), group_size=count)
+        collector = Collector(generator=generator, reward=reward, settings=evaluation.asked(kind), group_size=count)
         groups = await collector.score(prompts, (SEED,))
         for one, group in zip(answered, groups, strict=True):
             one.records = [*one.records, *records(group.rollouts, group.scores, kind, evaluation.answer)]
         shown += groups
-    asking.counters.clear()
+    generator.counters.clear()
     found = evaluation.metrics(answered)
     return {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}, shown
 

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -18,45 +18,24 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jaxrl_llm import parts, run_folder
+from jaxrl_llm import components
 from jaxrl_llm.data.pipeline import Encoder
+from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
 from jaxrl_llm.eval.results import Results, described, locked, same_configuration, write_whole
-from jaxrl_llm.experience import Prompt, Rollout
-from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
+from jaxrl_llm.experience import Prompt, Rollout, seed_of
+from jaxrl_llm.metrics import run_folder
+from jaxrl_llm.metrics.rollout_rows import token_streams
+from jaxrl_llm.models.sources import ModelSource, Opened
 from jaxrl_llm.protocols import Params, SamplerFactory
-from jaxrl_llm.rollouts import Asking, seed_of, stopping
-from jaxrl_llm.shown import token_streams
+from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 SCHEMA = 1
 SUMMARY = "summary.json"
 GRADED_AT_A_TIME = 32  # groups of an earlier start
-
-
-@dataclass(kw_only=True, eq=False)
-class Opened:
-    """A model to evaluate; its weights are read when `params` is called.
-
-    Attributes:
-      policy: the model on the mesh.
-      tokenizer: its tokenizer.
-      params: reads the parameters.
-      name: the path or id it was opened from, and the checkpoint's step.
-    """
-
-    policy: Any
-    tokenizer: Any
-    params: Callable[[], Params]
-    name: str
-
-
-@runtime_checkable
-class ModelSource(Protocol):
-    """Where a model to evaluate comes from."""
-
-    def open(self, partitioner: Partitioner) -> Opened: ...
 
 
 @runtime_checkable
@@ -188,12 +167,12 @@ class Evaluating:
     async def _ask(self, kind: str, n: int) -> None:
         """Answers of one kind to the prompts that lack them; groups are graded while others are sampled."""
         prompts = [p for name, p in self.prompts.items() if (name, kind) not in self.results.groups]
-        settings = stopping(self.evaluation.asked(kind), self.model.tokenizer)
+        settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
         seeds = [seed_of(self.harness.seed, self.places[p.id]) for p in prompts]
-        asking = Asking(sampler=self.sampler, tokenizer=self.model.tokenizer)
+        generator = RolloutGenerator(sampler=self.sampler, tokenizer=self.model.tokenizer)
         try:
             async with asyncio.TaskGroup() as grading:
-                async for _, rollouts in asking.groups(prompts, n, settings, seeds):
+                async for _, rollouts in generator.groups(prompts, n, settings, seeds):
                     grading.create_task(self._record(rollouts, kind))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
@@ -248,7 +227,7 @@ class Evaluating:
     async def close(self) -> None:
         """Stops the sampler and the reward's processes; the one also where the other fails."""
         async with contextlib.AsyncExitStack() as closing:
-            closing.callback(parts.close, self.evaluation.reward)
+            closing.callback(components.close, self.evaluation.reward)
             if self.sampler is not None:
                 closing.push_async_callback(self.sampler.close)
 
@@ -278,7 +257,7 @@ class Evaluating:
         } | self._sampling()
 
     def _sampling(self) -> dict[str, Any]:
-        settings = stopping(self.evaluation.settings, self.model.tokenizer)
+        settings = with_stop_ids(self.evaluation.settings, self.model.tokenizer)
         return json.loads(
             json.dumps({**self.evaluation.kinds, "settings": asdict(settings), "seed": self.harness.seed})
         )

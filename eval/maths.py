@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.eval.answered import Answered, Record, mean, value
 from jaxrl_llm.eval.pass_at_k import maj_at_k, pass_at_k, powers_of_two
 from jaxrl_llm.rewards import answers
@@ -98,7 +98,7 @@ class FormatClasses:
     part: str = ""
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, FORMS, "form")
+        components.one_of(self, FORMS, "form")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
         """Shares of responses of the asked form, strictly and leniently read."""

@@ -6,7 +6,7 @@ The whole prompt is one user turn. Where it is too long it loses examples, the l
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.data import files, templates
 from jaxrl_llm.eval.choice_questions import Item, as_prompt, lettered, read
 from jaxrl_llm.eval.choices import LETTERS
@@ -41,7 +41,7 @@ class MMLUPro:
 
     def __post_init__(self) -> None:
         templates.named(self.template, "MMLUPro")
-        bounds.at_least(self, 0, "shots")
+        components.at_least(self, 0, "shots")
 
     def rows(self) -> Sequence[Prompt]:
         """All prompts, the right letter as reference.

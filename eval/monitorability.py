@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.eval.answered import Answered, value
 from jaxrl_llm.rewards.monitor import agreement, detection
 
@@ -27,7 +27,7 @@ class Monitorability:
     threshold: float = 0.5
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("sampled", "greedy"), "kind")
+        components.one_of(self, ("sampled", "greedy"), "kind")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
         """{"monitor/rmse": ..., "monitor/f1": ..., "behaviour": ...} over all responses; scalars."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.eval.answered import Answered, mean, value
 from jaxrl_llm.eval.ngrams import words
 from jaxrl_llm.eval.results import write_whole
@@ -95,7 +95,7 @@ class Novelty:
     patience: float = 0.8
 
     def __post_init__(self) -> None:
-        bounds.within(self, "(0, 1]", "patience")
+        components.within(self, "(0, 1]", "patience")
         if list(self.cut_points) != sorted(self.cut_points):
             raise ValueError(f"novelty.Novelty.cut_points must rise (got {list(self.cut_points)})")
 

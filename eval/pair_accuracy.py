@@ -12,7 +12,7 @@ import numpy as np
 from jaxrl_llm import command_line
 from jaxrl_llm.data.similar_pairs import Labelled, SimilarPairs
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
-from jaxrl_llm.hf_reward_model import HFPairs, HFRewardModel
+from jaxrl_llm.models.reward_models import HFPairs, HFRewardModel
 from jaxrl_llm.rewards.monitor import detection
 from jaxrl_llm.rewards.pairs import Pairwise
 

@@ -1,4 +1,4 @@
-"""The data that flows on the host: prompts, rollouts and scored groups (NumPy only)."""
+"""What flows between the parts of a run on the host: prompts, completions, rollouts, scored groups (NumPy alone)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
+
+
+def seed_of(*numbers: int) -> int:
+    """A 31-bit seed that depends on all of `numbers` (run seed, step, place), by NumPy's SeedSequence."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
+
 
 Finish = Literal["stop", "length", "aborted"]
 Role = Literal["sample", "greedy"]
@@ -59,7 +65,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingSettings:
+class SamplingParams:
     """How tokens are drawn.
 
     Attributes:
@@ -85,12 +91,12 @@ class SamplingSettings:
     stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 1, "max_tokens")
-        bounds.at_least(self, 0, "temperature", "top_k")
-        bounds.within(self, f"[0, {self.max_tokens}]", "min_tokens")
-        bounds.within(self, "(0, 1]", "top_p")
-        bounds.within(self, "[0, 1)", "min_p")
-        bounds.above(self, 0, "repetition_penalty")
+        components.at_least(self, 1, "max_tokens")
+        components.at_least(self, 0, "temperature", "top_k")
+        components.within(self, f"[0, {self.max_tokens}]", "min_tokens")
+        components.within(self, "(0, 1]", "top_p")
+        components.within(self, "[0, 1)", "min_p")
+        components.above(self, 0, "repetition_penalty")
 
     @property
     def plain(self) -> bool:
@@ -103,9 +109,9 @@ class SamplingSettings:
             and self.repetition_penalty == 1
         )
 
-    def greedy(self) -> "SamplingSettings":
+    def greedy(self) -> "SamplingParams":
         """The same limits and stops, with the likeliest token at each step."""
-        return SamplingSettings(
+        return SamplingParams(
             max_tokens=self.max_tokens,
             min_tokens=self.min_tokens,
             temperature=0.0,
@@ -174,7 +180,7 @@ class Scores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoredGroup:
+class Group:
     """The rollouts of one prompt with their rewards; the group size may differ by group.
 
     Attributes:
@@ -200,3 +206,13 @@ class ScoredGroup:
             if weight != 0 and not name.startswith("log/"):
                 valid &= np.asarray(self.scores.valid[name], bool)
         return valid
+
+
+def unscored(rollouts: Sequence[Rollout], sides: Sequence[int] | None = None) -> Group:
+    """A group without rewards; `sides` (1 preferred, -1 rejected) makes it a pair."""
+    if sides is None:
+        return Group(rollouts=rollouts, scores=Scores(parts={}, valid={}))
+    side = np.asarray(sides, float)
+    return Group(
+        rollouts=rollouts, scores=Scores(parts={"log/side": side}, valid={"log/side": np.ones(len(side), bool)})
+    )

@@ -1,4 +1,4 @@
-"""The interfaces between the parts of a run, and nothing else."""
+"""The interfaces between the parts of a run, and the error that ends one."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
+from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
 
 Params = dict[str, Any]
 
@@ -30,7 +30,7 @@ NEEDS = frozenset(
 
 
 @runtime_checkable
-class Source(Protocol):
+class Dataset(Protocol):
     """A dataset: random access to prompts, the same order at every start."""
 
     def rows(self) -> Sequence[Prompt]:
@@ -54,21 +54,12 @@ class Reward(Protocol):
 
 
 @runtime_checkable
-class Closing(Protocol):
-    """A component that holds processes or connections."""
-
-    def close(self) -> None:
-        """Ends them; the component may be used again."""
-        ...
-
-
-@runtime_checkable
 class Filter(Protocol):
     """Which scored groups are learned from; train draws prompts until the batch is full or `max_draws` batches were drawn."""
 
     max_draws: int
 
-    def keep(self, group: ScoredGroup) -> bool: ...
+    def keep(self, group: Group) -> bool: ...
 
 
 @runtime_checkable
@@ -82,7 +73,7 @@ class Sampler(Protocol):
     version: int
 
     def sample(
-        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingSettings, seeds: Sequence[int]
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
         """Yields (index of the prefix, its n completions) as groups finish; equal seeds give equal draws."""
         ...
@@ -126,7 +117,7 @@ class Marker(Protocol):
 
 
 @runtime_checkable
-class Companion(Protocol):
+class AuxiliaryModel(Protocol):
     """A model beside the policy that a reward asks; a run starts those it finds in the fields of its rewards.
 
     Attributes:
@@ -187,8 +178,8 @@ class Algorithm(Protocol):
         """The controllers after a step with these metrics."""
         ...
 
-    def advantages(self, view: Any) -> Any:
-        """Credit of every token of the global, unpacked batch (`batch.View` -> `batch.Credit`); jitted."""
+    def advantages(self, sequences: Any) -> Any:
+        """Advantages of every token of a step (`batch.Sequences` -> `batch.Advantages`); jitted."""
         ...
 
     def loss(self, outputs: Mapping[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -255,3 +246,22 @@ class Writer(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class GroupLoader(Protocol):
+    """Groups for each step, from a place in the data that a checkpoint can hold."""
+
+    async def next(self, step: int) -> list[Group]: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+    def take(self) -> dict[str, float]:
+        """Counters and times since the last call."""
+        ...
+
+
+class Down(RuntimeError):
+    """A service that failed too often in a row: the run stops, whatever other rewards say."""

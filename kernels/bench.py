@@ -24,7 +24,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import command_line, xla_flags
+from jaxrl_llm import command_line
+from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs

@@ -37,9 +37,9 @@ export PYTHONUNBUFFERED=1 VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
 vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" --served-model-name policy
   --host 127.0.0.1 --port "$VLLM_PORT" --load-format dummy --generation-config vllm --logprobs-mode processed_logprobs
   --hf-overrides '{"head_dtype": "float32"}' --tensor-parallel-size "$TENSOR_PARALLEL" "${scale_out[@]}"
-  --middleware jaxrl_llm.samplers.vllm_route.TokenRoute
-  --worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
-proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm_proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
+  --middleware jaxrl_llm.publication.vllm_route.TokenRoute
+  --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
+proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm.proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
 
 if [ -n "$DRY_RUN" ]; then
   step env VLLM_SERVER_DEV_MODE=1 "${vllm[@]}"

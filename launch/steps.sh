@@ -141,7 +141,7 @@ sampler_answers() {
 sampler_flags() {
   # shellcheck disable=SC2034
   FLAGS=(--gin="VLLM_SPAWN=False" --gin="$1" --gin="PUBLICATION='$PUBLICATION'"
-    --gin="vllm_sampler.VllmSampler.proxied=True" --gin="vllm_sampler.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'")
+    --gin="vllm.VllmSampler.proxied=True" --gin="vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'")
 }
 
 # url_list URL...: the binding of a list of samplers.

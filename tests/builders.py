@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.experience import Completion, Prompt, Rollout, SamplingSettings, ScoredGroup, Scores
+from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
 
 
 def make_prompt(name: str = "p", tokens: Sequence[int] = (1, 2), **fields: Any) -> Prompt:
@@ -39,7 +39,7 @@ def make_group(
     parts: Mapping[str, Sequence[float]],
     valid: Mapping[str, Sequence[bool]] | None = None,
     weights: Mapping[str, float] | None = None,
-) -> ScoredGroup:
+) -> Group:
     """The rollouts with their rewards by part; a part is valid everywhere where `valid` does not name it."""
     given = valid or {}
     scores = Scores(
@@ -47,7 +47,7 @@ def make_group(
         valid={name: np.array(given.get(name, [True] * len(rollouts)), bool) for name in parts},
         weights=weights or {},
     )
-    return ScoredGroup(rollouts=rollouts, scores=scores)
+    return Group(rollouts=rollouts, scores=scores)
 
 
 class Words:
@@ -79,18 +79,18 @@ class EchoSampler:
     """
 
     order: int = 0
-    calls: list[tuple[list[np.ndarray], int, SamplingSettings, list[int]]] = field(default_factory=list)
+    calls: list[tuple[list[np.ndarray], int, SamplingParams, list[int]]] = field(default_factory=list)
     version: int = 3
 
     async def sample(
-        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingSettings, seeds: Sequence[int]
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
         self.calls.append((list(prefixes), n, settings, list(seeds)))
         for index in np.random.default_rng(self.order).permutation(len(prefixes)):
             await asyncio.sleep(0)
             yield int(index), [self._completion(prefixes[index], i, settings, seeds[index]) for i in range(n)]
 
-    def _completion(self, prefix: np.ndarray, i: int, settings: SamplingSettings, seed: int) -> Completion:
+    def _completion(self, prefix: np.ndarray, i: int, settings: SamplingParams, seed: int) -> Completion:
         tokens = answer_of(prefix, i, 0 if settings.temperature == 0 else seed)
         kept = np.array(tokens[: settings.max_tokens], np.int32)
         return Completion(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 COMPARED = ("loss/total", "reward/mean", "grad_norm/policy", "entropy/mean")
 BINDINGS = (
     "SFT_STEPS=4", "STEPS=12", "SAVE_EVERY=4", "EVALUATE_EVERY=8", "PROMPTS_PER_STEP=16", "MINIBATCHES=2", "TRAIN_ROWS=512",
-    "heldout/sorting.Sorting.size=16", "hosts.Hosts.lost_s=10",
+    "heldout/sorting.Sorting.size=16", "train.Hosts.lost_s=10",
 )  # fmt: skip
 
 

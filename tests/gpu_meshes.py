@@ -20,12 +20,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm import xla_flags
-from jaxrl_llm.bench import lengths_of
-from jaxrl_llm.bench_case import SWEPT, Case, full_rows, micro_batches
-from jaxrl_llm.global_batch import bare, to_device
+from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.kernels.token_stats.api import token_stats
-from jaxrl_llm.mesh import MeshConfig, Partitioner, to_host
+from jaxrl_llm.learner.batch import bare, to_device
+from jaxrl_llm.tools.bench import lengths_of
+from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, micro_batches
 
 OUTPUTS = ("logprob", "entropy")
 FAR = {"value": 1e-3, "gradient": 1e-2, "logprob": 5e-2, "loss": 1e-2, "grad_norm": 1e-2}

@@ -1,4 +1,4 @@
-"""Times an update by transformers and PyTorch, with Liger where it is installed, at the shape that `jaxrl_llm.bench` measures.
+"""Times an update by transformers and PyTorch, with Liger where it is installed, at the shape that `jaxrl_llm.tools.bench` measures.
 
     PYTHONPATH=. python tests/gpu_peer_update.py --model qwen2.5-1.5b --rows 8 --row_tokens 4096
 
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import transformers
 
-from jaxrl_llm import flops
-from jaxrl_llm.models.shapes import SHAPES
+from jaxrl_llm.metrics import flops
+from jaxrl_llm.models.sizes import SHAPES
 
 
 def model_of(name: str, liger: bool, device: str = "cuda") -> Any:

@@ -15,18 +15,17 @@ import numpy as np
 import optax
 from builders import make_group, make_prompt, make_rollout
 
+from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.sft import SFT
-from jaxrl_llm.batch import Batch
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Rollout
-from jaxrl_llm.global_batch import GlobalBatch
-from jaxrl_llm.learner import Learner
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.learner.learner import Learner, TrainState
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.learner.packing import PackedRows, Packing, Placement
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.optimizers import Optimizer
-from jaxrl_llm.packing import PackedRows, Packing, Placement
-from jaxrl_llm.train_state import TrainState
 
 MODEL = Qwen3(
     vocabulary_size=32, width=32, layers=2, heads=4, kv_heads=2, head_width=8, mlp_width=48, tied=True, init_std=0.2
@@ -87,7 +86,7 @@ def make_streams() -> dict[str, np.ndarray]:
 
 
 @cache
-def make_batch() -> GlobalBatch:
+def make_batch() -> Batch:
     """The step in one micro-batch, with two sequences to spare in the view."""
     sampler = make_streams()["sampler_logprobs"]
     rollouts = [replace(r, sampler_logprobs=x[: len(r.tokens)]) for r, x in zip(make_rollouts(), sampler)]
@@ -96,10 +95,10 @@ def make_batch() -> GlobalBatch:
         rewards = make_rewards()[start : start + MEMBERS]
         groups.append(make_group(rollouts[start : start + MEMBERS], {"r": rewards}, {"r": np.isfinite(rewards)}))
     sizes = {"response_tokens": RESPONSE, "capacity": GROUPS * MEMBERS + 2}
-    return GlobalBatch.build(groups, PACKING, minibatches=1, sources=["s"], **sizes)
+    return Batch.build(groups, PACKING, minibatches=1, sources=["s"], **sizes)
 
 
-def split(members: Sequence[Sequence[int]]) -> GlobalBatch:
+def split(members: Sequence[Sequence[int]]) -> Batch:
     """The step with the named sequences in each micro-batch, dealt over its rows in turn."""
     prompts, responses = (list(column) for column in zip(*((r.prompt.tokens, r.tokens) for r in make_rollouts())))
     dealt = [
@@ -130,13 +129,13 @@ def fresh_state(learner: Learner) -> TrainState:
     return learner.init({"policy": jax.tree.map(place, host_params(), learner.policy.abstract())})
 
 
-def batches_of(learner: Learner, batch: GlobalBatch) -> list[Batch]:
+def batches_of(learner: Learner, batch: Batch) -> list[MicroBatch]:
     """The step's micro-batches on the learner's devices."""
     known = ("old_logprobs", "ref_logprobs") if learner.algorithm.learns_from == "samples" else ()
     streams = {n: batch.tokenwise(list(make_streams()[n])) for n in known}
-    view = batch.view(streams, learner.algorithm.controls, GROUPS)
-    credit = jax.device_get(learner.advantages(view))
-    (mini,) = batch.batches(view, credit, learner.algorithm.constant, learner.partitioner)
+    sequences = batch.sequences(streams, learner.algorithm.controls, GROUPS)
+    credit = jax.device_get(learner.advantages(sequences))
+    (mini,) = batch.micro_batches(sequences, credit, learner.algorithm.constant, learner.partitioner)
     return mini
 
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jaxrl_llm.samplers.manifest import FILE, WEIGHTS, Manifest, TensorEntry, checksum
+from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, TensorEntry, checksum
 
 
 def write_version(

@@ -14,14 +14,14 @@ import tiny_run
 
 # A run of one stage that samples, small enough to be started many times.
 SMALL = {
-    "train.Run.stages": "[@rl/stages.Stage()]",
+    "train.Run.stages": "[@rl/train.Stage()]",
     "STEPS": 14,
     "SAVE_EVERY": 5,
     "EVALUATE_EVERY": 7,
     "qwen3.Qwen3.layers": 1,
     "evaluate.Evaluation.samples": 0,
     "grpo.GRPO.kl_coef": 0.0,
-    "hosts.Hosts.wait_s": 120,
+    "train.Hosts.wait_s": 120,
     "train.Run.stop_limit_s": 60,
 }
 
@@ -29,9 +29,9 @@ SMALL = {
 TALKER = """
 import os, sys, jax, numpy as np
 from jax.experimental import multihost_utils
-from jaxrl_llm.hosts import Hosts
-from jaxrl_llm.together import joined, place
-with joined(Hosts(lost_s=float(sys.argv[1]), wait_s=30), place(os.environ, False)) as processes:
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
+with joined(Hosts(lost_s=float(sys.argv[1]), wait_s=30), coordinator_arguments(os.environ, False)) as processes:
     print("together", processes.index, flush=True, file=sys.stderr)
     for number in range(10**9):
         multihost_utils.process_allgather(np.ones(3))
@@ -40,11 +40,11 @@ with joined(Hosts(lost_s=float(sys.argv[1]), wait_s=30), place(os.environ, False
 # What the processes of a run ask of each other, once each.
 ASKING = """
 import os, pathlib, sys, time, numpy as np
-from jaxrl_llm.hosts import Hosts
-from jaxrl_llm.together import joined, place
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
 own = pathlib.Path(sys.argv[1]) / os.environ["JAX_PROCESS_ID"]
 own.mkdir()
-with joined(Hosts(wait_s=2, lost_s=30), place(os.environ, False)) as processes:
+with joined(Hosts(wait_s=2, lost_s=30), coordinator_arguments(os.environ, False)) as processes:
     i = processes.index
     said = processes.broadcast({"x": np.arange(3) + i})
     assert said["x"].tolist() == [0, 1, 2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny_run
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line, launch
 
 TINY = tiny_run.GIN_FILE
 
@@ -36,9 +36,9 @@ def test_an_unknown_binding_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_a_macro_that_nothing_reads_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    launch.build([TINY], tiny_run.bindings(tmp_path / "run", STEPS=3))
+    command_line.build([TINY], tiny_run.bindings(tmp_path / "run", STEPS=3))
     assert not caplog.records
-    launch.build([TINY], tiny_run.bindings(tmp_path / "run", GRUOP_SIZE=8, ELSEWHERE=1))
+    command_line.build([TINY], tiny_run.bindings(tmp_path / "run", GRUOP_SIZE=8, ELSEWHERE=1))
     said = [record.getMessage() for record in caplog.records]
     assert said == [
         "nothing reads GRUOP_SIZE here: is GROUP_SIZE meant?",
@@ -76,11 +76,11 @@ def test_prompts_that_do_not_split_into_mini_batches_are_refused(
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fails(capsys, tmp_path / "run", "packing.Packing.rows (6)", "multiples of 8", ROWS=6)
+    fails(capsys, tmp_path / "run", "train.Packing.rows (6)", "multiples of 8", ROWS=6)
 
 
 def test_a_mesh_that_does_not_fit_the_devices_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fails(capsys, tmp_path / "run", "mesh", "8 devices", **{"mesh.MeshConfig.tensor": 3})
+    fails(capsys, tmp_path / "run", "mesh", "8 devices", **{"train.MeshConfig.tensor": 3})
 
 
 def test_a_row_too_short_for_the_longest_sequence_is_refused(
@@ -97,19 +97,19 @@ def test_a_filter_before_the_rewards_statistics_is_refused() -> None:
             raise AssertionError("not asked")
 
     from jaxrl_llm.algorithms.grpo import GRPO
-    from jaxrl_llm.collect import Varied
     from jaxrl_llm.data.sorting import Sorting
-    from jaxrl_llm.optimizers import Optimizer
-    from jaxrl_llm.stages import Stage
+    from jaxrl_llm.learner.optimizer import Optimizer
+    from jaxrl_llm.rollouts.collect import DynamicSampling
+    from jaxrl_llm.train.stage import Stage
 
     with pytest.raises(ValueError, match="FILTER"):
         Stage(
-            name="rl", algorithm=GRPO(), data=Sorting(), optimizer=Optimizer(), steps=1, group_size=2, reward=Waiting(), filter=Varied()
+            name="rl", algorithm=GRPO(), data=Sorting(), optimizer=Optimizer(), steps=1, group_size=2, reward=Waiting(), filter=DynamicSampling()
         )  # fmt: skip
 
 
 def test_filtered_training_samples_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    fails(capsys, tmp_path / "run", "top_k", "plain tempered softmax", **{"rl/experience.SamplingSettings.top_k": 5})
+    fails(capsys, tmp_path / "run", "top_k", "plain tempered softmax", **{"rl/experience.SamplingParams.top_k": 5})
 
 
 def test_prompts_that_are_all_too_long_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(capsys: pytest.Captu
 def test_a_folder_without_weights_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     more = {
-        "policy_source.PolicySource.architecture": None,
-        "policy_source.PolicySource.pretrained": repr(str(tmp_path / "model")),
+        "sources.PolicySource.architecture": None,
+        "sources.PolicySource.pretrained": repr(str(tmp_path / "model")),
     }
     fails(capsys, tmp_path / "run", str(tmp_path / "model"), **more)
 

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxrl_llm import command_line, profiling
-from jaxrl_llm.data import gsm8k, prepare
+from jaxrl_llm import command_line
+from jaxrl_llm.data.prepare import gsm8k, preparation
+from jaxrl_llm.metrics import profiling
 
 
 def test_help_keeps_the_lines_of_its_description():
@@ -14,7 +15,7 @@ def test_an_error_that_the_user_can_put_right_is_one_line(tmp_path, capsys, monk
     assert profiling.main([str(tmp_path)]) == 1
     monkeypatch.setattr("sys.argv", ["gsm8k", "--out", str(tmp_path / "out"), "--source", str(tmp_path / "none")])
     with pytest.raises(SystemExit) as ended:
-        prepare.command(gsm8k.PREPARATION)
+        preparation.command(gsm8k.PREPARATION)
     first, second = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and first.startswith("error: no trace") and second.startswith("error: no data at")
 

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxrl_llm import hf_weights
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
-from jaxrl_llm.prometheus import Prometheus
-from jaxrl_llm.rewards import serving
-from jaxrl_llm.samplers.vllm_proxy import Proxy
+from jaxrl_llm.metrics.prometheus import Prometheus
+from jaxrl_llm.models import hf_weights
+from jaxrl_llm.rewards.services import http_service
+from jaxrl_llm.samplers.vllm.proxy import Proxy
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(f for folder in ("jaxrl_llm", "kernels", "data", "eval") for f in (ROOT / folder).rglob("*.py"))
@@ -23,7 +23,7 @@ SHELL = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subpr
 LOADERS = {("yaml", "load"), ("yaml", "unsafe_load"), ("torch", "load")}
 KEYWORDS = {"shell": True, "allow_pickle": True, "trust_remote_code": True, "weights_only": False, "verify": False}
 # The pipe of verifiers: the worker unpickles what the run's own process sends, never the other way round.
-EXCEPTIONS = {("jaxrl_llm/rewards/worker.py", "recv")}
+EXCEPTIONS = {("jaxrl_llm/rewards/services/worker.py", "recv")}
 
 
 def offences(file: Path) -> Iterator[str]:
@@ -86,12 +86,12 @@ def test_services_listen_off_loopback_with_a_token_alone(monkeypatch):
     monkeypatch.delenv("A_TOKEN", raising=False)
     for host in ("0.0.0.0", "10.0.0.5", "::", "a.host.example"):
         with pytest.raises(ValueError, match="token"):
-            serving.token_of(host, "")
+            http_service.token_of(host, "")
     for host in ("0.0.0.0", "10.0.0.5", "::"):
         with pytest.raises(ValueError, match="token"):
             Prometheus(host=host)
     with pytest.raises(ValueError, match="A_TOKEN is not set"):
-        serving.token_of("127.0.0.1", "A_TOKEN")
+        http_service.token_of("127.0.0.1", "A_TOKEN")
     with pytest.raises(ValueError, match="at least 16"):
         Proxy(server="http://127.0.0.1:8000", token="short")
     with pytest.raises(ValueError, match="not on loopback"):

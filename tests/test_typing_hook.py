@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 import jaxrl_llm
-from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.experience import SamplingParams
 
 PROBE = '''
 """A module with one shaped function."""
@@ -41,7 +41,7 @@ def test_modules_behind_the_links_are_loaded_by_the_hook():
 
 
 def test_fields_of_components_are_checked():
-    assert SamplingSettings(temperature=1).temperature == 1  # an int serves where a float is asked for
+    assert SamplingParams(temperature=1).temperature == 1  # an int serves where a float is asked for
     with pytest.raises(TypeError):
-        SamplingSettings(max_tokens="many")
+        SamplingParams(max_tokens="many")
     assert "jaxtyping" in type(jaxrl_llm.__spec__.loader).__module__

@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 GIN_FILE = str(Path(__file__).with_name("tiny.gin"))
-RL_ALONE = {"train.Run.stages": "[@rl/stages.Stage()]"}
+RL_ALONE = {"train.Run.stages": "[@rl/train.Stage()]"}
 
 
 def bindings(run_dir: Path, **more: Any) -> list[str]:

@@ -6,8 +6,17 @@ from unittest.mock import Mock
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm.global_batch import GlobalBatch
-from jaxrl_llm.packing import Packing
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.distributed.preemption import Preemption
+from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.protocols import GroupLoader
+from jaxrl_llm.train.evaluation import HeldOut
+from jaxrl_llm.train.frozen_models import FrozenModels
+from jaxrl_llm.train.progress import Progress
+from jaxrl_llm.train.stage import Stage
+from jaxrl_llm.train.step import StageTrainer
 
 
 def too_much():
@@ -15,23 +24,23 @@ def too_much():
     return jax.block_until_ready(jnp.zeros(1 << 46, jnp.uint8))
 
 
-class Full:
+def full() -> Learner:
     """A learner whose micro-batch does not fit."""
-
-    algorithm = SimpleNamespace(constant=1.0)
-
-    def update(self, state, batch, bases):
-        return too_much(), {}
-
-    score = update
+    learner = Mock(spec=Learner, algorithm=SimpleNamespace(constant=1.0), partitioner=Mock(spec=Partitioner))
+    learner.update.side_effect = lambda *_: (too_much(), {})
+    return learner
 
 
 def stage():
-    config = SimpleNamespace(packing=Packing(rows=16, row_tokens=2048), epochs=1)
-    batch = Mock(spec=GlobalBatch)
-    batch.batches.return_value = ["a micro-batch"]
-    run = SimpleNamespace(
-        config=config, phases=SimpleNamespace(present=Full(), due=False), partitioner=None, bases={}, teacher=None, frozen={},
-        view=lambda *_: None, _scores=lambda _: True, _streams=lambda learner, *_, **__: learner.score(None, None, None),
+    """A stage in progress whose learner is `full`, and a batch."""
+    config = Mock(spec=Stage, packing=Packing(rows=16, row_tokens=2048), epochs=1, max_staleness=0)
+    batch = Mock(spec=Batch)
+    batch.micro_batches.return_value = ["a micro-batch"]
+    run = StageTrainer(
+        config=config, learner=full(), loader=Mock(spec=GroupLoader), frozen=Mock(spec=FrozenModels), sources=[],
+        held_out=Mock(spec=HeldOut), preemption=Mock(spec=Preemption), progress=Mock(spec=Progress, watching=Mock()),
     )  # fmt: skip
+    run.learners = {run.phase.name: run.learner}
+    run.scores_policy = lambda step: True
+    run.stats_of = lambda learner, *_, **__: too_much()
     return run, batch

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl_llm import command_line, slow_clients
+from jaxrl_llm import command_line, serving
 from jaxrl_llm.eval.viewer.folders import find
 from jaxrl_llm.eval.viewer.server import Pages
 
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{len(shown)} runs and results; from another machine: ssh -L {asked.port}:127.0.0.1:{asked.port} HOST")
     try:
         pages = Pages(shown)
-        slow_clients.serve(pages.application(), pages.patience, "127.0.0.1", asked.port)
+        serving.serve(pages.application(), pages.patience, "127.0.0.1", asked.port)
     except OSError as error:
         print(f"port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
 """An index over a file of rollouts: where each line lies and what is filtered by; texts stay on disk.
 
-A line is a row of rollouts.jsonl (jaxrl_llm/shown.py) or a record of samples.jsonl (eval/answered.py). The index holds some
+A line is a row of rollouts.jsonl (jaxrl_llm/metrics/rollout_rows.py) or a record of samples.jsonl (eval/answered.py). The index holds some
 numbers of each line and a signature of its text: a bit for each hash of three successive bytes, in lower case. A search reads
 only lines whose signature has all bits of what is sought; long texts fill signatures, and more lines are read for nothing.
 """

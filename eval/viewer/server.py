@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxrl_llm import slow_clients
+from jaxrl_llm import serving
 from jaxrl_llm.eval.viewer import query
 from jaxrl_llm.eval.viewer.folders import Shown
 from jaxrl_llm.eval.viewer.query import Query
-from jaxrl_llm.slow_clients import Patience
+from jaxrl_llm.serving import Patience
 
 ASSETS = Path(__file__).parent / "assets"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -41,7 +41,7 @@ class Pages:
 
     def application(self) -> web.Application:
         """The web application; while it runs, a thread indexes what the files grow by."""
-        app = web.Application(middlewares=[slow_clients.middleware(self.patience), guarded])
+        app = web.Application(middlewares=[serving.middleware(self.patience), guarded])
         app.router.add_get("/", self._asset)
         app.router.add_get("/assets/{name}", self._asset)
         for name, answer in (

@@ -1,1 +1,1 @@
-"""RL, supervised and preference objectives: one file each, pure functions of a view and a batch."""
+"""Objectives, one file each: pure functions of sequences and micro-batches."""

@@ -1,4 +1,4 @@
-"""Group statistics, returns and advantage estimates on the unpacked global view; pure functions, one estimate each.
+"""Group statistics, returns and advantage estimates on the sequences of a whole batch; pure functions, one estimate each.
 
 Groups are ragged: statistics are segment sums over `group`, and only sequences with `counted` enter them. Statistics
 are taken of rewards less the group's smallest, which makes those of equal rewards exact: such a group's advantages

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +29,8 @@ class CISPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "clip_low")
-        bounds.above(self, 0, "clip_high")
+        components.within(self, "(0, 1]", "clip_low")
+        components.above(self, 0, "clip_high")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clipped_weight(tokens, self.clip_low, self.clip_high)

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.penalties import covariance, draw
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,17 @@ class ClipCov(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "clip_low")
-        bounds.above(self, 0, "clip_high")
-        bounds.within(self, "(0, 1]", "share")
+        components.within(self, "(0, 1]", "clip_low")
+        components.above(self, 0, "clip_high")
+        components.within(self, "(0, 1]", "share")
         if not self.covariance_min < self.covariance_max:
-            bounds.refuse(self, "covariance_min", f"below covariance_max={self.covariance_max}")
+            components.refuse(self, "covariance_min", f"below covariance_max={self.covariance_max}")
 
-    def prepare(self, view: View, advantages: Array) -> dict[str, Array]:
-        shared = covariance(view.old_logprobs, advantages, view.learned)
-        eligible = view.learned & (shared > self.covariance_min) & (shared < self.covariance_max)
-        count = jnp.maximum(jnp.floor(self.share * jnp.sum(view.learned)).astype(jnp.int32), 1)
-        return {"left_out": draw(eligible, count, view.old_logprobs, view.sampler_logprobs)}
+    def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
+        shared = covariance(sequences.old_logprobs, advantages, sequences.learned)
+        eligible = sequences.learned & (shared > self.covariance_min) & (shared < self.covariance_max)
+        count = jnp.maximum(jnp.floor(self.share * jnp.sum(sequences.learned)).astype(jnp.int32), 1)
+        return {"left_out": draw(eligible, count, sequences.old_logprobs, sequences.sampler_logprobs)}
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         losses, metrics = surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -13,8 +13,8 @@ from typing import Literal
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm import bounds
-from jaxrl_llm.masked import masked_mean, masked_sum
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.masked import masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
 
@@ -43,9 +43,9 @@ class Correction:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("token", "sequence", "geometric"), "level")
-        bounds.one_of(self, ("truncate", "mask"), "mode")
-        bounds.within(self, f"[0, {self.ratio_max})", "ratio_min")
+        components.one_of(self, ("token", "sequence", "geometric"), "level")
+        components.one_of(self, ("truncate", "mask"), "mode")
+        components.within(self, f"[0, {self.ratio_max})", "ratio_min")
 
     def weights(
         self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]
@@ -95,14 +95,14 @@ class Rejection:
     divergence_max: float = 0.5
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("k1", "k2", "k3"), "statistic")
-        bounds.one_of(self, ("token", "sum", "mean", "max"), "level")
+        components.one_of(self, ("k1", "k2", "k3"), "statistic")
+        components.one_of(self, ("token", "sum", "mean", "max"), "level")
         if self.statistic == "k1" and self.level == "max":
             raise ValueError(
                 "Rejection.level='max' needs a statistic without sign: set correction.Rejection.statistic to k2 or k3"
             )
-        bounds.within(self, f"[0, {self.ratio_max})", "ratio_min")
-        bounds.above(self, 0, "divergence_max")
+        components.within(self, f"[0, {self.ratio_max})", "ratio_min")
+        components.above(self, 0, "divergence_max")
 
     def keep(self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Bool[Array, "S T"]:
         """The tokens of the mask that stay."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.policy_gradient import Estimate, given
-from jaxrl_llm.batch import View
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +24,13 @@ class Distill(Clipped):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.kl_coef > 0 and self.kl_in == "reward":
-            bounds.refuse(self, "kl_in", "'loss': rewards are not learned from")
+            components.refuse(self, "kl_in", "'loss': rewards are not learned from")
 
     @property
     def needs(self) -> frozenset[str]:
         return super().needs | {"teacher"}
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        mask = view.learned
-        teacher = jnp.where(mask, given(view.teacher_logprobs, "teacher"), 0.0)
-        return Estimate(jnp.clip(teacher - jnp.where(mask, view.old_logprobs, 0.0), -20.0, 20.0))
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        mask = sequences.learned
+        teacher = jnp.where(mask, given(sequences.teacher_logprobs, "teacher"), 0.0)
+        return Estimate(jnp.clip(teacher - jnp.where(mask, sequences.old_logprobs, 0.0), -20.0, 20.0))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Float
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
@@ -57,7 +57,7 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self) -> None:
-        bounds.above(self, 0, "target", "horizon")
+        components.above(self, 0, "target", "horizon")
 
     def update(self, coef: float, kl: float, sequences: int) -> float:
         """The coefficient after a batch of `sequences` whose mean KL per token was `kl`.
@@ -66,6 +66,6 @@ class AdaptiveKL:
           ValueError: the horizon is so short that a step may turn the coefficient's sign.
         """
         if sequences >= 5 * self.horizon:
-            bounds.refuse(self, "horizon", f"above a fifth of a step's {sequences} sequences")
+            components.refuse(self, "horizon", f"above a fifth of a step's {sequences} sequences")
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return coef * (1.0 + error * sequences / self.horizon)

@@ -16,7 +16,7 @@ from typing import Literal
 import jax
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
@@ -34,10 +34,10 @@ class DPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.one_of(self, ("sigmoid", "robust", "hinge"), "form")
-        bounds.within(self, "[0, 0.5)", "label_smoothing")
+        components.one_of(self, ("sigmoid", "robust", "hinge"), "form")
+        components.within(self, "[0, 0.5)", "label_smoothing")
         if self.form == "hinge" and self.label_smoothing > 0:
-            bounds.refuse(self, "label_smoothing", "0 with form 'hinge', which has no use for it")
+            components.refuse(self, "label_smoothing", "0 with form 'hinge', which has no use for it")
 
     def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
         margin, eps = self.margin(chosen, rejected), self.label_smoothing

@@ -14,9 +14,9 @@ from typing import Literal
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class DPPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.one_of(self, ("tv", "kl"), "divergence")
-        bounds.above(self, 0, "low", "high", "ratio_max")
+        components.one_of(self, ("tv", "kl"), "divergence")
+        components.above(self, 0, "low", "high", "ratio_max")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         within = surrogate.within_total_variation if self.divergence == "tv" else surrogate.within_binary_kl

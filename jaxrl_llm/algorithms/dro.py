@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class DRO(GroupRelative):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.beta > 0:
-            bounds.refuse(self, "beta", "> 0: without the pull nothing holds the policy near the one that sampled")
+            components.refuse(self, "beta", "> 0: without the pull nothing holds the policy near the one that sampled")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.quadratic(tokens, self.beta), {}

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from jaxrl_llm.algorithms.batch import Advantages, Sequences
+from jaxrl_llm.algorithms.masked import masked_mean
 from jaxrl_llm.algorithms.sft import SFT
-from jaxrl_llm.batch import Credit, View
-from jaxrl_llm.masked import masked_mean
 from jaxrl_llm.protocols import Learns
 
 
@@ -30,9 +30,9 @@ class ExpertIteration(SFT):
     def learns_from(self) -> Learns:
         return "samples"
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """1 for the tokens of good responses, which alone are learned from."""
-        good = view.counted & (view.reward >= self.threshold)
-        credit = super().advantages(replace(view, valid=good))
-        kept = masked_mean(good.astype(jnp.float32), view.counted)
+        good = sequences.counted & (sequences.reward >= self.threshold)
+        credit = super().advantages(replace(sequences, valid=good))
+        kept = masked_mean(good.astype(jnp.float32), sequences.counted)
         return replace(credit, metrics={**credit.metrics, "expert/kept_fraction": kept})

@@ -15,12 +15,11 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
-from jaxrl_llm.masked import masked_mean, masked_var, whiten
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.masked import masked_mean, masked_var, whiten
+from jaxrl_llm.algorithms.policy_gradient import Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,51 +48,51 @@ class GDPO(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "clip_low")
-        bounds.above(self, 0, "clip_high")
-        bounds.one_of(self, ("tokens", "sequences", "none"), "normalize")
+        components.within(self, "(0, 1]", "clip_low")
+        components.above(self, 0, "clip_high")
+        components.one_of(self, ("tokens", "sequences", "none"), "normalize")
         if self.weights and len(self.weights) != len(self.parts):
-            bounds.refuse(self, "weights", f"one number for each of parts={self.parts}, or empty")
+            components.refuse(self, "weights", f"one number for each of parts={self.parts}, or empty")
         if bool(self.span) != bool(self.span_parts):
-            bounds.refuse(self, "span_parts", f"given with `span` and only then (span={self.span!r})")
+            components.refuse(self, "span_parts", f"given with `span` and only then (span={self.span!r})")
         if self.kl_coef > 0 and self.kl_in == "reward":
-            bounds.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
+            components.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        credit = self._parts(view)
-        total = sum(credit.values(), start=jnp.zeros_like(view.reward))
-        whole = self._normalized(total, view)
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        credit = self._parts(sequences)
+        total = sum(credit.values(), start=jnp.zeros_like(sequences.reward))
+        whole = self._normalized(total, sequences)
         if not self.span:
             return Estimate(whole)
-        if self.span not in view.spans:
+        if self.span not in sequences.spans:
             raise ValueError(
-                f"gdpo.GDPO.span must be one of {sorted(view.spans)}, which rollouts have (got {self.span!r})"
+                f"gdpo.GDPO.span must be one of {sorted(sequences.spans)}, which rollouts have (got {self.span!r})"
             )
         rest = total - sum((credit[name] for name in self.span_parts), start=jnp.zeros_like(total))
-        return Estimate(jnp.where(view.spans[self.span], whole, advantages.to_tokens(rest, view.learned)))
+        return Estimate(jnp.where(sequences.spans[self.span], whole, advantages.to_tokens(rest, sequences.learned)))
 
-    def _parts(self, view: View) -> dict[str, Array]:
+    def _parts(self, sequences: Sequences) -> dict[str, Array]:
         """{name: [S]} the weighted advantage of each part within its group."""
-        names = self.parts or tuple(view.parts)
-        if unknown := {*names, *self.span_parts} - set(view.parts):
+        names = self.parts or tuple(sequences.parts)
+        if unknown := {*names, *self.span_parts} - set(sequences.parts):
             raise ValueError(
-                f"gdpo.GDPO.parts and .span_parts must be among the reward's parts {sorted(view.parts)} "
+                f"gdpo.GDPO.parts and .span_parts must be among the reward's parts {sorted(sequences.parts)} "
                 f"(got {sorted(unknown)})"
             )
         credit = {}
         for name, weight in zip(names, self.weights or (1.0,) * len(names)):
-            part = jnp.where(view.counted, view.parts[name], 0.0)
-            stats = advantages.group_statistics(part, view.group, view.counted, view.groups)
+            part = jnp.where(sequences.counted, sequences.parts[name], 0.0)
+            stats = advantages.group_statistics(part, sequences.group, sequences.counted, sequences.groups)
             credit[name] = weight * advantages.group_relative(part, stats, std=self.std, singleton=self.singleton)
         return credit
 
-    def _normalized(self, total: Array, view: View) -> Array:
+    def _normalized(self, total: Array, sequences: Sequences) -> Array:
         if self.normalize == "tokens":
-            return whiten(advantages.to_tokens(total, view.learned), view.learned)
+            return whiten(advantages.to_tokens(total, sequences.learned), sequences.learned)
         if self.normalize == "sequences":
-            deviation = jnp.sqrt(masked_var(total, view.counted, ddof=1))
-            total = (total - masked_mean(total, view.counted)) / (deviation + 1e-6)
-        return advantages.to_tokens(total, view.learned)
+            deviation = jnp.sqrt(masked_var(total, sequences.counted, ddof=1))
+            total = (total - masked_mean(total, sequences.counted)) / (deviation + 1e-6)
+        return advantages.to_tokens(total, sequences.learned)
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

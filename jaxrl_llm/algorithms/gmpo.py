@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
-from jaxrl_llm.masked import Aggregation
+from jaxrl_llm.algorithms.masked import Aggregation
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,9 @@ class GMPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.above(self, 0, "clip_low", "clip_high")
+        components.above(self, 0, "clip_low", "clip_high")
         if self.aggregation != "seq-mean-token-mean":
-            bounds.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one loss")
+            components.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one loss")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.geometric_mean(tokens, self.clip_low, self.clip_high)

@@ -12,11 +12,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +33,15 @@ class GPG(Grouped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.one_of(self, ("group", "reward"), "signal")
+        components.one_of(self, ("group", "reward"), "signal")
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
-        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
         credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
         differs = (stats.size > 1) & (stats.std > 0) if self.signal == "group" else reward != 0
-        alpha = jnp.sum(view.counted, dtype=reward.dtype) / jnp.maximum(jnp.sum(view.counted & differs), 1)
-        return Estimate(advantages.to_tokens(alpha * credit, view.learned))
+        alpha = jnp.sum(sequences.counted, dtype=reward.dtype) / jnp.maximum(jnp.sum(sequences.counted & differs), 1)
+        return Estimate(advantages.to_tokens(alpha * credit, sequences.learned))
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

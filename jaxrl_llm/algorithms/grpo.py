@@ -11,8 +11,7 @@ settings.
 
 from dataclasses import dataclass
 
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.group_relative import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import Clipped, GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +29,11 @@ class GRPOPassK(Clipped):
     def group_size_at_least(self) -> int:
         return 2
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
-        credit = advantages.best_over_second(reward, view.group, view.counted, view.groups)
+        credit = advantages.best_over_second(reward, sequences.group, sequences.counted, sequences.groups)
         if self.std:
-            credit /= advantages.group_statistics(reward, view.group, view.counted, view.groups).std + 1e-6
-        return Estimate(advantages.to_tokens(credit, view.learned))
+            credit /= (
+                advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups).std + 1e-6
+            )
+        return Estimate(advantages.to_tokens(credit, sequences.learned))

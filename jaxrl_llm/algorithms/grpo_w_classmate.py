@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +36,28 @@ class GRPOWithClassmate(Grouped, Clipped):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.main_parts:
-            bounds.refuse(self, "main_parts", "the names of one or more parts of the reward")
+            components.refuse(self, "main_parts", "the names of one or more parts of the reward")
         if self.kl_coef > 0 and self.kl_in == "reward":
-            bounds.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
+            components.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        if self.span not in view.spans:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        if self.span not in sequences.spans:
             raise ValueError(
-                f"grpo_w_classmate.GRPOWithClassmate.span must be one of {sorted(view.spans)}, which rollouts have "
-                f"(got {self.span!r}): set stages.Stage.marker"
+                f"grpo_w_classmate.GRPOWithClassmate.span must be one of {sorted(sequences.spans)}, which rollouts have "
+                f"(got {self.span!r}): set train.Stage.marker"
             )
-        if unknown := set(self.main_parts) - set(view.parts):
+        if unknown := set(self.main_parts) - set(sequences.parts):
             raise ValueError(
-                f"grpo_w_classmate.GRPOWithClassmate.main_parts must be among the reward's parts {sorted(view.parts)} "
+                f"grpo_w_classmate.GRPOWithClassmate.main_parts must be among the reward's parts {sorted(sequences.parts)} "
                 f"(got {sorted(unknown)})"
             )
-        main = sum((view.parts[name] for name in self.main_parts), start=jnp.zeros_like(view.reward))
-        whole, own = self._relative(jnp.sum(rewards, axis=1), view), self._relative(main, view)
-        return Estimate(jnp.where(view.spans[self.span], whole, own))
+        main = sum((sequences.parts[name] for name in self.main_parts), start=jnp.zeros_like(sequences.reward))
+        whole, own = self._relative(jnp.sum(rewards, axis=1), sequences), self._relative(main, sequences)
+        return Estimate(jnp.where(sequences.spans[self.span], whole, own))
 
-    def _relative(self, reward: Array, view: View) -> Array:
+    def _relative(self, reward: Array, sequences: Sequences) -> Array:
         """g(r) at every learned token."""
-        reward = jnp.where(view.counted, reward, 0.0)
-        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+        reward = jnp.where(sequences.counted, reward, 0.0)
+        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
         credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
-        return advantages.to_tokens(credit, view.learned)
+        return advantages.to_tokens(credit, sequences.learned)

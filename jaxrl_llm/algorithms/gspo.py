@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
-from jaxrl_llm.masked import Aggregation
+from jaxrl_llm.algorithms.masked import Aggregation
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,10 @@ class GSPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "clip_low")
-        bounds.above(self, 0, "clip_high")
+        components.within(self, "(0, 1]", "clip_low")
+        components.above(self, 0, "clip_high")
         if self.aggregation != "seq-mean-token-mean":
-            bounds.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
+            components.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.clip(surrogate.sequence_ratio(tokens), tokens.advantages, self.clip_low, self.clip_high)

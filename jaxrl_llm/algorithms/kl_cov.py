@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import absolute
-from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.algorithms.penalties import covariance, highest
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,13 @@ class KLCov(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "share")
-        bounds.at_least(self, 0, "coef")
+        components.within(self, "(0, 1]", "share")
+        components.at_least(self, 0, "coef")
 
-    def prepare(self, view: View, advantages: Array) -> dict[str, Array]:
-        chosen = highest(covariance(view.old_logprobs, advantages, view.learned), view.learned, self.share)
+    def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
+        chosen = highest(
+            covariance(sequences.old_logprobs, advantages, sequences.learned), sequences.learned, self.share
+        )
         return {"held": chosen}
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:

@@ -15,11 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import masked_mean, masked_sum, sequence_mean
 from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.algorithms.preference import Preference, rejected_of
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import masked_mean, masked_sum, sequence_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,25 +36,25 @@ class KTO(Preference):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.at_least(self, 0, "desirable", "undesirable")
+        components.at_least(self, 0, "desirable", "undesirable")
 
     @property
     def group_size_at_least(self) -> int:
         return 1
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """All tokens of all answers; an answer needs no partner."""
-        learned = view.learned & (view.side != 0)[:, None]
-        log_ratio = masked_sum(view.old_logprobs - given(view.ref_logprobs, "reference"), learned, axis=1)
+        learned = sequences.learned & (sequences.side != 0)[:, None]
+        log_ratio = masked_sum(sequences.old_logprobs - given(sequences.ref_logprobs, "reference"), learned, axis=1)
         point = jnp.maximum(masked_mean(log_ratio, jnp.any(learned, axis=1)), 0.0)
-        return Credit(
+        return Advantages(
             advantages=learned.astype(jnp.float32),
             loss_mask=learned,
             aux={"point": jnp.where(learned, point, 0.0)},
             metrics={"kto/point": point},
         )
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         answers = self.answers(outputs, batch)
         point = sequence_mean(batch.aux["point"], batch.sequence, batch.mask, batch.sequences)
         present, sign = answers.tokens > 0, batch.side.astype(jnp.float32)

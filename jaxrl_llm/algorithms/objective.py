@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.batch import Batch, Credit, Term, View
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
 from jaxrl_llm.protocols import Learns
 
 
@@ -40,7 +40,7 @@ class Objective(ABC):
         return controls
 
     @abstractmethod
-    def advantages(self, view: View) -> Credit: ...
+    def advantages(self, sequences: Sequences) -> Advantages: ...
 
     @abstractmethod
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]: ...
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]: ...

@@ -11,22 +11,21 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
 class OPO(Grouped):
     """On-policy RL with an optimal reward baseline; it has no settings of its own."""
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
-        length = jnp.sum(view.learned, axis=1, dtype=reward.dtype)
-        credit = advantages.length_weighted(reward, length, view.group, view.counted, view.groups)
-        size = advantages.group_sum(jnp.ones_like(reward), view.group, view.counted, view.groups)
+        length = jnp.sum(sequences.learned, axis=1, dtype=reward.dtype)
+        credit = advantages.length_weighted(reward, length, sequences.group, sequences.counted, sequences.groups)
+        size = advantages.group_sum(jnp.ones_like(reward), sequences.group, sequences.counted, sequences.groups)
         credit = advantages.settle_singletons(credit, reward, size, self.singleton)
-        return Estimate(advantages.to_tokens(credit, view.learned))
+        return Estimate(advantages.to_tokens(credit, sequences.learned))
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

@@ -12,10 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate, given
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped, given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +24,14 @@ class OTB(Grouped, Clipped):
     def needs(self) -> frozenset[str]:
         return super().needs | {"sum_p2"}
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        mask = view.learned
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        mask = sequences.learned
         returns = advantages.returns_to_go(rewards, mask)
-        chosen = jnp.exp(jnp.where(mask, view.old_logprobs, 0.0))
-        energy = jnp.where(mask, 1.0 - 2.0 * chosen + jnp.where(mask, given(view.sum_p2, "sum_p2"), 0.0), 0.0)
-        credit = returns - advantages.token_baseline(returns, energy, mask, view.group, view.groups)
-        size = advantages.group_sum(jnp.ones_like(view.reward), view.group, view.counted, view.groups)
+        chosen = jnp.exp(jnp.where(mask, sequences.old_logprobs, 0.0))
+        energy = jnp.where(mask, 1.0 - 2.0 * chosen + jnp.where(mask, given(sequences.sum_p2, "sum_p2"), 0.0), 0.0)
+        credit = returns - advantages.token_baseline(returns, energy, mask, sequences.group, sequences.groups)
+        size = advantages.group_sum(
+            jnp.ones_like(sequences.reward), sequences.group, sequences.counted, sequences.groups
+        )
         alone = credit if self.singleton == "raw" else jnp.zeros_like(credit)
         return Estimate(jnp.where((size > 1)[:, None], credit, alone))

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import sequence_sum
 from jaxrl_llm.algorithms.objective import Objective
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import sequence_sum
 from jaxrl_llm.protocols import Learns
 
 
@@ -32,7 +32,7 @@ class PairClassifier(Objective):
     similar_share: float = 0.5
 
     def __post_init__(self) -> None:
-        bounds.within(self, "(0, 1)", "similar_share")
+        components.within(self, "(0, 1)", "similar_share")
 
     @property
     def learns_from(self) -> Learns:
@@ -42,13 +42,13 @@ class PairClassifier(Objective):
     def needs(self) -> frozenset[str]:
         return frozenset({"reward_model"})
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """The last token of every labelled pair."""
-        labelled = view.learned & (view.side != 0)[:, None]
+        labelled = sequences.learned & (sequences.side != 0)[:, None]
         weight = on_last_token(jnp.ones(labelled.shape[0], jnp.float32), labelled)
-        return Credit(advantages=weight, loss_mask=weight > 0)
+        return Advantages(advantages=weight, loss_mask=weight > 0)
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
         value = outputs["reward_model"]["value"]
         score, present = total(value), total(jnp.ones_like(value)) > 0

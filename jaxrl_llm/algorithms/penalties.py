@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm import bounds
-from jaxrl_llm.masked import masked_mean
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.masked import masked_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class Overlong:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("linear", "mask"), "how")
-        bounds.at_least(self, 1, "max_length")
-        bounds.within(self, "(0, 1]", "buffer")
+        components.one_of(self, ("linear", "mask"), "how")
+        components.at_least(self, 1, "max_length")
+        components.within(self, "(0, 1]", "buffer")
 
     def penalty(self, mask: Bool[Array, "S T"]) -> Float[Array, " S"]:
         """What is added to the rewards: between -weight and 0."""

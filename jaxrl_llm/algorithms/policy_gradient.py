@@ -1,12 +1,12 @@
 """What all policy-gradient algorithms share: token rewards, correction, KL, entropy and aggregation.
 
-An algorithm chooses `estimate` (rewards -> advantages, on the global view) and `surrogate` (advantages -> per-token
+An algorithm chooses `estimate` (rewards -> advantages, on all sequences of a step) and `surrogate` (advantages -> per-token
 loss, on a micro-batch). The loss of a micro-batch is
 
     aggregate(w x surrogate) + kl_coef x aggregate(KL) - entropy_coef x aggregate(entropy)
 
 where w corrects the mismatch of sampler and learner, and all aggregates share one mode. Whatever depends on more than
-one token's own sequence (group statistics, whitening, selections of tokens) is settled on the global view, so
+one token's own sequence (group statistics, whitening, selections of tokens) is settled on all sequences of a step, so
 splitting a batch changes nothing.
 """
 
@@ -18,15 +18,16 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
-from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
+from jaxrl_llm import components
+from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.advantages import Singleton, group_sum, on_last_token
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
+from jaxrl_llm.algorithms.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.penalties import Overlong, highest
 from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
 from jaxrl_llm.protocols import Learns
 
 
@@ -79,19 +80,19 @@ class PolicyGradient(Objective):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kl_by_source", tuple((str(n), float(f)) for n, f in self.kl_by_source))  # hashable
-        bounds.one_of(self, AGGREGATIONS, "aggregation")
-        bounds.one_of(self, ESTIMATORS, "kl_estimator")
-        bounds.one_of(self, ("loss", "reward"), "kl_in")
-        bounds.at_least(self, 1, "constant_length")
-        bounds.at_least(self, 0, "kl_coef")
+        components.one_of(self, AGGREGATIONS, "aggregation")
+        components.one_of(self, ESTIMATORS, "kl_estimator")
+        components.one_of(self, ("loss", "reward"), "kl_in")
+        components.at_least(self, 1, "constant_length")
+        components.at_least(self, 0, "kl_coef")
         if self.kl_controller is not None and self.kl_coef == 0:
-            bounds.refuse(self, "kl_coef", "> 0 where kl_controller multiplies it")
+            components.refuse(self, "kl_coef", "> 0 where kl_controller multiplies it")
         names = [name for name, _ in self.kl_by_source]
         if len(set(names)) < len(names) or any(factor < 0 for _, factor in self.kl_by_source):
-            bounds.refuse(self, "kl_by_source", "pairs of a source, each once, and a factor >= 0")
+            components.refuse(self, "kl_by_source", "pairs of a source, each once, and a factor >= 0")
         if self.kl_by_source and self.kl_coef == 0:
-            bounds.refuse(self, "kl_coef", "> 0 where kl_by_source multiplies it")
-        bounds.within(self, "(0, 1]", "entropy_share")
+            components.refuse(self, "kl_coef", "> 0 where kl_by_source multiplies it")
+        components.within(self, "(0, 1]", "entropy_share")
 
     @property
     def learns_from(self) -> Learns:
@@ -125,77 +126,83 @@ class PolicyGradient(Objective):
         return {**controls, "kl_coef": coef}
 
     @abstractmethod
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        """Advantages of the view from float32 [S, T] rewards of its tokens."""
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        """Advantages of the sequences from float32 [S, T] rewards of its tokens."""
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> tuple[Array, MetricStreams]:
         """Loss [B, T] of each token, and metrics [B, T]."""
 
-    def prepare(self, view: View, advantages: Array) -> dict[str, Array]:
+    def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
         """Streams [S, T] that `surrogate` reads from `Tokens.aux`; selections among all tokens are made here."""
         return {}
 
-    def advantages(self, view: View) -> Credit:
-        mask, metrics = view.learned, _group_metrics(view)
+    def advantages(self, sequences: Sequences) -> Advantages:
+        mask, metrics = sequences.learned, _group_metrics(sequences)
         if self.overlong is not None:
-            penalty = self.overlong.penalty(view.mask)
-            metrics["reward/overlong"] = masked_mean(penalty, view.counted)
-            view = replace(view, reward=view.reward + penalty, parts={**view.parts, "overlong": penalty})
-        rewards = on_last_token(jnp.where(view.counted, view.reward, 0.0), mask)
-        coef = view.controls.get("kl_coef", jnp.asarray(self.kl_coef, jnp.float32))
+            penalty = self.overlong.penalty(sequences.mask)
+            metrics["reward/overlong"] = masked_mean(penalty, sequences.counted)
+            sequences = replace(
+                sequences, reward=sequences.reward + penalty, parts={**sequences.parts, "overlong": penalty}
+            )
+        rewards = on_last_token(jnp.where(sequences.counted, sequences.reward, 0.0), mask)
+        coef = sequences.controls.get("kl_coef", jnp.asarray(self.kl_coef, jnp.float32))
         if self.kl_coef > 0:
             metrics["kl/coef"] = coef
-            coef = coef * self._by_source(view)
+            coef = coef * self._by_source(sequences)
             kl = divergence(
-                _clean(view.old_logprobs, mask), _clean(given(view.ref_logprobs, "reference"), mask), self.kl_estimator
+                _clean(sequences.old_logprobs, mask),
+                _clean(given(sequences.ref_logprobs, "reference"), mask),
+                self.kl_estimator,
             )
             metrics["kl/reference_before"] = masked_mean(kl, mask)
             if self.kl_in == "reward":
                 rewards -= jnp.where(mask, coef * kl, 0.0)
-        estimate = self.estimate(view, rewards)
+        estimate = self.estimate(sequences, rewards)
         advantages = jnp.where(mask, estimate.advantages, 0.0)
         if self.entropy_share < 1:
-            advantages = jnp.where(highest(view.entropy, mask, self.entropy_share), advantages, 0.0)
-        aux = self.prepare(view, advantages)
+            advantages = jnp.where(highest(sequences.entropy, mask, self.entropy_share), advantages, 0.0)
+        aux = self.prepare(sequences, advantages)
         if self.kl_coef > 0 and self.kl_in == "loss":
             aux["kl_coef"] = jnp.where(mask, coef, 0.0)
-        loss_mask, weights = self._correct(view, metrics)
+        loss_mask, weights = self._correct(sequences, metrics)
         if estimate.keep is not None:
             loss_mask &= estimate.keep[:, None]
         metrics["advantage/mean"] = masked_mean(advantages, loss_mask)
         metrics["advantage/absolute"] = masked_mean(jnp.abs(advantages), loss_mask)
         returns = None if estimate.returns is None else jnp.where(mask, estimate.returns, 0.0)
-        return Credit(
+        return Advantages(
             advantages=advantages, loss_mask=loss_mask, returns=returns, weights=weights, aux=aux, metrics=metrics
         )
 
-    def _by_source(self, view: View) -> Array:
+    def _by_source(self, sequences: Sequences) -> Array:
         """float32 [S, 1]: the factor of kl_coef at each sequence; raises ValueError for a source that the data lacks."""
         factors = dict(self.kl_by_source)
-        if unknown := sorted(set(factors) - set(view.sources)):
-            bounds.refuse(self, "kl_by_source", f"of sources that the data has, {list(view.sources)} and not {unknown}")
-        return jnp.asarray([factors.get(name, 1.0) for name in view.sources or ("",)], jnp.float32)[view.source][
-            :, None
-        ]
+        if unknown := sorted(set(factors) - set(sequences.sources)):
+            components.refuse(
+                self, "kl_by_source", f"of sources that the data has, {list(sequences.sources)} and not {unknown}"
+            )
+        return jnp.asarray([factors.get(name, 1.0) for name in sequences.sources or ("",)], jnp.float32)[
+            sequences.source
+        ][:, None]
 
-    def _correct(self, view: View, metrics: dict[str, Array]) -> tuple[Array, Array | None]:
+    def _correct(self, sequences: Sequences, metrics: dict[str, Array]) -> tuple[Array, Array | None]:
         """The tokens that are learned from, and their weights."""
-        mask = view.learned
+        mask = sequences.learned
         if self.overlong is not None:
-            mask &= self.overlong.keep(view.mask)[:, None]
-        log_ratio = log_ratios(view.old_logprobs, view.sampler_logprobs, view.learned)
+            mask &= self.overlong.keep(sequences.mask)[:, None]
+        log_ratio = log_ratios(sequences.old_logprobs, sequences.sampler_logprobs, sequences.learned)
         for rejection in self.rejections:
-            mask &= rejection.keep(log_ratio, view.learned)
+            mask &= rejection.keep(log_ratio, sequences.learned)
         if self.rejections:
-            metrics["correction/rejected_fraction"] = 1.0 - masked_mean(mask.astype(jnp.float32), view.learned)
+            metrics["correction/rejected_fraction"] = 1.0 - masked_mean(mask.astype(jnp.float32), sequences.learned)
         if self.correction is None:
             return mask, None
-        weights, measured = self.correction.weights(log_ratio, view.learned)
+        weights, measured = self.correction.weights(log_ratio, sequences.learned)
         metrics.update(measured)
         return mask, weights
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         policy, mask = outputs["policy"], batch.mask
         tokens = Tokens(
             logprob=_clean(policy["logprob"], mask),
@@ -224,12 +231,12 @@ class PolicyGradient(Objective):
         metrics |= {f"loss/{name}": term for name, term in terms.items()}
         return terms, metrics
 
-    def _aggregate(self, losses: Array, batch: Batch) -> Term:
+    def _aggregate(self, losses: Array, batch: MicroBatch) -> Term:
         return aggregate(losses, batch.mask, batch.sequence, batch.sequences, self.aggregation)
 
 
 def given(stream: Array | None, need: str) -> Array:
-    """The stream of the view or the batch; raises ValueError where the run does not give what the algorithm needs."""
+    """The stream of the sequences or the micro-batch; raises ValueError where the run does not give what the algorithm needs."""
     if stream is None:
         raise ValueError(f"this algorithm needs {need!r}, which the run does not give: configure the {need}")
     return stream
@@ -240,13 +247,77 @@ def _clean(x: Any, mask: Array) -> Array:
     return jnp.where(mask, x, jnp.zeros((), jnp.asarray(x).dtype))
 
 
-def _group_metrics(view: View) -> dict[str, Array]:
+def _group_metrics(sequences: Sequences) -> dict[str, Array]:
     """Counts of sequences that were left out and of groups that compare with nobody."""
-    ones = jnp.ones(view.group.shape, jnp.float32)
-    count = group_sum(ones, view.group, view.counted, view.groups)
-    present = jnp.any(view.mask, axis=1) & ~view.greedy
+    ones = jnp.ones(sequences.group.shape, jnp.float32)
+    count = group_sum(ones, sequences.group, sequences.counted, sequences.groups)
+    present = jnp.any(sequences.mask, axis=1) & ~sequences.greedy
     return {
-        "groups/singletons": jnp.sum(jnp.where(view.counted & (count == 1), 1.0, 0.0)),
-        "groups/invalid": jnp.sum(jnp.where(present & ~view.valid, 1.0, 0.0)),
-        "reward/mean": masked_mean(view.reward, view.counted),
+        "groups/singletons": jnp.sum(jnp.where(sequences.counted & (count == 1), 1.0, 0.0)),
+        "groups/invalid": jnp.sum(jnp.where(present & ~sequences.valid, 1.0, 0.0)),
+        "reward/mean": masked_mean(sequences.reward, sequences.counted),
     }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped(PolicyGradient):
+    """PPO's clipped surrogate, token by token (https://arxiv.org/abs/1707.06347).
+
+        L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)), at most -A clip_dual where A < 0
+
+    The second bound is that of dual-clip PPO (https://arxiv.org/abs/1912.09729).
+
+    Attributes:
+      clip_low: how far below 1 the ratio still has a gradient.
+      clip_high: how far above 1 the ratio still has a gradient.
+      clip_dual: largest ratio that counts where the advantage is negative; None for no limit.
+    """
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_dual: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        components.within(self, "(0, 1]", "clip_low")
+        components.above(self, 0, "clip_high")
+        components.above(self, 1 + self.clip_high, "clip_dual")
+
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(PolicyGradient):
+    """A policy gradient that needs groups.
+
+    Attributes:
+      singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").
+    """
+
+    singleton: Singleton = "zero"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        components.one_of(self, ("zero", "raw"), "singleton")
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1 if self.singleton == "raw" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRelative(Grouped):
+    """GRPO's advantage, (r - mean_G r) / (std_G r + 1e-6), at every token (https://arxiv.org/abs/2402.03300).
+
+    Attributes:
+      std: divide by the group's standard deviation (n - 1).
+    """
+
+    std: bool = True
+
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        reward = jnp.sum(rewards, axis=1)
+        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
+        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
+        return Estimate(advantages.to_tokens(credit, sequences.learned))

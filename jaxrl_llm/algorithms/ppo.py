@@ -1,6 +1,7 @@
 """PPO: the clipped surrogate on generalised advantage estimates of a learned critic.
 
     A = whiten(GAE(gamma, lam));  L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) + value_coef x L_value
+    L_value = half the squared error to the returns, clipped as the ratio is
 
 https://arxiv.org/abs/1707.06347, https://arxiv.org/abs/1506.02438. Tokens that the policy did not choose are skipped
 by the recursion. Returns are taken before whitening; gamma and lam are 1 by default, as is usual with one reward at
@@ -12,15 +13,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax.numpy as jnp
-from jax import Array
+from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.policy_gradient import Estimate, given
-from jaxrl_llm.algorithms.value_loss import value_loss
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import masked_mean, masked_sum, masked_var, whiten
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, given
+
+
+def value_loss(
+    value: Float[Array, "B T"], old_value: Float[Array, "B T"], returns: Float[Array, "B T"], limit: float | None
+) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+    """max((v - R)^2, (clip(v, v_old - limit, v_old + limit) - R)^2) / 2 of each token, and where the clipped one rules.
+
+    `limit` is in units of reward; None is the plain squared error.
+    """
+    plain = jnp.square(value - returns)
+    if limit is None:
+        return 0.5 * plain, jnp.zeros(value.shape, bool)
+    clipped = jnp.square(jnp.clip(value, old_value - limit, old_value + limit) - returns)
+    return 0.5 * jnp.maximum(plain, clipped), clipped > plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +55,21 @@ class PPO(Clipped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "[0, 1]", "gamma", "lam")
-        bounds.above(self, 0, "value_clip")
-        bounds.above(self, 0, "value_coef")
+        components.within(self, "[0, 1]", "gamma", "lam")
+        components.above(self, 0, "value_clip")
+        components.above(self, 0, "value_coef")
 
     @property
     def needs(self) -> frozenset[str]:
         return super().needs | {"critic"}
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        credit, returns = advantages.gae(rewards, given(view.values, "critic"), view.learned, self.gamma, self.lam)
-        return Estimate(whiten(credit, view.learned), returns=returns)
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        credit, returns = advantages.gae(
+            rewards, given(sequences.values, "critic"), sequences.learned, self.gamma, self.lam
+        )
+        return Estimate(whiten(credit, sequences.learned), returns=returns)
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         terms, metrics = super().loss(outputs, batch)
         streams = (outputs["critic"]["value"], given(batch.old_values, "critic"), given(batch.returns, "critic"))
         value, old, returns = (jnp.where(batch.mask, x, 0.0) for x in streams)
@@ -68,10 +83,10 @@ class PPO(Clipped):
         }
         return terms, metrics
 
-    def advantages(self, view: View) -> Credit:
-        credit, mask = super().advantages(view), view.learned
+    def advantages(self, sequences: Sequences) -> Advantages:
+        credit, mask = super().advantages(sequences), sequences.learned
         returns = given(credit.returns, "critic")
-        error = returns - jnp.where(mask, given(view.values, "critic"), 0.0)
+        error = returns - jnp.where(mask, given(sequences.values, "critic"), 0.0)
         explained = 1.0 - masked_var(error, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
         measured = {"value/explained_variance": explained, "value/return_mean": masked_mean(returns, mask)}
         return replace(credit, metrics={**credit.metrics, **measured})

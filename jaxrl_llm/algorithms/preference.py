@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import sequence_sum
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.policy_gradient import given
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import sequence_sum
 from jaxrl_llm.protocols import Learns
 
 
@@ -53,14 +53,16 @@ def rejected_of(group: Int[Array, " S"], side: Int[Array, " S"], present: Bool[A
     return (pair & present[:, None] & present[None, :]).astype(jnp.float32)
 
 
-def complete_pairs(view: View) -> tuple[Bool[Array, "S T"], Float[Array, ""]]:
+def complete_pairs(sequences: Sequences) -> tuple[Bool[Array, "S T"], Float[Array, ""]]:
     """The learned tokens of pairs that have both answers, and the number of pairs that lack one."""
     halves = [
-        jax.ops.segment_sum((view.counted & (view.side == side)).astype(jnp.int32), view.group, view.groups)
+        jax.ops.segment_sum(
+            (sequences.counted & (sequences.side == side)).astype(jnp.int32), sequences.group, sequences.groups
+        )
         for side in (1, -1)
     ]
     complete = (halves[0] == 1) & (halves[1] == 1)
-    mask = view.learned & (complete[view.group] & (view.side != 0))[:, None]
+    mask = sequences.learned & (complete[sequences.group] & (sequences.side != 0))[:, None]
     return mask, jnp.sum((halves[0] + halves[1] > 0) & ~complete).astype(jnp.float32)
 
 
@@ -75,7 +77,7 @@ class Preference(Objective):
     beta: float = 0.1
 
     def __post_init__(self) -> None:
-        bounds.above(self, 0, "beta")
+        components.above(self, 0, "beta")
 
     @property
     def learns_from(self) -> Learns:
@@ -89,7 +91,7 @@ class Preference(Objective):
     def group_size_at_least(self) -> int:
         return 2
 
-    def answers(self, outputs: Mapping[str, Any], batch: Batch) -> Answers:
+    def answers(self, outputs: Mapping[str, Any], batch: MicroBatch) -> Answers:
         """Both sides of a micro-batch, [S] each."""
         total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
         logprob = outputs["policy"]["logprob"]
@@ -111,14 +113,14 @@ class Pairwise(Preference):
         """[S] by how much the implicit reward of the preferred answer is the higher one."""
         return self.beta * (chosen.log_ratio - rejected.log_ratio)
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """All tokens of complete pairs."""
-        loss_mask, dropped = complete_pairs(view)
-        return Credit(
+        loss_mask, dropped = complete_pairs(sequences)
+        return Advantages(
             advantages=loss_mask.astype(jnp.float32), loss_mask=loss_mask, metrics={"pairs/incomplete": dropped}
         )
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         chosen = self.answers(outputs, batch)
         pairing = rejected_of(batch.group, batch.side, chosen.tokens > 0)
         rejected = Answers(*(jnp.dot(pairing, x, precision=jax.lax.Precision.HIGHEST) for x in chosen))

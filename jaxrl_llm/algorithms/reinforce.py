@@ -11,11 +11,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Estimate, GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,16 +32,16 @@ class Reinforce(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.one_of(self, ("logprob", "ratio"), "objective")
+        components.one_of(self, ("logprob", "ratio"), "objective")
 
     @property
     def group_size_at_least(self) -> int:
         return super().group_size_at_least if self.baseline else 1
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         if self.baseline:
-            return super().estimate(view, rewards)
-        return Estimate(advantages.to_tokens(jnp.sum(rewards, axis=1), view.learned))
+            return super().estimate(sequences, rewards)
+        return Estimate(advantages.to_tokens(jnp.sum(rewards, axis=1), sequences.learned))
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         if self.objective == "ratio":

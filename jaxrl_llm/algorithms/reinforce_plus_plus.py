@@ -13,14 +13,12 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
+from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import Estimator
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
-from jaxrl_llm.masked import whiten
+from jaxrl_llm.algorithms.masked import whiten
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,18 +37,18 @@ class ReinforcePlusPlus(Grouped, Clipped):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.within(self, "(0, 1]", "gamma")
+        components.within(self, "(0, 1]", "gamma")
 
     @property
     def group_size_at_least(self) -> int:
         return super().group_size_at_least if self.baseline else 1
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         if self.baseline:
             reward = jnp.sum(rewards, axis=1)
-            stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
+            stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
             credit = advantages.settle_singletons(stats.centered, reward, stats.size, self.singleton)
-            returns = advantages.to_tokens(credit, view.learned)
+            returns = advantages.to_tokens(credit, sequences.learned)
         else:
-            returns = advantages.returns_to_go(rewards, view.learned, self.gamma)
-        return Estimate(whiten(returns, view.learned))
+            returns = advantages.returns_to_go(rewards, sequences.learned, self.gamma)
+        return Estimate(whiten(returns, sequences.learned))

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
-from jaxrl_llm.batch import View
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,12 +26,14 @@ class ReMax(PolicyGradient):
     def needs(self) -> frozenset[str]:
         return super().needs | {"greedy"}
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
-        given = view.greedy & view.valid
-        count = advantages.group_sum(jnp.ones_like(view.reward), view.group, given, view.groups)
-        baseline = advantages.group_sum(view.reward, view.group, given, view.groups) / jnp.maximum(count, 1.0)
-        returns = advantages.returns_to_go(rewards, view.learned)
-        return Estimate(returns - advantages.to_tokens(baseline, view.learned), keep=count > 0)
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        given = sequences.greedy & sequences.valid
+        count = advantages.group_sum(jnp.ones_like(sequences.reward), sequences.group, given, sequences.groups)
+        baseline = advantages.group_sum(sequences.reward, sequences.group, given, sequences.groups) / jnp.maximum(
+            count, 1.0
+        )
+        returns = advantages.returns_to_go(rewards, sequences.learned)
+        return Estimate(returns - advantages.to_tokens(baseline, sequences.learned), keep=count > 0)
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

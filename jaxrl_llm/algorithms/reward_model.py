@@ -14,12 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms.advantages import on_last_token
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import sequence_sum
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.algorithms.preference import complete_pairs, rejected_of
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import sequence_sum
 from jaxrl_llm.protocols import Learns
 
 
@@ -34,7 +34,7 @@ class RewardModel(Objective):
     center_coef: float = 0.0
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 0, "center_coef")
+        components.at_least(self, 0, "center_coef")
 
     @property
     def learns_from(self) -> Learns:
@@ -48,13 +48,13 @@ class RewardModel(Objective):
     def group_size_at_least(self) -> int:
         return 2
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """The last token of each answer of complete pairs."""
-        mask, dropped = complete_pairs(view)
+        mask, dropped = complete_pairs(sequences)
         weight = on_last_token(jnp.ones(mask.shape[0], jnp.float32), mask)
-        return Credit(advantages=weight, loss_mask=weight > 0, metrics={"pairs/incomplete": dropped})
+        return Advantages(advantages=weight, loss_mask=weight > 0, metrics={"pairs/incomplete": dropped})
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
         value = outputs["reward_model"]["value"]
         chosen, present = total(value), total(jnp.ones_like(value)) > 0

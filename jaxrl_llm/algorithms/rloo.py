@@ -12,17 +12,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.clipped import Clipped
-from jaxrl_llm.algorithms.group_relative import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Estimate
-from jaxrl_llm.batch import View
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
 
 
 @dataclass(frozen=True, kw_only=True)
 class RLOO(Grouped, Clipped):
     """REINFORCE, leave one out."""
 
-    def estimate(self, view: View, rewards: Array) -> Estimate:
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
-        stats = advantages.group_statistics(reward, view.group, view.counted, view.groups)
-        return Estimate(advantages.to_tokens(advantages.leave_one_out(reward, stats, self.singleton), view.learned))
+        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
+        return Estimate(
+            advantages.to_tokens(advantages.leave_one_out(reward, stats, self.singleton), sequences.learned)
+        )

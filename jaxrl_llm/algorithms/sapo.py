@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.group_relative import GroupRelative
-from jaxrl_llm.masked import Aggregation
+from jaxrl_llm.algorithms.masked import Aggregation
+from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class SAPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.above(self, 0, "tau_positive", "tau_negative")
+        components.above(self, 0, "tau_positive", "tau_negative")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.soft_gate(tokens.ratio, tokens.advantages, self.tau_positive, self.tau_negative), {}

@@ -7,10 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.masked import AGGREGATIONS, Aggregation, aggregate, masked_sum
 from jaxrl_llm.algorithms.objective import Objective
-from jaxrl_llm.batch import Batch, Credit, Term, View
-from jaxrl_llm.masked import AGGREGATIONS, Aggregation, aggregate, masked_sum
 from jaxrl_llm.protocols import Learns
 
 
@@ -28,8 +28,8 @@ class SFT(Objective):
     constant_length: int = 1024
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, AGGREGATIONS, "aggregation")
-        bounds.at_least(self, 1, "constant_length")
+        components.one_of(self, AGGREGATIONS, "aggregation")
+        components.at_least(self, 1, "constant_length")
 
     @property
     def learns_from(self) -> Learns:
@@ -40,11 +40,11 @@ class SFT(Objective):
         """What a sequence adds to the count "constant"."""
         return float(self.constant_length)
 
-    def advantages(self, view: View) -> Credit:
+    def advantages(self, sequences: Sequences) -> Advantages:
         """All tokens weigh the same."""
-        return Credit(advantages=view.learned.astype(jnp.float32), loss_mask=view.learned)
+        return Advantages(advantages=sequences.learned.astype(jnp.float32), loss_mask=sequences.learned)
 
-    def loss(self, outputs: Mapping[str, Any], batch: Batch) -> tuple[dict[str, Term], dict[str, Term]]:
+    def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         policy, mask = outputs["policy"], batch.mask
         logprob = jnp.where(mask, policy["logprob"], 0.0)
         losses = -logprob * jnp.where(mask, batch.advantages, 0.0)

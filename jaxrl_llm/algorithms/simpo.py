@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax import Array
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
@@ -27,7 +27,7 @@ class SimPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounds.at_least(self, 0, "gamma")
+        components.at_least(self, 0, "gamma")
 
     @property
     def needs(self) -> frozenset[str]:

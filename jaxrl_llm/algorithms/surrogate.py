@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.masked import sequence_mean, spread
+from jaxrl_llm.algorithms.masked import sequence_mean, spread
 
 MetricStreams = dict[str, Array]
 

@@ -1,1 +1,1 @@
-"""Transformer policies in Flax NNX and their Hugging Face name maps."""
+"""Transformer policies, value models and reward models, and Hugging Face folders in and out."""

@@ -1,8 +1,9 @@
-"""The sizes and switches that tell one decoder-only transformer from another."""
+"""The sizes and switches that tell one decoder-only transformer from another, and the places inside it that can be read."""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Llama3RopeScaling:
     original_max_positions: int = 8192
 
     def __post_init__(self) -> None:
-        bounds.above(self, self.low_frequency_factor, "high_frequency_factor")
+        components.above(self, self.low_frequency_factor, "high_frequency_factor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,12 +71,12 @@ class Architecture:
     def __post_init__(self) -> None:
         name = type(self).__name__
         sizes = "vocabulary_size width layers heads kv_heads head_width mlp_width max_positions"
-        bounds.at_least(self, 1, *sizes.split())
+        components.at_least(self, 1, *sizes.split())
         if self.heads % self.kv_heads:
             raise ValueError(f"{name}.kv_heads must divide {name}.heads (got {self.kv_heads} and {self.heads})")
         if self.head_width % 2:
             raise ValueError(f"{name}.head_width must be even for the rotary halves (got {self.head_width})")
-        bounds.at_least(self, 1, "window")
+        components.at_least(self, 1, "window")
         if not self.sliding:
             raise ValueError(f"{name}.sliding must not be empty: (True,) slides all layers, (False, True) every second")
 
@@ -83,3 +84,36 @@ class Architecture:
     def windows(self) -> tuple[int | None, ...]:
         """The window of each layer; None sees all."""
         return tuple(self.window if self.sliding[i % len(self.sliding)] else None for i in range(self.layers))
+
+
+Site = Literal["layer_in", "attn_in_normed", "attn_out", "mlp_in_normed", "mlp_out", "layer_out"]
+SITES: tuple[Site, ...] = get_args(Site)
+
+# The part of a model's parameters that is stacked over layers, [L, ...].
+LAYERS = "layers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capture:
+    """A hidden state inside the model, read by the head as if it were the last one: softmax(h E^T / temperature).
+
+    Layers after it are not computed.
+
+    Attributes:
+      layer: the layer, from 0.
+      site: "layer_in" and "layer_out" are the residual stream, "attn_in_normed" and "mlp_in_normed" what a module is
+        given, "attn_out" and "mlp_out" what it adds to the stream.
+      final_norm: apply the model's final norm before the head.
+    """
+
+    layer: int
+    site: Site = "layer_out"
+    final_norm: bool = False
+
+    def __post_init__(self) -> None:
+        components.one_of(self, SITES, "site")
+
+    def check(self, layers: int) -> None:
+        """Raises ValueError where a model of `layers` layers has no such layer."""
+        if not 0 <= self.layer < layers:
+            raise ValueError(f"Capture.layer must be in 0..{layers - 1}, a layer of the model (got {self.layer})")

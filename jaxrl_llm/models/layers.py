@@ -1,21 +1,76 @@
-"""The parts of a layer: RMSNorm, rotary positions, grouped-query projections, gated MLP.
+"""The parts of a layer: RMSNorm, rotary positions, grouped-query projections, gated MLP; and what their backward pass recomputes.
 
 RMSNorm: https://arxiv.org/abs/1910.07467, RoPE (half-split form): https://arxiv.org/abs/2104.09864,
 GQA: https://arxiv.org/abs/2305.13245, SwiGLU: https://arxiv.org/abs/2002.05202.
 Each parameter carries its logical axes (`axes`), which the partitioner maps to the mesh; parameters are float32 and are
 cast to the compute dtype where they are used. Statistics and rotations are computed in float32.
+
+A rematerialisation policy (`POLICIES`) says what the backward pass finds in memory and what it computes again. Bytes kept of each
+token and layer in bfloat16, for width D, H heads and K key/value heads of width C, and an MLP of width M:
+
+    offload        0 on the device, 2 D on the host
+    full           2 D                          the layer's input
+    attention      2 D + 2 H C + 4 H            and what attention returned, so that it runs once
+    projections    4 D + 4 H C + 4 K C + 4 H    and queries, keys, values and the stream between attention and MLP
+    gate           that and 2 M                 and the MLP's gate
+    dots           about 2 (4 D + 2 H C + 2 K C + 2 M)   all matrix products
+    none           everything
+
+"full" computes again all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models import remat
+from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.linear import gated_linear, linear
+
+# Names that a layer gives to its values.
+INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
+# By which primitive or name fused attention's forward pass returns its output and sums.
+ATTENTION_PRIMITIVE, ATTENTION_NAME = cudnn.FORWARD, "splash_attention_residual"
+
+Policy = Callable[..., Any]
+
+
+def named(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+    """`x`, known to the policies by `name`."""
+    return checkpoint_name(x, name)
+
+
+def _keeping(*names: str, products: bool = False) -> Policy:
+    """Keeps what attention returned, the named values and, if asked, every product that has no batch axes."""
+    of_name = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, *names)
+
+    def policy(primitive: Any, *args: Any, **params: Any) -> Any:
+        dots = products and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
+        return primitive.name == ATTENTION_PRIMITIVE or dots or of_name(primitive, *args, **params)
+
+    return policy
+
+
+POLICIES: dict[str, Policy] = {
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "attention": _keeping(),
+    "projections": _keeping(QUERY, KEY, VALUE, MIDDLE),
+    "gate": _keeping(QUERY, KEY, VALUE, MIDDLE, GATE),
+    "dots": _keeping(products=True),
+}
+NAMES = ("none", *POLICIES)
 
 Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
@@ -127,5 +182,5 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        gate = remat.named(linear(x, self.gate[...]), remat.GATE)
+        gate = named(linear(x, self.gate[...]), GATE)
         return gated_linear(gate, linear(x, self.up[...]), self.down[...])

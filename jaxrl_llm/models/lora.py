@@ -17,16 +17,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
-from jaxrl_llm import bounds
-from jaxrl_llm.mesh import Axes
-from jaxrl_llm.models import hf_names
+from jaxrl_llm import components
+from jaxrl_llm.distributed.mesh import Axes
+from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
 
 # The linear maps of a layer by the names of Hugging Face's modules -> path of the leaf.
 LINEAR = {
     name.split(".")[-2]: tuple(path.split("/"))
-    for path, (name, inputs) in hf_names.TENSORS.items()
+    for path, (name, inputs) in hf_format.TENSORS.items()
     if inputs and path.startswith("layers/")
 }
 
@@ -51,14 +51,14 @@ class LoRA:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "targets", tuple(self.targets))  # a list in a gin file; hashable here
-        bounds.at_least(self, 1, "rank")
-        bounds.above(self, 0, "alpha")
+        components.at_least(self, 1, "rank")
+        components.above(self, 0, "alpha")
         unknown = [t for t in self.targets if t not in LINEAR]
         if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
             raise ValueError(
                 f"lora.LoRA.targets must name linear maps of a layer, each once, of {', '.join(LINEAR)} (got {list(self.targets)})"
             )
-        bounds.one_of(self, COMPUTE_DTYPES, "base_dtype")
+        components.one_of(self, COMPUTE_DTYPES, "base_dtype")
 
     @property
     def scale(self) -> float:
@@ -85,7 +85,7 @@ class AdaptedPolicy(Policy):
         whole = self.plain.axes()
         axes: dict[str, Any] = {}
         for path in self._paths:
-            leaf, inputs = hf_names.leaf_of(whole, path), self._inputs(path)
+            leaf, inputs = hf_format.leaf_of(whole, path), self._inputs(path)
             _place(axes, path, {"a": (*leaf[: 1 + inputs], None), "b": (leaf[0], None, *leaf[1 + inputs :])})
         return axes
 
@@ -98,8 +98,8 @@ class AdaptedPolicy(Policy):
 
         tree: dict[str, Any] = {}
         for path in self._paths:
-            shape, inputs = hf_names.leaf_of(whole, path).shape, self._inputs(path)
-            axes = hf_names.leaf_of(self.axes(), path)
+            shape, inputs = hf_format.leaf_of(whole, path).shape, self._inputs(path)
+            axes = hf_format.leaf_of(self.axes(), path)
             a, b = (*shape[: 1 + inputs], self.lora.rank), (shape[0], self.lora.rank, *shape[1 + inputs :])
             _place(tree, path, {"a": described(a, axes["a"]), "b": described(b, axes["b"])})
         return tree
@@ -111,7 +111,7 @@ class AdaptedPolicy(Policy):
         def create(key: jax.Array) -> Params:
             tree: Params = {}
             for number, path in enumerate(self._paths):
-                pair = hf_names.leaf_of(abstract, path)
+                pair = hf_format.leaf_of(abstract, path)
                 bound = 1 / math.sqrt(math.prod(pair["a"].shape[1:-1]))
                 a = jax.random.uniform(jax.random.fold_in(key, number), pair["a"].shape, minval=-bound, maxval=bound)
                 _place(tree, path, {"a": a, "b": jnp.zeros(pair["b"].shape)})
@@ -145,7 +145,7 @@ class AdaptedPolicy(Policy):
             raise ValueError("adapters mean nothing without the frozen base that they were made for: give `base`")
         tree = jax.tree.map(lambda x: x, base)  # new dictionaries around the same arrays
         for path in self._paths:
-            _place(tree, path, change(hf_names.leaf_of(base, path), **hf_names.leaf_of(params, path)))
+            _place(tree, path, change(hf_format.leaf_of(base, path), **hf_format.leaf_of(params, path)))
         return tree
 
     @cached_property
@@ -153,7 +153,7 @@ class AdaptedPolicy(Policy):
         return [path for name, path in LINEAR.items() if name in self.lora.targets]
 
     def _inputs(self, path: tuple[str, ...]) -> int:
-        inputs = hf_names.TENSORS["/".join(path)][1]
+        inputs = hf_format.TENSORS["/".join(path)][1]
         assert inputs  # a linear map, by LINEAR
         return inputs
 

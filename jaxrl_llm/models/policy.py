@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxrl_llm.mesh import Axes, Partitioner
-from jaxrl_llm.models import remat as remats
-from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.mesh_attention import Places
+from jaxrl_llm.distributed.mesh import Axes, Partitioner
+from jaxrl_llm.models import layers as remats
+from jaxrl_llm.models.architecture import Architecture, Capture
+from jaxrl_llm.models.attention import Places
 from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
-from jaxrl_llm.phases import Capture
 
 Params = dict[str, Any]  # nested; float32 arrays at the leaves; those under "layers" are stacked [L, ...]
 
@@ -32,7 +31,7 @@ class Policy:
       partitioner: the mesh and its axis table.
       compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
       remat: what the backward pass recomputes, by name: "none", "dots", "gate", "projections", "attention", "full" or
-        "offload"; see models/remat.py.
+        "offload"; see layers.py.
       unroll: layers of one step of the scan over layers.
     """
 
@@ -46,14 +45,14 @@ class Policy:
         if self.compute_dtype not in COMPUTE_DTYPES:
             raise ValueError(
                 f"compute_dtype must be one of {COMPUTE_DTYPES} (got {self.compute_dtype!r}): "
-                f"set policy_source.PolicySource.compute_dtype"
+                f"set sources.PolicySource.compute_dtype"
             )
         if self.remat not in remats.NAMES:
             raise ValueError(
-                f"remat must be one of {remats.NAMES} (got {self.remat!r}): set policy_source.PolicySource.remat"
+                f"remat must be one of {remats.NAMES} (got {self.remat!r}): set sources.PolicySource.remat"
             )
         if self.unroll < 1:
-            raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set policy_source.PolicySource.unroll")
+            raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set sources.PolicySource.unroll")
 
     @property
     def plain(self) -> "Policy":

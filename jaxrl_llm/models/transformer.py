@@ -9,12 +9,24 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.mesh import Partitioner
-from jaxrl_llm.models import remat
-from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.layers import MLP, Attention, RMSNorm, Rope, parameter, rope
-from jaxrl_llm.models.mesh_attention import MeshAttention, Places, mesh_decode
-from jaxrl_llm.phases import SITES, Capture
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.models.architecture import SITES, Architecture, Capture
+from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode
+from jaxrl_llm.models.layers import (
+    INPUT,
+    KEY,
+    MIDDLE,
+    MLP,
+    POLICIES,
+    QUERY,
+    VALUE,
+    Attention,
+    RMSNorm,
+    Rope,
+    named,
+    parameter,
+    rope,
+)
 
 Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
 States = dict[str, jax.Array]  # {site: [B, T, D]}
@@ -62,13 +74,13 @@ class Layer(nnx.Module):
 
     def states(self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend) -> tuple[States, Any]:
         """The hidden state at every site of the layer (phases.Site), and what else `attend` returns."""
-        x = remat.named(x, remat.INPUT)
+        x = named(x, INPUT)
         attn_in = self.attention_norm(x)
-        names = (remat.QUERY, remat.KEY, remat.VALUE)
+        names = (QUERY, KEY, VALUE)
         projected = self.attention.project(attn_in, rotation)
-        heads, extra = attend(*(remat.named(part, name) for part, name in zip(projected, names)))
+        heads, extra = attend(*(named(part, name) for part, name in zip(projected, names)))
         attn_out = self.attention.merge(heads)
-        middle = remat.named(x + attn_out, remat.MIDDLE)
+        middle = named(x + attn_out, MIDDLE)
         mlp_in = self.mlp_norm(middle)
         mlp_out = self.mlp(mlp_in)
         found = (x, attn_in, attn_out, mlp_in, mlp_out, middle + mlp_out)
@@ -196,5 +208,5 @@ class Transformer(nnx.Module):
         unroll = max(min(self.run.unroll, depth), 1)
         if self.run.remat != "none":
             # Without a loop between them, XLA would find that forward and recomputation are the same.
-            body = jax.checkpoint(body, policy=remat.POLICIES[self.run.remat], prevent_cse=unroll == depth)
+            body = jax.checkpoint(body, policy=POLICIES[self.run.remat], prevent_cse=unroll == depth)
         return jax.lax.scan(body, carry, (state, jnp.arange(depth)), unroll=unroll)

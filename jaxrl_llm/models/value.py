@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxrl_llm.mesh import Partitioner
+from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.policy import Params, Policy
 

@@ -1,1 +1,1 @@
-"""What a rollout is worth: verifiers, services and their weighted sum."""
+"""What a rollout is worth: verifiers, judges, clients of services, and their weighted sum."""

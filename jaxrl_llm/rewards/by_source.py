@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 
 
@@ -43,7 +43,7 @@ class BySource:
         if not rollouts:
             return Scores(parts={"by_source": np.zeros(0)}, valid={"by_source": np.zeros(0, bool)})
         name, reward = self.chosen(rollouts[0].prompt.source)
-        group = ScoredGroup(rollouts=rollouts, scores=await reward.score(rollouts, stats))
+        group = Group(rollouts=rollouts, scores=await reward.score(rollouts, stats))
         logged = {f"log/{name}/{part.removeprefix('log/')}": part for part in group.scores.parts}
         return Scores(
             parts={"by_source": group.total()} | {new: group.scores.parts[old] for new, old in logged.items()},

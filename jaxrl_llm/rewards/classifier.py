@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import Failed, none_judged, part
@@ -23,7 +23,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The server of rewards/classifier_server.py.
+    """The server of rewards/services/classifier_server.py.
 
     Attributes:
       service: where it is, and how long it may take.
@@ -64,7 +64,7 @@ class Classifier:
     name: str = "classifier"
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("response", "pair", "chat"), "sees")
+        components.one_of(self, ("response", "pair", "chat"), "sees")
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
             raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
 

@@ -19,8 +19,8 @@ from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxrl_llm import bounds
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm import components
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
 from jaxrl_llm.rewards.wrap import Failed
@@ -129,14 +129,14 @@ class ClassmateCoT:
             raise ValueError(
                 f"ClassmateCoT.reward_type must be one of {DEFINED} (got {self.reward_type!r}{', which ' * bool(known)}{known})"
             )
-        bounds.one_of(self, CONDITIONS, "condition")
-        bounds.one_of(self, (1, -1), "sign")
+        components.one_of(self, CONDITIONS, "condition")
+        components.one_of(self, (1, -1), "sign")
         if not self.classmates and self.condition != "no_classmate":
             raise ValueError(
                 "ClassmateCoT.classmates is empty: name one, or set ClassmateCoT.condition = 'no_classmate'"
             )
-        bounds.at_least(self, 1, "samples")
-        bounds.at_least(self, 0, "weight")
+        components.at_least(self, 1, "samples")
+        components.at_least(self, 0, "weight")
         if self.behaviour.needs_stats:
             raise ValueError("ClassmateCoT.behaviour must not need the learner's statistics")
         kept(np.zeros(1, np.int32), self.keep)
@@ -188,7 +188,7 @@ class ClassmateCoT:
         """The ids of the rollout's thought as far as they are passed on; None without a closed one."""
         if THOUGHT not in rollout.spans or OUTPUT not in rollout.spans:
             raise ValueError(
-                "ClassmateCoT needs to know where the thought stands: set stages.Stage.marker = @thought_span.ThoughtSpan()"
+                "ClassmateCoT needs to know where the thought stands: set train.Stage.marker = @thought_span.ThoughtSpan()"
             )
         if not rollout.spans[OUTPUT].any():
             return None
@@ -242,7 +242,7 @@ class ClassmateCoT:
         return Ratings(values / np.maximum(counts, 1), ~lacking & (counts == self.samples), lacking)
 
     async def _rated(self, rollouts: Sequence[Rollout]) -> tuple[Float[np.ndarray, "R"], Bool[np.ndarray, "R"]]:
-        group = ScoredGroup(rollouts=rollouts, scores=await self.behaviour.score(rollouts))
+        group = Group(rollouts=rollouts, scores=await self.behaviour.score(rollouts))
         return group.total(), group.valid()
 
     def _seed(self, rollout: Rollout) -> int:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import judge_together
@@ -38,9 +38,9 @@ class CodeTests:
     least: float = 0.99
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, PATHS, "kind")
-        bounds.above(self, 0, "test_limit_s")
-        bounds.within(self, "[0, 1]", "least")
+        components.one_of(self, PATHS, "kind")
+        components.above(self, 0, "test_limit_s")
+        components.within(self, "[0, 1]", "least")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.

@@ -15,8 +15,8 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxrl_llm import bounds
-from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm import components
+from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.distinctness import Distinctness
 from jaxrl_llm.rewards.wrap import Failed, none_judged
@@ -53,8 +53,8 @@ class Darling:
     correct_above: float = 0.5
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("product", "sum"), "combine")
-        bounds.one_of(self, NEGATIVE, "negative")
+        components.one_of(self, ("product", "sum"), "combine")
+        components.one_of(self, NEGATIVE, "negative")
         if self.normalise and self.combine == "product":
             raise ValueError(
                 "Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False"
@@ -72,7 +72,7 @@ class Darling:
         Raises:
           ValueError: a quality below 0 where `negative` refuses it.
         """
-        group = ScoredGroup(rollouts=rollouts, scores=await self.quality.score(rollouts, stats))
+        group = Group(rollouts=rollouts, scores=await self.quality.score(rollouts, stats))
         quality, valid = group.total(), group.valid()
         sampled = np.array([rollout.role == "sample" for rollout in rollouts], bool)
         counted = sampled & valid

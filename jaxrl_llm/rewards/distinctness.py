@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout
 from jaxrl_llm.rewards.pairs import ngrams
 from jaxrl_llm.rewards.partition import Partition, class_sizes
@@ -49,7 +49,7 @@ class ByClasses:
     sigmoid: bool = False
 
     def __post_init__(self) -> None:
-        bounds.within(self, "[0, 1]", "floor")
+        components.within(self, "[0, 1]", "floor")
 
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
@@ -75,7 +75,7 @@ class ByNgrams:
     n: int = 4
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 1, "n")
+        components.at_least(self, 1, "n")
 
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]

@@ -14,7 +14,7 @@ from zlib import crc32
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.wrap import Failed, none_judged, part
@@ -65,7 +65,7 @@ class HashedWords:
     size: int = 4096
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 1, "size")
+        components.at_least(self, 1, "size")
 
     async def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Counts; a text without words is at 0."""

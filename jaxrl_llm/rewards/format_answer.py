@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import maths
 from jaxrl_llm.rewards.maths import Maths
@@ -42,7 +42,7 @@ class FormatAnswer:
     maths: Maths = field(default_factory=Maths)
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, FORMS, "form")
+        components.one_of(self, FORMS, "form")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""

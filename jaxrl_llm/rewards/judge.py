@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
@@ -52,8 +52,8 @@ class Judge:
     name: str = "judge"
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, PARSERS, "parser")
-        bounds.one_of(self, ("response", "output", "thought"), "sees")
+        components.one_of(self, PARSERS, "parser")
+        components.one_of(self, ("response", "output", "thought"), "sees")
         if "judged" not in fields(self._template):
             raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
 

@@ -1,7 +1,7 @@
 """The share of a response's letters that are among the wanted ones: a harmless objective that any policy can learn.
 
 It stands in for a classifier of harm where a defence is measured: `python -m jaxrl_llm.rewards.letters --wanted abcde`
-serves it as rewards/classifier_server.py serves a classifier (GET /health, POST /score).
+serves it as rewards/services/classifier_server.py serves a classifier (GET /health, POST /score).
 """
 
 from collections.abc import Sequence
@@ -39,9 +39,9 @@ def application(scorer: Letters, token: str = "") -> Any:
     """The service of `scorer`."""
     from fastapi import Request
 
-    from jaxrl_llm.rewards import serving
+    from jaxrl_llm.rewards.services import http_service
 
-    app = serving.guarded(token)
+    app = http_service.guarded(token)
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -49,9 +49,9 @@ def application(scorer: Letters, token: str = "") -> Any:
 
     @app.post("/score")
     async def score(request: Request) -> dict[str, Any]:
-        texts = (await serving.body_of(request)).get("texts")
+        texts = (await http_service.body_of(request)).get("texts")
         if not isinstance(texts, list):
-            raise serving.Refused("`texts` must be a list")
+            raise http_service.Refused("`texts` must be a list")
         return {
             "scores": await scorer.scores(texts),
             "token_lengths": [len(str(text)) for text in texts],
@@ -63,16 +63,16 @@ def application(scorer: Letters, token: str = "") -> Any:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Reads the command line and serves."""
-    from jaxrl_llm.rewards import serving
+    from jaxrl_llm.rewards.services import http_service
 
     parser = command_line.parser("rewards.letters", __doc__)
     parser.add_argument("--wanted", default="abcde", help="letters that count")
     parser.add_argument("--least", type=int, default=6, help="characters that a shorter text counts as having")
-    serving.options(parser, port=50050)
+    http_service.options(parser, port=50050)
     given = parser.parse_args(argv)
-    token = serving.token_of(given.host, given.token_env)
+    token = http_service.token_of(given.host, given.token_env)
     print(f"serving letters on http://{given.host}:{given.port}", flush=True)
-    serving.serve(application(Letters(wanted=given.wanted, least=given.least), token), given.host, given.port)
+    http_service.serve(application(Letters(wanted=given.wanted, least=given.least), token), given.host, given.port)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.pool import Pool, judge_in_pool
+from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
 
 _DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin")
 _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,\s]+")

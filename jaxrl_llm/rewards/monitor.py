@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.wrap import Failed, none_judged
@@ -43,7 +43,7 @@ class Monitor:
         A monitor that fails costs no rollout: its two parts are invalid.
         """
         scores = await self.reward.score(rollouts, stats)
-        group = ScoredGroup(rollouts=rollouts, scores=scores)
+        group = Group(rollouts=rollouts, scores=scores)
         try:
             found = await self.monitor.score(rollouts)
         except Failed as failure:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.wrap import judge_each
 
@@ -62,7 +62,7 @@ class MultipleChoice:
             not re.fullmatch(r"[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters)
         ):
             raise ValueError(f"MultipleChoice.letters must be two or more different capitals (got {self.letters!r})")
-        bounds.one_of(self, ("last", "first"), "take")
+        components.one_of(self, ("last", "first"), "take")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "multiple_choice", 1, `wrong` or 0 [G], invalid where the reference is no choice; "log/choice" [G], the

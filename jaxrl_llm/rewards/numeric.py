@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.wrap import judge_each
@@ -37,7 +37,7 @@ class Numeric:
         unknown = [place for place in self.places if place not in PLACES]
         if unknown or not self.places:
             raise ValueError(f"Numeric.places must be one or more of {PLACES} (got {tuple(self.places)})")
-        bounds.at_least(self, 0, "tolerance")
+        components.at_least(self, 0, "tolerance")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "numeric", 0 or 1 [G]; invalid where the reference is no number."""

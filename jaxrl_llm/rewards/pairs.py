@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.rewards.service import Service
 
 Pair = tuple[str, str]
@@ -53,11 +53,11 @@ class Classify:
     batch: int = 32
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("tokens", "words", "pair"), "form")
+        components.one_of(self, ("tokens", "words", "pair"), "form")
         if self.form == "tokens" and not self.tokenizer:
             raise ValueError("Classify.form = 'tokens' needs Classify.tokenizer, the classifier's folder or id")
-        bounds.at_least(self, 5, "budget")
-        bounds.at_least(self, 1, "batch")
+        components.at_least(self, 5, "budget")
+        components.at_least(self, 1, "batch")
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
         """The last probability of each pair: the class "similar"."""
@@ -98,7 +98,7 @@ class SharedWords:
     n: int = 1
 
     def __post_init__(self) -> None:
-        bounds.at_least(self, 1, "n")
+        components.at_least(self, 1, "n")
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
         """|A and B| / |A or B| of each pair; 1 for two texts without n-grams."""

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.rewards.pairs import Pair, Pairwise
 
 LINKAGES = ("single", "complete", "greedy")
@@ -36,9 +36,9 @@ class Partition:
     short_words: int = 5
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, LINKAGES, "linkage")
-        bounds.within(self, "[0, 1)", "threshold")
-        bounds.at_least(self, 0, "short_words")
+        components.one_of(self, LINKAGES, "linkage")
+        components.within(self, "[0, 1)", "threshold")
+        components.at_least(self, 0, "short_words")
 
     async def classes(self, texts: Sequence[str]) -> Int[np.ndarray, "G"]:
         """The class of each text, numbered in the order of their first members.

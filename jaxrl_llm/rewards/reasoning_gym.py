@@ -8,10 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.pool import Pool, judge_in_pool
+from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class ReasoningGym:
     _pool: Pool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("whole", "tag"), "answer")
+        components.one_of(self, ("whole", "tag"), "answer")
         warm = (__name__, "load")
         pool = Pool(workers=self.workers, limit_s=self.limit_s, memory_gb=self.memory_gb, warm=warm)
         object.__setattr__(self, "_pool", pool)

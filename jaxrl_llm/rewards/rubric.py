@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.wrap import Failed, judge_together
@@ -70,7 +70,7 @@ class Rubric:
     def __post_init__(self) -> None:
         if unknown := sorted(set(self.lower_is_better) - set(self.criteria)):
             raise ValueError(f"rubric.Rubric.lower_is_better names {unknown}, which rubric.Rubric.criteria lacks")
-        bounds.within(self, f"[1, {len(self.criteria)}]", "least_rated")
+        components.within(self, f"[1, {len(self.criteria)}]", "least_rated")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """One part [G]."""

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from jaxrl_llm import bounds
-from jaxrl_llm.rewards.wrap import Down, Failed
+from jaxrl_llm import components
+from jaxrl_llm.protocols import Down
+from jaxrl_llm.rewards.wrap import Failed
 
 T = TypeVar("T")
 
@@ -50,8 +51,8 @@ class Service:
             raise ValueError(
                 f"Service.urls must be a sequence of addresses that begin with http:// or https:// (got {self.urls!r})"
             )
-        bounds.above(self, 0, "limit_s", "tries", "concurrency")
-        bounds.at_least(self, 0, "backoff_s", "stop_after")
+        components.above(self, 0, "limit_s", "tries", "concurrency")
+        components.at_least(self, 0, "backoff_s", "stop_after")
         object.__setattr__(self, "_state", _State())
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jaxrl_llm import bounds
+from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.protocols import Reward
-from jaxrl_llm.rewards.wrap import Down, part
+from jaxrl_llm.protocols import Down, Reward
+from jaxrl_llm.rewards.wrap import part
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Weighted:
         reserved = [name for name in self.parts if "/" in name or name == "log"]
         if reserved:
             raise ValueError(f"Weighted.parts must not use the names {reserved}: no 'log' and no '/'")
-        bounds.above(self, 0, "limit_s")
+        components.above(self, 0, "limit_s")
 
     @property
     def needs_stats(self) -> bool:

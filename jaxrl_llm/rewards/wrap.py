@@ -20,10 +20,6 @@ class Failed(RuntimeError):
     """A response that could not be judged; its reward is invalid."""
 
 
-class Down(RuntimeError):
-    """A service that failed too often in a row: the run stops, whatever other rewards say."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Wrap:
     """A function of a prompt and a response's text as a reward.

@@ -1,1 +1,1 @@
-"""Who generates: the embedded JAX engine and clients of servers."""
+"""Who generates: the embedded JAX sampler and the client of vLLM servers."""

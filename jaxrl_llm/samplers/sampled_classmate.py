@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import numpy as np
 
-from jaxrl_llm import bounds
-from jaxrl_llm.data.tokenizer import PretrainedTokenizer
-from jaxrl_llm.experience import Completion, SamplingSettings
+from jaxrl_llm import components
+from jaxrl_llm.data.tokenizer import PretrainedTokenizer, with_stop_ids
+from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.policy_source import PolicySource
+from jaxrl_llm.models.sources import PolicySource
 from jaxrl_llm.protocols import Params, Sampler, SamplerFactory
 from jaxrl_llm.rewards.classmate import Answer, Asked
-from jaxrl_llm.rollouts import stopping
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +52,7 @@ class SampledClassmate:
     source: PolicySource | None = None
     tokenizer: Any = None
     refresh_every: int = 0
-    settings: SamplingSettings = field(default_factory=SamplingSettings)
+    settings: SamplingParams = field(default_factory=SamplingParams)
     max_length: int = 4096
     opening: str = "<think>"
     closing: str = "</think>\n\n"
@@ -64,7 +63,7 @@ class SampledClassmate:
     _state: "_State" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        bounds.one_of(self, ("own", "policy", "served"), "weights")
+        components.one_of(self, ("own", "policy", "served"), "weights")
         if (self.source is None) == (self.weights == "own") or (
             self.source is not None and self.source.lora is not None
         ):
@@ -104,7 +103,7 @@ class SampledClassmate:
             )
         same = own is tokenizer or own.get_vocab() == tokenizer.get_vocab()
         sampler = self.sampler.start(model, own, max_length=self.max_length, run_dir=run_dir)
-        self._state.begin(Running(model, own, tokenizer, same, sampler, stopping(self.settings, own)))
+        self._state.begin(Running(model, own, tokenizer, same, sampler, with_stop_ids(self.settings, own)))
 
     async def publish(self, params: Params, version: int) -> None:
         """Holds `params`, the policy's; the caller keeps them unchanged."""
@@ -235,7 +234,7 @@ class Running(NamedTuple):
     theirs: Any
     same: bool
     sampler: Sampler
-    settings: SamplingSettings
+    settings: SamplingParams
 
 
 class Call(NamedTuple):

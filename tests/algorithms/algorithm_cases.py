@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.batch import Batch, Credit, View
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 
 SIZES = (4, 3, 1, 2, 5)  # members of each group: ragged, with a group of one
 TOKENS = 7
 
 
-def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, **changes: Any) -> View:
+def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, **changes: Any) -> Sequences:
     """A view with ragged lengths, holes in the masks, an all-equal group, an empty sequence and NaN outside every mask.
 
     The last row is padding: no tokens, not valid. With `pairs`, every group is a preferred and a rejected answer.
@@ -35,7 +35,7 @@ def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, 
     def stream(x: np.ndarray) -> jax.Array:
         return jnp.asarray(np.where(mask, x, np.nan), jnp.float32)
 
-    view = View(
+    sequences = Sequences(
         reward=jnp.asarray(reward, jnp.float32),
         parts={
             "main": jnp.asarray(reward, jnp.float32),
@@ -59,7 +59,7 @@ def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, 
         controls={},
         groups=len(sizes),
     )
-    return view if not changes else View(**{**view.__dict__, **changes})
+    return sequences if not changes else Sequences(**{**sequences.__dict__, **changes})
 
 
 def pack(x: Any, rows: Sequence[Sequence[int]], width: int, fill: float) -> jax.Array:
@@ -72,13 +72,15 @@ def pack(x: Any, rows: Sequence[Sequence[int]], width: int, fill: float) -> jax.
     return jnp.asarray(packed)
 
 
-def make_batch(view: View, credit: Credit, constant: float, rows: Sequence[Sequence[int]] | None = None) -> Batch:
+def make_batch(
+    sequences: Sequences, credit: Advantages, constant: float, rows: Sequence[Sequence[int]] | None = None
+) -> MicroBatch:
     """The packed micro-batch of the named sequences (all, one a row, by default); counts are those of the whole
     view."""
-    rows = [[i] for i in range(len(view.group))] if rows is None else rows
+    rows = [[i] for i in range(len(sequences.group))] if rows is None else rows
     width = TOKENS * max(len(r) for r in rows)
     members = [i for row in rows for i in row]
-    place = np.zeros(len(view.group), np.int32)
+    place = np.zeros(len(sequences.group), np.int32)
     place[members] = np.arange(len(members))
 
     def stream(x: Any) -> Any:
@@ -90,53 +92,53 @@ def make_batch(view: View, credit: Credit, constant: float, rows: Sequence[Seque
     counts = {
         "tokens": loss_mask.sum(),
         "sequences": live.sum(),
-        "pairs": (live & (np.asarray(view.side) == 1)).sum(),
+        "pairs": (live & (np.asarray(sequences.side) == 1)).sum(),
         "constant": live.sum() * constant,
         "one": 1.0,
     }
-    return Batch(
+    return MicroBatch(
         tokens=zeros,
         targets=zeros,
         positions=zeros,
         segments=zeros,
         sequence=pack(np.repeat(place[:, None], TOKENS, 1), rows, width, 0),
         mask=pack(loss_mask, rows, width, False),
-        sampler_logprobs=stream(view.sampler_logprobs),
-        old_logprobs=stream(view.old_logprobs),
-        ref_logprobs=stream(view.ref_logprobs),
-        old_values=stream(view.values),
+        sampler_logprobs=stream(sequences.sampler_logprobs),
+        old_logprobs=stream(sequences.old_logprobs),
+        ref_logprobs=stream(sequences.ref_logprobs),
+        old_values=stream(sequences.values),
         advantages=stream(credit.advantages),
         returns=stream(credit.returns),
         weights=stream(credit.weights),
         aux={name: pack(x, rows, width, 0) for name, x in credit.aux.items()},
-        group=view.group[jnp.asarray(members)],
-        side=view.side[jnp.asarray(members)],
+        group=sequences.group[jnp.asarray(members)],
+        side=sequences.side[jnp.asarray(members)],
         counts={name: jnp.asarray(x, jnp.float32) for name, x in counts.items()},
     )
 
 
-def make_outputs(view: View, seed: int = 1, distance: float = 0.2) -> dict[str, dict[str, jax.Array]]:
+def make_outputs(sequences: Sequences, seed: int = 1, distance: float = 0.2) -> dict[str, dict[str, jax.Array]]:
     """[S, T] streams of the policy, the critic and a reward model now; log-probs lie around those before the update."""
     rng = np.random.default_rng(seed)
-    old = np.asarray(view.old_logprobs)
+    old = np.asarray(sequences.old_logprobs)
     policy = {
         "logprob": (old + distance * rng.normal(size=old.shape)).astype(np.float32),
-        "entropy": view.entropy,
-        "sum_p2": view.sum_p2,
-        "uniform_logprob": view.uniform_logprob,
+        "entropy": sequences.entropy,
+        "sum_p2": sequences.sum_p2,
+        "uniform_logprob": sequences.uniform_logprob,
     }
-    values = np.asarray(view.values)
+    values = np.asarray(sequences.values)
     critic = {"value": (values + 0.3 * rng.normal(size=old.shape)).astype(np.float32)}
     return jax.tree.map(jnp.asarray, {"policy": policy, "critic": critic, "reward_model": critic})
 
 
-def total_loss(algorithm: Any, outputs: Mapping[str, Any], batch: Batch) -> jax.Array:
+def total_loss(algorithm: Any, outputs: Mapping[str, Any], batch: MicroBatch) -> jax.Array:
     """What the learner minimises: every term over its global count."""
     terms, _ = algorithm.loss(outputs, batch)
     return sum((x / batch.counts[name] for x, name in terms.values()), start=jnp.zeros(()))
 
 
-def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: Batch) -> tuple[float, np.ndarray]:
+def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[float, np.ndarray]:
     """The loss, and its gradient [B, T] by the policy's log-probs, or by the values of the reward model it trains."""
     model, name = ("reward_model", "value") if "reward_model" in algorithm.needs else ("policy", "logprob")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.launch import build
+from jaxrl_llm.command_line import build
 
 CASES = {
     "no critic": ("ppo", ["CRITIC = None"], r"Stage.critic of stage 'rl' is not set: .*set CRITIC = "),
@@ -16,29 +16,29 @@ CASES = {
     "no best of one": ("grpo_passk", ["GROUP_SIZE = 1"], r"group_size >= 2 \(got 1\): set GROUP_SIZE"),
     "a selection by a ratio of 1": (
         "grpo",
-        ["stages.Stage.old_logprobs = 'sampler'", "grpo.GRPO.rejections = (@correction.Rejection(),)"],
+        ["train.Stage.old_logprobs = 'sampler'", "grpo.GRPO.rejections = (@correction.Rejection(),)"],
         r"set Stage.old_logprobs = 'learner'",
     ),
     "bounds in the wrong order": ("grpo", ["correction.Correction.ratio_min = 3.0"], r"correction.Correction.ratio_min must be in \[0, 2.0\) \(got 3.0\)"),
     "no reward": ("grpo", ["REWARD = None"], r"GRPO learns from samples and stage 'rl' has no reward: set Stage.reward"),
     "a KL to move without a KL": ("grpo", ["grpo.GRPO.kl_controller = @divergence.AdaptiveKL()"], r"grpo.GRPO.kl_coef must be > 0"),
-    "adapters of rank 0": ("sft", ["policy_source.PolicySource.lora = @lora.LoRA()", "lora.LoRA.rank = 0"], r"lora.LoRA.rank must be >= 1"),
+    "adapters of rank 0": ("sft", ["sources.PolicySource.lora = @lora.LoRA()", "lora.LoRA.rank = 0"], r"lora.LoRA.rank must be >= 1"),
     "adapters of nothing": (
         "sft",
-        ["policy_source.PolicySource.lora = @lora.LoRA()", "lora.LoRA.targets = ('c_attn',)"],
+        ["sources.PolicySource.lora = @lora.LoRA()", "lora.LoRA.targets = ('c_attn',)"],
         r"lora.LoRA.targets must name linear maps of a layer",
     ),
     "measured pairs where samples are learned from": ("grpo", ["HELD_OUT = @sorting.Sorting()"], r"set HELD_OUT = None"),
 }  # fmt: skip
 IMPORTS = """from __gin__ import dynamic_registration
-from jaxrl_llm import stages
+from jaxrl_llm import train
 from jaxrl_llm.algorithms import correction
 from jaxrl_llm.algorithms import divergence
 from jaxrl_llm.algorithms import grpo
 from jaxrl_llm.algorithms import sft
 from jaxrl_llm.data import sorting
 from jaxrl_llm.models import lora
-from jaxrl_llm.models import policy_source
+from jaxrl_llm.models import sources
 divergence.AdaptiveKL.target = 0.1
 divergence.AdaptiveKL.horizon = 10
 grpo.GRPO.correction = @correction.Correction()

@@ -34,20 +34,20 @@ def advantages_of(name):
     return jax.jit(build(name).advantages)
 
 
-def view_of(name, **changes):
+def sequences_of(name, **changes):
     """A view with all that any algorithm may need: groups of unequal size with a greedy response, or pairs."""
-    view = make_view(4, pairs=build(name).learns_from == "pairs", **changes)
+    sequences = make_view(4, pairs=build(name).learns_from == "pairs", **changes)
     if "greedy" in build(name).needs:
-        first = np.concatenate([[True], np.asarray(view.group[1:-1] != view.group[:-2]), [False]])
-        view = replace(view, greedy=jnp.asarray(first))
-    return view
+        first = np.concatenate([[True], np.asarray(sequences.group[1:-1] != sequences.group[:-2]), [False]])
+        sequences = replace(sequences, greedy=jnp.asarray(first))
+    return sequences
 
 
 def case(name):
     """(algorithm, view, credit, batch with one sequence a row, outputs)."""
-    view = view_of(name)
-    credit = advantages_of(name)(view)
-    return build(name), view, credit, make_batch(view, credit, build(name).constant), make_outputs(view)
+    sequences = sequences_of(name)
+    credit = advantages_of(name)(sequences)
+    return build(name), sequences, credit, make_batch(sequences, credit, build(name).constant), make_outputs(sequences)
 
 
 def packed(outputs, rows):
@@ -105,15 +105,15 @@ SAMPLED = [name for name in NAMES if build(name).learns_from == "samples"]
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_without_advantage_there_is_no_policy_gradient(name):
-    algorithm, view, credit, batch, outputs = case(name)
-    outputs["policy"]["logprob"] = view.old_logprobs
+    algorithm, sequences, credit, batch, outputs = case(name)
+    outputs["policy"]["logprob"] = sequences.old_logprobs
     batch = batch.replace(advantages=jnp.zeros_like(batch.advantages))
 
     def policy_term(logprob):
         terms, _ = algorithm.loss({**outputs, "policy": {**outputs["policy"], "logprob": logprob}}, batch)
         return terms["policy"][0]
 
-    gradient = jax.grad(policy_term)(view.old_logprobs)
+    gradient = jax.grad(policy_term)(sequences.old_logprobs)
     np.testing.assert_array_equal(np.where(np.asarray(credit.loss_mask), gradient, 0), 0)
 
 
@@ -121,15 +121,15 @@ def test_without_advantage_there_is_no_policy_gradient(name):
 def test_on_policy_the_gradient_is_that_of_reinforce(name):
     """At ratio 1 nothing is clipped: the gradient of each token is -weight x advantage, as its own aggregation has
     it."""
-    algorithm, view, credit, batch, outputs = case(name)
-    outputs["policy"]["logprob"] = view.old_logprobs
+    algorithm, sequences, credit, batch, outputs = case(name)
+    outputs["policy"]["logprob"] = sequences.old_logprobs
 
     def policy_term(logprob):
         terms, _ = algorithm.loss({**outputs, "policy": {**outputs["policy"], "logprob": logprob}}, batch)
         total, count = terms["policy"]
         return total / batch.counts[count]
 
-    gradient = np.asarray(jax.grad(policy_term)(view.old_logprobs), np.float64)
+    gradient = np.asarray(jax.grad(policy_term)(sequences.old_logprobs), np.float64)
     mask = np.asarray(credit.loss_mask)
     length = np.maximum(mask.sum(1, keepdims=True), 1)
     share = {
@@ -147,14 +147,16 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_invalid_sequences_and_masked_tokens_have_no_influence(name):
-    algorithm, view, credit, batch, outputs = case(name)
-    hidden = ~np.asarray(view.mask)
-    other = {f: np.where(hidden, 7.0, getattr(view, f)) for f in ("old_logprobs", "sampler_logprobs", "ref_logprobs")}
-    other |= {f: np.where(hidden, 7.0, getattr(view, f)) for f in ("entropy", "sum_p2", "values")}
+    algorithm, sequences, credit, batch, outputs = case(name)
+    hidden = ~np.asarray(sequences.mask)
+    other = {
+        f: np.where(hidden, 7.0, getattr(sequences, f)) for f in ("old_logprobs", "sampler_logprobs", "ref_logprobs")
+    }
+    other |= {f: np.where(hidden, 7.0, getattr(sequences, f)) for f in ("entropy", "sum_p2", "values")}
     changed = replace(
-        view,
-        reward=view.reward.at[-1].set(1e6),
-        parts={n: x.at[-1].set(-1e6) for n, x in view.parts.items()},
+        sequences,
+        reward=sequences.reward.at[-1].set(1e6),
+        parts={n: x.at[-1].set(-1e6) for n, x in sequences.parts.items()},
         **{n: jnp.asarray(x, jnp.float32) for n, x in other.items()},
     )
     again = advantages_of(name)(changed)
@@ -169,11 +171,11 @@ def test_invalid_sequences_and_masked_tokens_have_no_influence(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_sequences_and_groups_does_not_matter(name):
-    view, credit = view_of(name), None
-    credit = advantages_of(name)(view)
-    order = np.random.default_rng(0).permutation(len(view.group))
-    number = np.random.default_rng(1).permutation(view.groups)
-    moved = jax.tree.map(lambda x: x[order], view)
+    sequences, credit = sequences_of(name), None
+    credit = advantages_of(name)(sequences)
+    order = np.random.default_rng(0).permutation(len(sequences.group))
+    number = np.random.default_rng(1).permutation(sequences.groups)
+    moved = jax.tree.map(lambda x: x[order], sequences)
     moved = replace(moved, group=jnp.asarray(number)[moved.group])
     again = advantages_of(name)(moved)
     np.testing.assert_allclose(again.advantages, np.asarray(credit.advantages)[order], rtol=1e-4, atol=1e-5)
@@ -184,15 +186,15 @@ def test_the_order_of_sequences_and_groups_does_not_matter(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_padding_changes_nothing(name):
-    view = view_of(name)
-    credit = advantages_of(name)(view)
+    sequences = sequences_of(name)
+    credit = advantages_of(name)(sequences)
 
     def wider(x):
         rows = jnp.zeros((3, *x.shape[1:]), x.dtype)
         x = jnp.concatenate([x, rows])
         return jnp.concatenate([x, jnp.zeros((x.shape[0], 2), x.dtype)], axis=1) if x.ndim == 2 else x
 
-    again = build(name).advantages(jax.tree.map(wider, view))
+    again = build(name).advantages(jax.tree.map(wider, sequences))
     shape = credit.advantages.shape
     np.testing.assert_allclose(again.advantages[: shape[0], : shape[1]], credit.advantages, rtol=1e-4, atol=1e-5)
     assert int(again.loss_mask.sum()) == int(credit.loss_mask.sum())
@@ -200,14 +202,14 @@ def test_more_padding_changes_nothing(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_and_packed_rows_sum_to_the_whole(name):
-    algorithm, view, credit, batch, outputs = case(name)
+    algorithm, sequences, credit, batch, outputs = case(name)
     whole = float(total_loss(algorithm, outputs, batch))
-    real = len(view.group) - len(view.group) % 2  # two to a row, where the halves of a pair stay together
+    real = len(sequences.group) - len(sequences.group) % 2  # two to a row, where the halves of a pair stay together
     rows = [[i, i + 1] for i in range(0, real, 2)]
     for size in (1, 4):
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
         split = sum(
-            float(total_loss(algorithm, packed(outputs, part), make_batch(view, credit, algorithm.constant, part)))
+            float(total_loss(algorithm, packed(outputs, part), make_batch(sequences, credit, algorithm.constant, part)))
             for part in parts
         )
         np.testing.assert_allclose(split, whole, rtol=2e-5, atol=2e-6)

@@ -13,21 +13,21 @@ from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.similar_pairs import Rearranged, SimilarPairs
 from jaxrl_llm.data.tokenizer import CharTokenizer
 from jaxrl_llm.eval.pair_accuracy import accuracy
-from jaxrl_llm.feeds import given
 from jaxrl_llm.rewards.pairs import pair_ids
+from jaxrl_llm.rollouts.offline import given
 
 TOKENIZER = CharTokenizer(alphabet="abcdefgh")
 
 
 def test_the_loss_is_the_weighted_cross_entropy_at_the_last_token() -> None:
-    view = make_view(0, sizes=(1, 1, 1, 1))
+    sequences = make_view(0, sizes=(1, 1, 1, 1))
     side = jnp.asarray([1, -1, -1, -1, 0], jnp.int32)
-    view = replace(view, side=side, valid=jnp.asarray([True, True, True, False, False]))
+    sequences = replace(sequences, side=side, valid=jnp.asarray([True, True, True, False, False]))
     algorithm = PairClassifier(similar_share=0.25)
-    credit = algorithm.advantages(view)
-    batch, outputs = make_batch(view, credit, 1.0), make_outputs(view)
+    credit = algorithm.advantages(sequences)
+    batch, outputs = make_batch(sequences, credit, 1.0), make_outputs(sequences)
     loss, gradient = value_and_gradient(algorithm, outputs, batch)
-    last = [int(np.flatnonzero(m).max()) for m in np.asarray(view.mask)[:3]]
+    last = [int(np.flatnonzero(m).max()) for m in np.asarray(sequences.mask)[:3]]
     v = np.array([float(outputs["reward_model"]["value"][i, t]) for i, t in enumerate(last)])
     y, weight = np.array([1.0, 0, 0]), np.array([0.5 / 0.25, 0.5 / 0.75, 0.5 / 0.75])
     p = 1 / (1 + np.exp(-v))

@@ -25,43 +25,43 @@ def test_responses_that_were_cut_off_leave_the_loss_and_stay_in_the_statistics()
     cut = Overlong(how="mask", max_length=8)
     assert np.asarray(cut.keep(LENGTHS)).tolist() == [True] * 4 + [False] * 3
     assert not np.asarray(cut.penalty(LENGTHS)).any()
-    view = make_view(1)
-    credit, plain = (GRPO(overlong=o).advantages(view) for o in (Overlong(how="mask", max_length=6), None))
+    sequences = make_view(1)
+    credit, plain = (GRPO(overlong=o).advantages(sequences) for o in (Overlong(how="mask", max_length=6), None))
     np.testing.assert_array_equal(credit.advantages, plain.advantages)
-    short = np.asarray(view.mask).sum(1) < 6
+    short = np.asarray(sequences.mask).sum(1) < 6
     assert 0 < short.sum() < len(short) - 1
-    np.testing.assert_array_equal(credit.loss_mask, np.asarray(view.mask) & short[:, None])
+    np.testing.assert_array_equal(credit.loss_mask, np.asarray(sequences.mask) & short[:, None])
 
 
 def test_the_penalty_is_part_of_the_reward():
-    view = make_view(1)
+    sequences = make_view(1)
     overlong = Overlong(max_length=6, buffer=0.5)
-    penalised = GRPO(overlong=overlong).advantages(view)
-    length = np.asarray(view.mask).sum(1)
-    by_hand = np.asarray(view.reward) - np.clip((length - 3) / 3, 0, 1)
-    expected = GRPO().advantages(replace(view, reward=jnp.asarray(by_hand, jnp.float32)))
+    penalised = GRPO(overlong=overlong).advantages(sequences)
+    length = np.asarray(sequences.mask).sum(1)
+    by_hand = np.asarray(sequences.reward) - np.clip((length - 3) / 3, 0, 1)
+    expected = GRPO().advantages(replace(sequences, reward=jnp.asarray(by_hand, jnp.float32)))
     np.testing.assert_allclose(penalised.advantages, expected.advantages, rtol=1e-4, atol=1e-5)
     mean = -np.clip((length - 3) / 3, 0, 1)[:-1].mean()
     np.testing.assert_allclose(penalised.metrics["reward/overlong"], mean, rtol=1e-5)
 
 
 def test_gdpo_takes_the_penalty_as_a_part_of_its_own():
-    view = make_view(1)
+    sequences = make_view(1)
     overlong = Overlong(max_length=6, buffer=0.5)
-    parts = {**view.parts, "overlong": overlong.penalty(view.mask)}
-    expected = GDPO().advantages(replace(view, parts=parts))
-    np.testing.assert_array_equal(GDPO(overlong=overlong).advantages(view).advantages, expected.advantages)
+    parts = {**sequences.parts, "overlong": overlong.penalty(sequences.mask)}
+    expected = GDPO().advantages(replace(sequences, parts=parts))
+    np.testing.assert_array_equal(GDPO(overlong=overlong).advantages(sequences).advantages, expected.advantages)
 
 
 def test_only_tokens_of_high_entropy_get_an_advantage():
-    view = make_view(1)
+    sequences = make_view(1)
     algorithm = GRPO(entropy_share=0.2, correction=None)
-    credit, plain = algorithm.advantages(view), GRPO().advantages(view)
-    mask, entropy = np.asarray(view.learned), np.asarray(view.entropy)
+    credit, plain = algorithm.advantages(sequences), GRPO().advantages(sequences)
+    mask, entropy = np.asarray(sequences.learned), np.asarray(sequences.entropy)
     threshold = np.sort(entropy[mask])[::-1][int(0.2 * mask.sum()) - 1]
     np.testing.assert_array_equal(credit.advantages, np.where(mask & (entropy >= threshold), plain.advantages, 0))
     np.testing.assert_array_equal(credit.loss_mask, mask)
-    _, gradient = value_and_gradient(algorithm, make_outputs(view), make_batch(view, credit, 1.0))
+    _, gradient = value_and_gradient(algorithm, make_outputs(sequences), make_batch(sequences, credit, 1.0))
     assert not gradient[mask & (entropy < threshold)].any()
     assert algorithm.needs == {"entropy"}
 

@@ -50,22 +50,22 @@ CASES = {
 }
 
 
-def sums(view, logprob):
-    mask = np.asarray(view.mask)
-    ref = np.where(mask, np.asarray(view.ref_logprobs, np.float64), 0).sum(1)
+def sums(sequences, logprob):
+    mask = np.asarray(sequences.mask)
+    ref = np.where(mask, np.asarray(sequences.ref_logprobs, np.float64), 0).sum(1)
     return np.where(mask, logprob, 0).sum(1), ref, mask.sum(1)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_follow_the_definition(name):
     algorithm, rule = CASES[name]
-    view = make_view(3, pairs=True)
-    credit, outputs = algorithm.advantages(view), make_outputs(view)
-    batch = make_batch(view, credit, 1.0)
+    sequences = make_view(3, pairs=True)
+    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    batch = make_batch(sequences, credit, 1.0)
     mask = np.asarray(credit.loss_mask)
 
     def expected(logprob):
-        p, r, n = sums(view, logprob)
+        p, r, n = sums(sequences, logprob)
         return np.mean([rule(p[i], r[i], n[i], p[i + 1], r[i + 1], n[i + 1]) for i in range(0, 8, 2)])
 
     logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
@@ -76,11 +76,11 @@ def test_loss_and_gradient_follow_the_definition(name):
 
 
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order():
-    view = make_view(3, pairs=True)
+    sequences = make_view(3, pairs=True)
     algorithm = DPO()
-    credit, outputs = algorithm.advantages(view), make_outputs(view)
-    _, metrics = algorithm.loss(outputs, make_batch(view, credit, 1.0))
-    p, r, _ = sums(view, np.asarray(outputs["policy"]["logprob"], np.float64))
+    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    _, metrics = algorithm.loss(outputs, make_batch(sequences, credit, 1.0))
+    p, r, _ = sums(sequences, np.asarray(outputs["policy"]["logprob"], np.float64))
     margins = 0.1 * ((p - r)[0:8:2] - (p - r)[1:8:2])
     assert 0 < (margins > 0).sum() < 4
     assert float(metrics["pairs/accuracy"][0]) == (margins > 0).sum()
@@ -88,36 +88,36 @@ def test_the_accuracy_is_the_share_of_pairs_in_the_right_order():
 
 
 def test_a_pair_that_lacks_an_answer_is_left_out_whole():
-    view = make_view(3, pairs=True)
-    view = replace(view, valid=view.valid.at[3].set(False))
-    credit = DPO().advantages(view)
+    sequences = make_view(3, pairs=True)
+    sequences = replace(sequences, valid=sequences.valid.at[3].set(False))
+    credit = DPO().advantages(sequences)
     assert np.asarray(credit.loss_mask).any(1).nonzero()[0].tolist() == [0, 1, 4, 5, 6, 7]
     assert float(credit.metrics["pairs/incomplete"]) == 1
 
 
 def test_kto_values_each_answer_against_the_mean_log_ratio():
-    view = make_view(3, pairs=True)
-    view = replace(view, old_logprobs=view.ref_logprobs + 0.2)
+    sequences = make_view(3, pairs=True)
+    sequences = replace(sequences, old_logprobs=sequences.ref_logprobs + 0.2)
     algorithm = KTO(beta=0.5, desirable=1.5, undesirable=0.5)
-    credit, outputs = algorithm.advantages(view), make_outputs(view)
-    mask, side = np.asarray(credit.loss_mask), np.asarray(view.side)
-    point = 0.2 * np.asarray(view.mask).sum(1)[:8].mean()
+    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    mask, side = np.asarray(credit.loss_mask), np.asarray(sequences.side)
+    point = 0.2 * np.asarray(sequences.mask).sum(1)[:8].mean()
     np.testing.assert_allclose(credit.metrics["kto/point"], point, rtol=1e-4)
 
     def expected(logprob):
-        p, r, _ = sums(view, logprob)
+        p, r, _ = sums(sequences, logprob)
         gain = (side * (p - r - float(credit.metrics["kto/point"])))[:8]
         return np.mean(np.where(side[:8] > 0, 1.5, 0.5) * (1 - 1 / (1 + np.exp(-0.5 * gain))))
 
     logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(view, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
     np.testing.assert_allclose(value, expected(logprob), rtol=1e-5)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
 def test_the_point_of_reference_is_not_negative():
-    view = make_view(3, pairs=True)
-    credit = KTO().advantages(replace(view, old_logprobs=view.ref_logprobs - jnp.float32(0.2)))
+    sequences = make_view(3, pairs=True)
+    credit = KTO().advantages(replace(sequences, old_logprobs=sequences.ref_logprobs - jnp.float32(0.2)))
     assert float(credit.metrics["kto/point"]) == 0
 
 

@@ -16,19 +16,20 @@ from builders import make_group, make_prompt, make_rollout
 from learner_cases import SFT_CASE, make_learner
 from test_contracts import NAMES, build
 
-from jaxrl_llm.batch import Batch
-from jaxrl_llm.global_batch import GlobalBatch, to_device, unscored
-from jaxrl_llm.learner import Learner
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.optimizers import Optimizer
-from jaxrl_llm.packing import PackedRows, Packing, Placement
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.experience import unscored
+from jaxrl_llm.learner.batch import Batch, to_device
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.learner.packing import PackedRows, Packing, Placement
 
 VOCABULARY, WIDTH, GROUPS, MEMBERS, RESPONSE = 11, 6, 8, 3, 7
 POLICY = make_learner(SFT_CASE).policy  # asked for the size of its vocabulary alone
 PACKING = Packing(row_tokens=32, rows=8, sequences_per_row=4)
 
 
-def forward(params: Mapping[str, Any], batch: Batch) -> dict[str, dict[str, jax.Array]]:
+def forward(params: Mapping[str, Any], batch: MicroBatch) -> dict[str, dict[str, jax.Array]]:
     """Streams of models without layers: a token's hidden state depends on it and its position alone."""
     hidden = {n: jnp.tanh(p["tokens"][batch.tokens] + p["positions"][batch.positions]) for n, p in params.items()}
     logp = jax.nn.log_softmax(hidden["policy"] @ params["policy"]["head"].T)
@@ -45,7 +46,7 @@ def forward(params: Mapping[str, Any], batch: Batch) -> dict[str, dict[str, jax.
 class Given(Learner):
     """A learner whose parameters are the streams themselves."""
 
-    def outputs(self, params: Mapping[str, Any], batch: Batch, *_: Any) -> Any:
+    def outputs(self, params: Mapping[str, Any], batch: MicroBatch, *_: Any) -> Any:
         return {model: dict(streams) for model, streams in params.items()}
 
 
@@ -77,7 +78,7 @@ def members_of(kind: str) -> int:
 
 
 @cache
-def make_step(kind: str, greedy: bool) -> GlobalBatch:
+def make_step(kind: str, greedy: bool) -> Batch:
     """A step of ragged responses in one mini-batch: samples with one reward that could not be had, pairs or single responses."""
     random, groups = np.random.default_rng(1), []
     for g in range(GROUPS):
@@ -103,10 +104,10 @@ def make_step(kind: str, greedy: bool) -> GlobalBatch:
         else:
             groups.append(unscored(rollouts, (1, -1) if kind == "pairs" else None))
     sizes = {"response_tokens": RESPONSE, "capacity": GROUPS * members_of(kind)}
-    return GlobalBatch.build(groups, PACKING, minibatches=1, sources=["s"], **sizes)
+    return Batch.build(groups, PACKING, minibatches=1, sources=["s"], **sizes)
 
 
-def split(step: GlobalBatch, ways: int) -> GlobalBatch:
+def split(step: Batch, ways: int) -> Batch:
     """The step in that many micro-batches of whole groups, dealt over rows in turn."""
     prompts, responses = (list(x) for x in zip(*((r.prompt.tokens, r.tokens) for r in step.rollouts)))
     members = len(step.rollouts) // GROUPS
@@ -126,19 +127,19 @@ def step_of(name: str) -> tuple[str, bool]:
 STEPS = {kind: [name for name in NAMES if step_of(name) == kind] for kind in sorted({step_of(n) for n in NAMES})}
 
 
-def view_of(name: str) -> Any:
+def sequences_of(name: str) -> Any:
     algorithm, step = build(name), make_step(*step_of(name))
     random, shape = np.random.default_rng(2), (step.capacity, RESPONSE)
     around = lambda mean, spread: random.normal(mean, spread, shape).astype(np.float32)  # noqa: E731
     streams = {n: around(-2.4, 0.5) for n in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
     streams |= {"entropy": around(2, 0.1), "values": around(0, 1), "sum_p2": around(0.3, 0.01)}
-    return step, step.view(streams, algorithm.controls, GROUPS)
+    return step, step.sequences(streams, algorithm.controls, GROUPS)
 
 
 @cache
 def credits() -> dict[str, Any]:
-    views = {name: view_of(name)[1] for name in NAMES}
-    compiled = jax.jit(lambda views: {name: build(name).advantages(view) for name, view in views.items()})
+    views = {name: sequences_of(name)[1] for name in NAMES}
+    compiled = jax.jit(lambda views: {name: build(name).advantages(sequences) for name, sequences in views.items()})
     return jax.device_get(compiled(views))
 
 
@@ -146,7 +147,7 @@ def credits() -> dict[str, Any]:
 def compiled() -> Any:
     """Loss and gradient of one micro-batch of every algorithm, in one program."""
 
-    def all_gradients(params: Any, batches: dict[str, Batch]) -> Any:
+    def all_gradients(params: Any, batches: dict[str, MicroBatch]) -> Any:
         found = {}
         for alike in STEPS.values():  # one step, and one pass through the models forwards and backwards
             streams, back = jax.vjp(lambda p: forward(p, batches[alike[0]]), params)  # noqa: B023  # used at once
@@ -166,10 +167,10 @@ def compiled() -> Any:
 def gradients(micro: int, devices: int) -> dict[str, Any]:
     """{name: (gradient, metrics)} summed over `micro` micro-batches whose rows lie on `devices` devices."""
     place = Partitioner.create(MeshConfig(), jax.devices()[:devices])
-    parts: list[dict[str, Batch]] = [{} for _ in range(micro)]
+    parts: list[dict[str, MicroBatch]] = [{} for _ in range(micro)]
     for name in NAMES:
-        step, view = view_of(name)
-        (mini,) = split(step, micro).batches(view, credits()[name], build(name).constant, place)
+        step, sequences = sequences_of(name)
+        (mini,) = split(step, micro).micro_batches(sequences, credits()[name], build(name).constant, place)
         for part, batch in zip(parts, mini, strict=True):
             part[name] = to_device(batch, place)
     params = jax.device_put(parameters(), place.replicated)

@@ -10,7 +10,7 @@ import pytest
 from algorithm_cases import make_batch, make_view
 
 from jaxrl_llm.algorithms.grpo import GRPO
-from jaxrl_llm.algorithms.token_buncher import TokenNoiser
+from jaxrl_llm.algorithms.token_noiser import TokenNoiser
 from jaxrl_llm.kernels.token_stats.api import token_stats
 
 V, EPSILON = 9, 0.1
@@ -21,8 +21,8 @@ LOGITS = np.random.default_rng(0).normal(size=(len(TARGETS), V)).astype(np.float
 @cache
 def batch_of_all():
     """A batch whose mask holds one row of TARGETS; nothing else of it is read."""
-    view = make_view()
-    return make_batch(view, GRPO().advantages(view), 1.0).replace(mask=jnp.ones((1, len(TARGETS)), bool))
+    sequences = make_view()
+    return make_batch(sequences, GRPO().advantages(sequences), 1.0).replace(mask=jnp.ones((1, len(TARGETS)), bool))
 
 
 def target_of(noiser, keys=(0,)):
@@ -72,20 +72,22 @@ def test_drawn_noise_has_the_expected_noise_as_its_mean():
 
 
 def test_only_tokens_whose_advantage_is_not_negative_are_kept():
-    view = make_view()
-    credit, base = TokenNoiser(base=GRPO()).advantages(view), GRPO().advantages(view)
+    sequences = make_view()
+    credit, base = TokenNoiser(base=GRPO()).advantages(sequences), GRPO().advantages(sequences)
     kept, learned = np.asarray(credit.loss_mask), np.asarray(base.loss_mask)
     np.testing.assert_array_equal(kept, learned & (np.asarray(base.advantages) >= 0))
-    assert kept.any() and not kept[np.asarray(base.advantages) < 0].any() and not kept[~np.asarray(view.mask)].any()
+    assert (
+        kept.any() and not kept[np.asarray(base.advantages) < 0].any() and not kept[~np.asarray(sequences.mask)].any()
+    )
     np.testing.assert_allclose(credit.metrics["noiser/kept_fraction"], kept.sum() / learned.sum(), rtol=1e-6)
 
 
 def test_nothing_kept_is_no_loss():
-    view = make_view()
-    credit = TokenNoiser(base=GRPO()).advantages(replace(view, valid=jnp.zeros_like(view.valid)))
+    sequences = make_view()
+    credit = TokenNoiser(base=GRPO()).advantages(replace(sequences, valid=jnp.zeros_like(sequences.valid)))
     assert not np.asarray(credit.loss_mask).any()
-    batch = make_batch(view, credit, 1.0)
-    policy = {"logprob": view.old_logprobs, "noise_logprob": view.old_logprobs}
+    batch = make_batch(sequences, credit, 1.0)
+    policy = {"logprob": sequences.old_logprobs, "noise_logprob": sequences.old_logprobs}
     policy = {n: jnp.nan_to_num(x) for n, x in policy.items()}
     terms, _ = TokenNoiser(base=GRPO()).loss({"policy": policy}, batch)
     assert [float(total) for total, _ in terms.values()] == [0.0, 0.0]

@@ -6,7 +6,7 @@ import chaos_samplers
 import chaos_services
 from chaos_table import Fault
 
-# name: (fault, times in the short version, times in the long one); 0 leaves it out. tests/test_whole_runs.py kills whole runs too.
+# name: (fault, times in the short version, times in the long one); 0 leaves it out. tests/train/test_whole_runs.py kills whole runs too.
 FAULTS: dict[str, tuple[Fault, int, int]] = {
     "sampler killed": (chaos_samplers.killed, 2, 40),
     "sampler hung": (chaos_samplers.hung, 2, 40),

@@ -21,12 +21,12 @@ import numpy as np
 from chaos_table import Row, Stopwatch, Trial
 from sampler_cases import SIZES
 
-from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models import hf_names
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers.orbax_reader import BadVersion, Target, read_version, whole_box
-from jaxrl_llm.samplers.publication import Publisher, Tolerance
+from jaxrl_llm.publication.reader import BadVersion, Target, read_version, whole_box
+from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance
+from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
 
 SAVER = Path(__file__).with_name("saving.py")
 
@@ -201,7 +201,7 @@ def folder_deleted(trial: Trial) -> Row:
         return jax.tree.map(lambda x: x + version, first)
 
     def check(version: int) -> None:
-        want = {name: np.asarray(x) for name, x in hf_names.export(params(version)).items()}
+        want = {name: np.asarray(x) for name, x in hf_format.export(params(version)).items()}
         targets = {n: Target(shape=x.shape, box=whole_box(x.shape)) for n, x in want.items()}
         staged = read_version(publisher.place(version), version, targets)
         for name, x in want.items():

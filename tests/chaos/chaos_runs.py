@@ -13,10 +13,9 @@ import tiny_run
 import too_large
 from chaos_table import Row, Stopwatch, Trial
 
-from jaxrl_llm.batch import Credit
-from jaxrl_llm.rewards.pool import Pool, judge_in_pool
-from jaxrl_llm.stage_run import StageRun
-from jaxrl_llm.train_state import TrainState
+from jaxrl_llm.algorithms.batch import Advantages, Sequences
+from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
 
 
 def learner_killed(trial: Trial) -> Row:
@@ -104,7 +103,7 @@ def out_of_memory(trial: Trial) -> Row:
     for _ in range(trial.times):
         run, batch = too_large.stage()
         try:
-            StageRun.update(run, Mock(spec=TrainState), batch, {}, Mock(spec=Credit))
+            asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages)))
             raise AssertionError("it fits")
         except MemoryError as error:
             assert all(

@@ -18,15 +18,15 @@ from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import checked, running, until
 from sampler_cases import SIZES, Tiny
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers import fleet as fleets
-from jaxrl_llm.samplers import vllm_http
-from jaxrl_llm.samplers.vllm_client import VllmClient
+from jaxrl_llm.samplers.vllm import fleet as fleets
+from jaxrl_llm.samplers.vllm import server_api
+from jaxrl_llm.samplers.vllm.client import VllmClient
 
 SERVERS, PROMPTS, SAMPLES = 3, 24, 3
-SETTINGS = SamplingSettings(max_tokens=12)
+SETTINGS = SamplingParams(max_tokens=12)
 LIMITS: dict[str, Any] = {
     "request_s": 2.0, "control_s": 2.0, "update_s": 3.0, "wait_s": 60.0, "straggler_s": 0.3, "straggler": 3.0, "sequences": 64, "tries": 50,
 }  # fmt: skip
@@ -50,7 +50,7 @@ def tiny() -> Tiny:
 @contextmanager
 def quick_heart() -> Iterator[None]:
     """A fleet looks after its servers twenty times a second, and gives up sooner on those that do not answer."""
-    with patch.object(fleets, "_HEARTBEAT_S", 0.05), patch.object(vllm_http, "_CONNECT_S", 0.5):
+    with patch.object(fleets, "_HEARTBEAT_S", 0.05), patch.object(server_api, "_CONNECT_S", 0.5):
         yield
 
 

@@ -20,14 +20,14 @@ from chaos_table import Row, Stopwatch, Trial
 from tiny_classifier import write_bert
 from viewer_rows import rollout, write_run
 
-from jaxrl_llm import slow_clients
+from jaxrl_llm import serving
 from jaxrl_llm.eval.viewer.folders import find
 from jaxrl_llm.eval.viewer.server import Pages
-from jaxrl_llm.rewards import classifier_server, sandbox, serving
-from jaxrl_llm.rewards.hf_classifier import HfClassifier
-from jaxrl_llm.rewards.sandbox_run import Sandbox
-from jaxrl_llm.samplers.vllm_proxy import Proxy
-from jaxrl_llm.slow_clients import Patience
+from jaxrl_llm.rewards.services import classifier_server, http_service, sandbox
+from jaxrl_llm.rewards.services.hf_classifier import HfClassifier
+from jaxrl_llm.rewards.services.sandbox_run import Sandbox
+from jaxrl_llm.samplers.vllm.proxy import Proxy
+from jaxrl_llm.serving import Patience
 
 TOKEN = "a token of more than sixteen letters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -72,7 +72,7 @@ async def by_aiohttp(app: web.Application, patience: Patience) -> AsyncIterator[
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     assert runner.server is not None
-    watch = asyncio.create_task(slow_clients.looking(runner.server, patience))
+    watch = asyncio.create_task(serving.looking(runner.server, patience))
     try:
         yield runner.addresses[0][1]
     finally:
@@ -82,7 +82,7 @@ async def by_aiohttp(app: web.Application, patience: Patience) -> AsyncIterator[
 
 @asynccontextmanager
 async def by_uvicorn(app: Any) -> AsyncIterator[int]:
-    server = serving.server(app, "127.0.0.1", 0)
+    server = http_service.server(app, "127.0.0.1", 0)
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # it writes a line for each malformed request
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -194,7 +194,7 @@ async def works(up: Up) -> bool:
     return answer.startswith(b"HTTP/1.1 200") and up.right[1] in answer
 
 
-def on(name: str, trial: Trial, act: Callable[[Up], Awaitable[Row]], patience_s: float = slow_clients.HEAD_S) -> Row:
+def on(name: str, trial: Trial, act: Callable[[Up], Awaitable[Row]], patience_s: float = serving.HEAD_S) -> Row:
     """Runs a trial against a service, which must work afterwards."""
 
     async def run() -> Row:

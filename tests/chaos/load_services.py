@@ -17,8 +17,7 @@ from pathlib import Path
 TESTS = Path(__file__).parent.parent
 HERE = [str(TESTS.parent), *(str(TESTS / name) for name in ("samplers", "rewards", "eval"))]
 sys.path[:0] = HERE
-
-from jaxrl_llm.rewards.load_test import SERVICES, TEXT, Call, load, started  # noqa: E402  its path is set above
+from jaxrl_llm.rewards.services.load_test import SERVICES, TEXT, Call, load, started  # noqa: E402  its path is set above
 
 TOKEN = "a token of more than sixteen letters"
 ROLLOUTS = 2000
@@ -65,20 +64,22 @@ def write_llama(folder: Path) -> str:
 
 @contextlib.contextmanager
 def sandbox(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
-    with started("jaxrl_llm.rewards.sandbox", []) as url:
+    with started("jaxrl_llm.rewards.services.sandbox", []) as url:
         yield url, {"sandbox, a program and two tests (a run each)": call("sandbox")}
 
 
 @contextlib.contextmanager
 def deberta(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
-    with started("jaxrl_llm.rewards.classifier_server", ["--model", write_deberta(folder), "--label", "safe"]) as url:
+    with started(
+        "jaxrl_llm.rewards.services.classifier_server", ["--model", write_deberta(folder), "--label", "safe"]
+    ) as url:
         shape = "DeBERTa-v3-xsmall's shape, random weights"
         yield url, {f"classifier /score, {shape}": call("score"), f"pairs /classify, {shape}": call("classify")}
 
 
 @contextlib.contextmanager
 def llama(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
-    with started("jaxrl_llm.rewards.classifier_server", ["--model", write_llama(folder)]) as url:
+    with started("jaxrl_llm.rewards.services.classifier_server", ["--model", write_llama(folder)]) as url:
         yield url, {"reward model /score, Llama's shape, 12 M, random weights": call("score")}
 
 
@@ -92,7 +93,7 @@ def letters(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
 def proxy(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
     with (
         started("fake_vllm", []) as server,
-        started("jaxrl_llm.samplers.vllm_proxy", ["--server", server], {"JAXRL_LLM_TOKEN": TOKEN}) as url,
+        started("jaxrl_llm.samplers.vllm.proxy", ["--server", server], {"JAXRL_LLM_TOKEN": TOKEN}) as url,
     ):
         yield (
             url,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from chaos_checkpoints import host, latest, tree
 
-from jaxrl_llm.checkpoint import Checkpointing, Checkpoints
+from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
 
 
 def main() -> None:

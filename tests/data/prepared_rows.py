@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow.parquet
 
-from jaxrl_llm.data import prepare
+from jaxrl_llm.data.prepare.preparation import Preparation, main
 
 VERL = ["data_source", "prompt", "ability", "reward_model", "extra_info"]
 
@@ -19,9 +19,9 @@ def source(folder: Path, rows: Sequence[Mapping[str, Any]], name: str = "train")
     return file
 
 
-def run(preparation: prepare.Preparation, out: Path, path: Path, *arguments: str) -> dict[str, int]:
+def run(preparation: Preparation, out: Path, path: Path, *arguments: str) -> dict[str, int]:
     """The counts of a run of the command."""
-    return prepare.main(preparation, ["--out", str(out), "--source", str(path), *arguments])
+    return main(preparation, ["--out", str(out), "--source", str(path), *arguments])
 
 
 def written(out: Path, part: str = "train") -> list[dict[str, Any]]:

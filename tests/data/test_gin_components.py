@@ -6,7 +6,7 @@ from typing import Any
 import gin
 import pytest
 
-from jaxrl_llm.protocols import Reward, Source
+from jaxrl_llm.protocols import Dataset, Reward
 
 ROOT = Path(__file__).parent.parent.parent / "gin"
 REQUIRED = {
@@ -41,7 +41,7 @@ def test_a_data_file_builds_a_source_or_a_tokenizer(file: Path) -> None:
         assert hasattr(built("TOKENIZER"), "load")
         return
     source = built("DATA")
-    assert isinstance(source, Source)
+    assert isinstance(source, Dataset)
     if "EVAL_DATA" in file.read_text():
         held_out = built("EVAL_DATA")
         assert isinstance(held_out, type(source)) and getattr(held_out, "split", "") in ("heldout", "test")

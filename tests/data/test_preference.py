@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 from prepared_rows import run, source, written
 
-from jaxrl_llm.data import preference, templates
+from jaxrl_llm.data import templates
 from jaxrl_llm.data.preference import Pairs
+from jaxrl_llm.data.prepare import preference as prepare_preference
 
 USER, BETTER, WORSE = (
     {"role": "user", "content": "Add."},
@@ -32,7 +33,7 @@ def test_every_form_holds_the_same_pair(form: str, tmp_path: Path) -> None:
     (row,) = Pairs(path=str(file)).rows()
     assert (row.messages, row.response, row.extra["rejected"]) == ([USER], "3", "4")
     assert Pairs(path=str(file), template="alpaca").rows()[0].text == templates.alpaca("Add.")
-    run(preference.PREPARATION, tmp_path / "out", file, "--splits", "train=train")
+    run(prepare_preference.PREPARATION, tmp_path / "out", file, "--splits", "train=train")
     (prepared,) = written(tmp_path / "out")
     assert (prepared["prompt"], prepared["chosen"], prepared["rejected"]) == ([USER], "3", "4")
     (again,) = Pairs(path=str(tmp_path / "out")).rows()
@@ -41,7 +42,7 @@ def test_every_form_holds_the_same_pair(form: str, tmp_path: Path) -> None:
 
 def test_a_rendered_prompt_is_not_wrapped_again(tmp_path: Path) -> None:
     arguments = ["--splits", "train=train", "--template", "llama3"]
-    run(preference.PREPARATION, tmp_path / "out", source(tmp_path, [FORMS["answers"]]), *arguments)
+    run(prepare_preference.PREPARATION, tmp_path / "out", source(tmp_path, [FORMS["answers"]]), *arguments)
     assert Pairs(path=str(tmp_path / "out")).rows()[0].text == templates.llama3("Add.")
 
 
@@ -55,7 +56,7 @@ def test_rows_without_a_pair_are_counted_by_reason_and_refused_by_the_source(tmp
         "several_turns": {"chosen": [USER, BETTER, USER, BETTER], "rejected": [USER, BETTER, USER, WORSE]},
     }
     file = source(tmp_path, [*odd.values(), FORMS["answers"]])
-    counts = run(preference.PREPARATION, tmp_path / "out", file, "--splits", "train=train", "--single_turn")
+    counts = run(prepare_preference.PREPARATION, tmp_path / "out", file, "--splits", "train=train", "--single_turn")
     assert {name.removeprefix("dropped/"): n for name, n in counts.items() if "dropped" in name} == dict.fromkeys(
         odd, 1
     )
@@ -70,5 +71,5 @@ def test_real_pairs_are_read_whole(real_data: Path, tmp_path: Path) -> None:
     rows = Pairs(path=str(real_data / "preference" / "dpo_en_demo.json")).rows()
     assert len(rows) == 300 and all(row.response != row.extra["rejected"] for row in rows)
     file = real_data / "hh_rlhf" / "harmless_base_test_mild.jsonl"
-    counts = run(preference.PREPARATION, tmp_path, file, "--splits", "train=train")
+    counts = run(prepare_preference.PREPARATION, tmp_path, file, "--splits", "train=train")
     assert counts["read"] == 200 and counts["written/train"] == len(Pairs(path=str(tmp_path)).rows()) >= 195

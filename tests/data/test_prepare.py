@@ -9,21 +9,22 @@ import pyarrow.parquet
 import pytest
 from prepared_rows import VERL, asked, run, source, truths, written
 
-from jaxrl_llm.data import contamination, prepare, templates
+from jaxrl_llm.data import templates
 from jaxrl_llm.data.parquet_rows import ParquetRows
+from jaxrl_llm.data.prepare import contamination, preparation
 from jaxrl_llm.data.tokenizer import ByteTokenizer
 
 ROOT = Path(__file__).parent.parent.parent
-COMMANDS = sorted(f.stem for f in (ROOT / "data").glob("*.py") if "__main__" in f.read_text())
+COMMANDS = sorted(f.stem for f in (ROOT / "data").rglob("*.py") if "__main__" in f.read_text())
 
 
-def convert(row: prepare.Raw, options: prepare.Options) -> prepare.Item:
+def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
     if row["a"] is None:
-        raise prepare.Drop("no_answer")
-    return prepare.Item(question=row["q"], truth=row["a"], info={"kept": row["a"] * 2})
+        raise preparation.Drop("no_answer")
+    return preparation.Item(question=row["q"], truth=row["a"], info={"kept": row["a"] * 2})
 
 
-PLAIN = prepare.Preparation(name="plain", source="owner/plain", convert=convert, columns=("q",))
+PLAIN = preparation.Preparation(name="plain", source="owner/plain", convert=convert, columns=("q",))
 ROWS = [{"q": f"What is {i}?", "a": str(i)} for i in range(10)]
 
 
@@ -32,10 +33,10 @@ def test_every_command_explains_itself(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", [name, "--help"])
-    monkeypatch.delitem(sys.modules, f"jaxrl_llm.data.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"jaxrl_llm.data.prepare.{name}", raising=False)
     with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_module(f"jaxrl_llm.data.{name}", run_name="__main__")
-    assert f"python -m jaxrl_llm.data.{name} " in capsys.readouterr().out
+        runpy.run_module(f"jaxrl_llm.data.prepare.{name}", run_name="__main__")
+    assert f"python -m jaxrl_llm.data.prepare.{name}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_commands_are_those_of_the_data_sets() -> None:
@@ -79,7 +80,7 @@ def test_every_row_read_is_written_dropped_or_beyond_the_sizes(
     odd = [{"q": "none", "a": None}, {"q": " ", "a": "0"}, {"q": "what is  $3$?", "a": "3"}]
     (tmp_path / "eval").mkdir()
     avoided = source(tmp_path / "eval", [{"problem": "What is 7?"}, {"problem": "What is 70?"}], "test")
-    once = prepare.Preparation(name="plain", source="", convert=convert, columns=("q",), unique=True)
+    once = preparation.Preparation(name="plain", source="", convert=convert, columns=("q",), unique=True)
     arguments = ["--against", str(avoided), "--sizes", "train=5", "test=2"]
     counts = run(once, tmp_path / "out", source(tmp_path, [*ROWS, *odd]), *arguments)
     assert counts == {
@@ -137,7 +138,7 @@ def test_limits_count_the_tokens_of_the_rendered_prompt(tmp_path: Path) -> None:
 
 
 def test_a_text_template_refuses_rows_with_a_system_message(tmp_path: Path) -> None:
-    told = prepare.Preparation(name="told", source="", convert=convert, system=lambda part: "Be kind.")
+    told = preparation.Preparation(name="told", source="", convert=convert, system=lambda part: "Be kind.")
     file = source(tmp_path, ROWS)
     with pytest.raises(ValueError, match=r"--template alpaca renders a question alone, and rows of told"):
         run(told, tmp_path / "out", file, "--template", "alpaca")

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from prepared_rows import VERL, asked, run, source, truths, written
 
-from jaxrl_llm.data import (
+from jaxrl_llm.data import conversations
+from jaxrl_llm.data.prepare import (
     anthropic_hh_rlhf,
     beavertails,
-    conversations,
     helpful_instructions,
     mmlu_sycophancy,
     ultrachat,

@@ -7,17 +7,16 @@ from pathlib import Path
 import pytest
 from prepared_rows import asked, run, source, truths, written
 
-from jaxrl_llm.data import (
+from jaxrl_llm.data import files, templates
+from jaxrl_llm.data.prepare import (
     competition_math,
     countdown,
     deepmath,
     deepscaler,
-    files,
     gsm8k,
     hendrycks_math,
     math500,
     openmathreasoning,
-    templates,
 )
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.data.pipeline import Encoder
-from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer, PretrainedTokenizer
-from jaxrl_llm.experience import Prompt, SamplingSettings
-from jaxrl_llm.rollouts import stopping
+from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer, PretrainedTokenizer, with_stop_ids
+from jaxrl_llm.experience import Prompt, SamplingParams
 
 TEXTS = ["47+85=132", "a b  c\n", "", "=="]
 UNICODE = ["naïve café ☕", "\x00\t\r\n", "日本", " two  spaces ", "it 's ."]
@@ -88,11 +87,11 @@ def test_keyword_arguments_reach_qwen3s_chat_template(qwen3: Path) -> None:
 
 def test_a_response_ends_with_each_id_that_the_models_generation_settings_name(tmp_path: Path) -> None:
     CharTokenizer(alphabet="01").load().save_pretrained(tmp_path)
-    settings = SamplingSettings(max_tokens=4, stop_token_ids=(9,))
-    assert stopping(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == (9, 2)
+    settings = SamplingParams(max_tokens=4, stop_token_ids=(9,))
+    assert with_stop_ids(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == (9, 2)
     for named, ends in ((4, (9, 2, 4)), ([4, 2, 3], (9, 2, 4, 3))):
         (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": named}))
-        assert stopping(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == ends
+        assert with_stop_ids(settings, PretrainedTokenizer(path=str(tmp_path)).load()).stop_token_ids == ends
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(OSError, match=r"generation_config\.json"):
         PretrainedTokenizer(path=str(tmp_path)).load()

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.eval import algorithms_page, learning_table
-from jaxrl_llm.eval.learning_runs import GIN
+from jaxrl_llm.eval.reports import algorithms_page, learning_table
+from jaxrl_llm.eval.reports.learning_runs import GIN
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
 
@@ -14,7 +14,7 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
 def test_the_page_is_current() -> None:
     found = json.loads(algorithms_page.MEASURED.read_text()) if algorithms_page.MEASURED.is_file() else []
     assert PAGE.read_text() == algorithms_page.page(found), (
-        "python -m jaxrl_llm.eval.algorithms_page > /tmp/page && cp /tmp/page docs/algorithms.md"
+        "python -m jaxrl_llm.eval.reports.algorithms_page > /tmp/page && cp /tmp/page docs/algorithms.md"
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 from builders import Words, make_prompt, make_rollout
 
 from jaxrl_llm.data.sorting import Sorting
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.eval import entropy_figures, entropy_flow
-from jaxrl_llm.eval.harness import Opened
-from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded import EmbeddedSampler
+from jaxrl_llm.models.sources import Opened
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 MODEL = Qwen3(
     vocabulary_size=23, width=16, layers=3, heads=2, kv_heads=1, head_width=8, mlp_width=24, tied=False, init_std=0.4

@@ -12,9 +12,9 @@ from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 from jaxrl_llm.eval.answered import Answered, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, evaluate, summary
 from jaxrl_llm.eval.maths import AtK
-from jaxrl_llm.experience import Prompt, SamplingSettings
+from jaxrl_llm.experience import Prompt, SamplingParams, seed_of
 from jaxrl_llm.rewards.wrap import Wrap
-from jaxrl_llm.rollouts import Asking, seed_of
+from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 
 class Held:
@@ -29,14 +29,14 @@ def second_token(prompt: Prompt, text: str) -> float:
 
 
 def run(reward: Any = Wrap(function=second_token), **fields: Any):  # noqa: B008
-    evaluation = Evaluation(data=Held(), **{"settings": SamplingSettings(max_tokens=8, top_k=5), **fields})
-    asking = Asking(sampler=EchoSampler(order=1), tokenizer=Words())
-    metrics, groups = asyncio.run(evaluate(evaluation, Held().rows(), asking, reward))
-    return metrics, groups, asking
+    evaluation = Evaluation(data=Held(), **{"settings": SamplingParams(max_tokens=8, top_k=5), **fields})
+    generator = RolloutGenerator(sampler=EchoSampler(order=1), tokenizer=Words())
+    metrics, groups = asyncio.run(evaluate(evaluation, Held().rows(), generator, reward))
+    return metrics, groups, generator
 
 
 def test_greedy_and_sampled_means_over_valid_answers():
-    metrics, groups, asking = run(samples=4)
+    metrics, groups, generator = run(samples=4)
     assert metrics == pytest.approx({
         "eval/heldout/greedy": np.mean([1, 11, 21]),
         "eval/heldout/greedy_truncated": 0,
@@ -50,7 +50,7 @@ def test_greedy_and_sampled_means_over_valid_answers():
     })  # fmt: skip
     assert [len(g.rollouts) for g in groups] == [1, 1, 1, 4, 4, 4]
     assert [g.rollouts[0].prompt.id for g in groups] == ["0", "1", "2"] * 2
-    assert not asking.counters  # the training's own counters do not hold what an evaluation asked
+    assert not generator.counters  # the training's own counters do not hold what an evaluation asked
 
 
 def test_a_run_measures_what_an_evaluation_alone_does():
@@ -66,10 +66,10 @@ def test_a_run_measures_what_an_evaluation_alone_does():
 
 
 def test_sampled_answers_use_the_settings_and_greedy_ones_their_limits_alone():
-    _, _, asking = run(samples=2)
-    (_, one, greedy, _), (_, two, sampled, seeds) = asking.sampler.calls
-    assert (one, greedy) == (1, SamplingSettings(max_tokens=8, temperature=0.0))
-    assert (two, sampled) == (2, SamplingSettings(max_tokens=8, top_k=5))
+    _, _, generator = run(samples=2)
+    (_, one, greedy, _), (_, two, sampled, seeds) = generator.sampler.calls
+    assert (one, greedy) == (1, SamplingParams(max_tokens=8, temperature=0.0))
+    assert (two, sampled) == (2, SamplingParams(max_tokens=8, top_k=5))
     assert seeds == [seed_of(SEED, i) for i in range(3)]
 
 
@@ -80,7 +80,7 @@ def test_only_what_is_asked_for_is_measured(fields, kinds):
 
 
 def test_answers_that_reach_the_limit_are_counted():
-    metrics, _, _ = run(samples=0, settings=SamplingSettings(max_tokens=2))
+    metrics, _, _ = run(samples=0, settings=SamplingParams(max_tokens=2))
     assert (metrics["eval/heldout/greedy_truncated"], metrics["eval/heldout/greedy_length"]) == (1.0, 2.0)
 
 

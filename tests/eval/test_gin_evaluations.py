@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
 from jaxrl_llm.eval.answered import Measure
 from jaxrl_llm.eval.harness import Harness
-from jaxrl_llm.protocols import Reward, Source
+from jaxrl_llm.protocols import Dataset, Reward
 
 FOLDER = Path(__file__).parents[2] / "gin" / "eval"
 # Files that others include: they name no set of their own.
@@ -17,15 +17,17 @@ SETS = sorted({file.stem for file in FOLDER.glob("*.gin")} - SHARED - {"gsm8k_vl
 
 @pytest.mark.parametrize("name", SETS)
 def test_a_file_builds_a_harness(name):
-    built, config = launch.build([str(FOLDER / f"{name}.gin")], ["MODEL_PATH = 'model'", "DATA_PATH = 'rows.jsonl'"])
+    built, config = command_line.build(
+        [str(FOLDER / f"{name}.gin")], ["MODEL_PATH = 'model'", "DATA_PATH = 'rows.jsonl'"]
+    )
     assert isinstance(built, Harness) and built.out_dir == f"results/{name}"
     evaluation = built.evaluation
-    assert evaluation.name == name and isinstance(evaluation.data, Source) and evaluation.kinds
+    assert evaluation.name == name and isinstance(evaluation.data, Dataset) and evaluation.kinds
     assert evaluation.reward is None or isinstance(evaluation.reward, Reward)
     assert evaluation.measures and all(isinstance(m, Measure) for m in evaluation.measures)
-    assert getattr(evaluation.data, "path", "") == "rows.jsonl" and "loading.Model.path" in config
+    assert getattr(evaluation.data, "path", "") == "rows.jsonl" and "train.TrainedModel.path" in config
 
 
 def test_a_model_is_required():
     with pytest.raises(ValueError, match=r"MODEL_PATH.* set to `%gin.REQUIRED`"):
-        launch.build([str(FOLDER / "gsm8k.gin")])
+        command_line.build([str(FOLDER / "gsm8k.gin")])

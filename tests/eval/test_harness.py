@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from tiny_model import write_model, write_sums
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import apart, described
 from jaxrl_llm.experience import Rollout, Scores
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.plan import plan
+from jaxrl_llm.protocols import Down
 from jaxrl_llm.rewards.endpoint import ChatEndpoint
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.weighted import Weighted
-from jaxrl_llm.rewards.wrap import Down
+from jaxrl_llm.tools.plan import plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -92,7 +92,7 @@ def built(folder, out, reward=None, *more):
         "PROMPT_LIMIT": 128,
     }
     bindings = [*(f"{n} = {v!r}" for n, v in values.items()), *more]
-    harness, config = launch.build([str(ROOT / "gin" / "eval" / "maths.gin")], bindings)
+    harness, config = command_line.build([str(ROOT / "gin" / "eval" / "maths.gin")], bindings)
     assert isinstance(harness, Harness)
     if reward is not None:
         harness = replace(harness, evaluation=replace(harness.evaluation, reward=reward))

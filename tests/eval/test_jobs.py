@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.eval import jobs, proofs
-from jaxrl_llm.eval.jobs import Cores, Job, Runner
+from jaxrl_llm.eval.reports import jobs, proofs
+from jaxrl_llm.eval.reports.jobs import Cores, Job, Runner
 
 
 def job(name: str, script: str, after: tuple[str, ...] = (), folder: Path | None = None) -> Job:

@@ -7,9 +7,9 @@ from typing import Any
 import gin
 import pytest
 
-from jaxrl_llm.eval import learning_runs, learning_table
-from jaxrl_llm.launch import build
-from jaxrl_llm.stages import Stage
+from jaxrl_llm.command_line import build
+from jaxrl_llm.eval.reports import learning_runs, learning_table
+from jaxrl_llm.train.stage import Stage
 
 NAMES = learning_runs.names()
 # What sorting strings does not have: a second sampler and a marked chain of thought, or texts that mean the same.

@@ -9,14 +9,7 @@ from records_of import answered
 
 from jaxrl_llm.eval.instructions import AlpacaOutputs, Instructions
 from jaxrl_llm.eval.ngrams import NgramDiversity, distinct_n, unique_counts, unique_shares
-from jaxrl_llm.eval.novelty import (
-    Novelty,
-    partition,
-    rouge1,
-    rouge1_similar,
-    utility_flat,
-    utility_patience,
-)
+from jaxrl_llm.eval.novelty import Novelty, partition, rouge1, rouge1_similar, utility_flat, utility_patience
 
 
 def linked(*pairs):

@@ -5,8 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.eval import phase_proofs as proofs
-from jaxrl_llm.eval import phase_switch
+from jaxrl_llm.eval.reports import phase_proofs as proofs
+from jaxrl_llm.eval.reports import phase_switch
 
 LAYERS_OF_ONE = {"embedding": True, "head": True, "layers": [True, True, True, False], "norm": False}
 

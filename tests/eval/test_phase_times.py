@@ -7,7 +7,7 @@ import pytest
 
 FAULTS = """
 import resource
-from jaxrl_llm.eval.phase_times import keep_freed_memory
+from jaxrl_llm.tools.phase_times import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl_llm.eval.plot import band, main, read, smoothed
-from jaxrl_llm.metrics import TensorBoard
+from jaxrl_llm.eval.reports.plot import band, main, read, smoothed
+from jaxrl_llm.metrics.writers import TensorBoard
 
 
 def curve(*points):

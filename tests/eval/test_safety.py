@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from records_of import answered
 
-from jaxrl_llm import launch
+from jaxrl_llm import command_line
 from jaxrl_llm.data import files
 from jaxrl_llm.eval.safety import HarmfulScore
 from jaxrl_llm.rewards.judge_answers import strongreject, true_false
@@ -23,7 +23,7 @@ SHEETS = {
 def built(tmp_path, name, *more):
     (tmp_path / "rows.csv").write_text("\ufeff" + SHEETS[name])  # some are saved with a byte order mark
     bindings = ["MODEL_PATH = 'm'", f"DATA_PATH = {str(tmp_path / 'rows.csv')!r}", *more]
-    return launch.build([f"gin/eval/{name}.gin"], bindings)[0]
+    return command_line.build([f"gin/eval/{name}.gin"], bindings)[0]
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -96,7 +96,7 @@ def test_a_rubric_with_a_line_that_is_wrong_is_none(answer):
 def test_a_judge_is_shown_the_request_and_the_response(tmp_path, name):
     (tmp_path / "rows.csv").write_text(SHEETS[name])
     files = [f"gin/eval/{name}.gin"] + ["gin/eval/judged_by_rubric.gin"] * (name == "strongreject")
-    harness, _ = launch.build(files, ["MODEL_PATH = 'm'", f"DATA_PATH = {str(tmp_path / 'rows.csv')!r}"])
+    harness, _ = command_line.build(files, ["MODEL_PATH = 'm'", f"DATA_PATH = {str(tmp_path / 'rows.csv')!r}"])
     judge = harness.evaluation.reward
     question = judge.question(harness.rows()[0], "the {response}")
     assert judge.name == "harmful" and "placeholder one" in question and "the {response}" in question

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jaxrl_llm.eval import system_proofs as proofs
+from jaxrl_llm.eval.reports import system_proofs as proofs
 
 
 def run(curve: list[dict[str, float]], **fields: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.eval import twins
+from jaxrl_llm.eval.reports import twins
 
 
 def stage(number: int, **values: list[float]) -> list[dict[str, float]]:
@@ -34,7 +34,7 @@ def test_a_twin_begins_from_an_exported_one() -> None:
     names = twins.names("classmate_cot")
     assert names == ["classmate_mate_tiny", "classmate_cot_tiny"]
     first, second = (twins.job(name, Path("/runs"), ["SEED=1"]) for name in names)
-    assert [c[2] for c in first.commands] == ["jaxrl_llm.launch", "jaxrl_llm.export"]
+    assert [c[2] for c in first.commands] == ["jaxrl_llm.launch", "jaxrl_llm.tools.export"]
     assert second.after == ["classmate_mate_tiny"]
     assert "--gin=CLASSMATE='/runs/classmate_mate_tiny/model'" in second.commands[0]
     assert {"darling_maths_tiny", "cs336_grpo_tiny", "classmate_selfplay_tiny"} <= set(twins.names())

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from jaxrl_llm import hf_weights
 from jaxrl_llm.data.tokenizer import ByteTokenizer
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
 

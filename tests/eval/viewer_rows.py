@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.eval.results import Results
-from jaxrl_llm.metrics import Jsonl
+from jaxrl_llm.metrics.writers import Jsonl
 
 Row = dict[str, Any]
 

@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm.distributed.mesh import MESH_AXES
 from jaxrl_llm.kernels.token_stats import fused
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.kernels.token_stats.definition import OUTPUTS
-from jaxrl_llm.mesh import MESH_AXES
 
 T, D, V = 13, 8, 37
 TARGETS = jnp.array([1, 2, -1, 10, 36, 4, 5, -1, 7, 8, 9, 20, 30])

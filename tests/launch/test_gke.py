@@ -132,8 +132,8 @@ def test_the_learner_is_a_job_of_each_slice_on_a_node_pool_of_its_own(machine):
     assert container["command"] == ["launch/learner.sh"] and container["resources"]["limits"] == {"google.com/tpu": 4}
     assert container["args"] == [
         "--gin=VLLM_SPAWN=False", "--gin=VLLM_URLS_DNS='http://trial-samplers.lab.svc:9000'",
-        "--gin=PUBLICATION='/shared/publication/trial'", "--gin=vllm_sampler.VllmSampler.proxied=True",
-        "--gin=vllm_sampler.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", GIN[0],
+        "--gin=PUBLICATION='/shared/publication/trial'", "--gin=vllm.VllmSampler.proxied=True",
+        "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", GIN[0],
         "--gin=RUN_DIR='/shared/runs/my \"run\" & $$(x)'",  # $$( is Kubernetes' spelling of $(
         "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip

@@ -73,8 +73,8 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     assert learn[1:] == [
         "-m", "jaxrl_llm.launch", "--distributed", "--gin=VLLM_SPAWN=False",
         "--gin=VLLM_URLS=('http://gpu1:9000','http://gpu2:9000',)", "--gin=PUBLICATION='/nfs/publication'",
-        "--gin=vllm_sampler.VllmSampler.proxied=True",
-        "--gin=vllm_sampler.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
+        "--gin=vllm.VllmSampler.proxied=True",
+        "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip
     assert not any(TOKEN in word for call in calls for word in call), "lists of processes show words"
     for host in ("me@gpu1", "gpu2"):
@@ -91,10 +91,10 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     assert vllm[3:] == [
         "--model", "/models/qwen", "--served-model-name", "policy", "--host", "127.0.0.1", "--port", "8000",
         "--load-format", "dummy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "2", "--enable-scale-out", "--middleware", "jaxrl_llm.samplers.vllm_route.TokenRoute", "--worker-extension-cls",
-        "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension",
+        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "2", "--enable-scale-out", "--middleware", "jaxrl_llm.publication.vllm_route.TokenRoute", "--worker-extension-cls",
+        "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension",
     ]  # fmt: skip
-    listens = sorted(call[-3] for call in served if "jaxrl_llm.samplers.vllm_proxy" in call)
+    listens = sorted(call[-3] for call in served if "jaxrl_llm.samplers.vllm.proxy" in call)
     assert listens == ["gpu1", "gpu2"]
     assert not (machine.home / "answers" / "leaked").exists(), "vLLM needs no token"
 

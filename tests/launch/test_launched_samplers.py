@@ -7,8 +7,9 @@ import yaml
 from stand_ins import Machine, commands
 from test_gke import CLUSTER
 
-from jaxrl_llm.launch import build, parse_arguments
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
+from jaxrl_llm.command_line import build
+from jaxrl_llm.launch import parse_arguments
+from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 GIN = ["--gin_file=gin/quickstart.gin"]
 
@@ -32,7 +33,7 @@ def test_samplers_that_are_listed_are_asked_through_their_proxies(tmp_path):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("jaxrl_llm.samplers.discovery") is None,
+    importlib.util.find_spec("jaxrl_llm.samplers.vllm.discovery") is None,
     reason="samplers are not found by name in this checkout",
 )
 def test_samplers_of_a_cluster_are_found_by_the_name_of_their_service(tmp_path):

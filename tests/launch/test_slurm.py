@@ -80,8 +80,8 @@ def test_an_allocation_starts_samplers_waits_for_them_and_starts_the_learner(mac
     assert learn == [
         "srun", "--het-group=0", "--ntasks-per-node=1", "--kill-on-bad-exit=1", str(LAUNCH / "learner.sh"),
         "--gin=VLLM_SPAWN=False", "--gin=VLLM_URLS=('http://s1:9000','http://s2:9000',)", "--gin=PUBLICATION='/nfs/publication'",
-        "--gin=vllm_sampler.VllmSampler.proxied=True",
-        "--gin=vllm_sampler.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
+        "--gin=vllm.VllmSampler.proxied=True",
+        "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip
     assert (machine.home / "jax").read_text().split() == ["JAX_COORDINATOR_ADDRESS=l1:20007", "JAX_NUM_PROCESSES=2"]
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm import hf_weights
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
 
 SIZES = {

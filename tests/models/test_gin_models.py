@@ -6,8 +6,8 @@ import gin
 import jax
 import pytest
 
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models.policy_source import PolicySource
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.sources import PolicySource
 
 FOLDER = Path(__file__).parents[2] / "gin" / "models"
 # Parameters as the model cards count them (safetensors metadata); the tiny one is counted by hand:

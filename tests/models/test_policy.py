@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.phases import Capture
 
 SIZES = {
     "vocabulary_size": 61,

@@ -4,10 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_llm import hf_weights
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models.policy_source import PolicySource
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.models.sources import PolicySource
 
 TINY = Qwen3(vocabulary_size=16, width=8, layers=1, heads=2, kv_heads=1, head_width=4, mlp_width=8)
 
@@ -39,6 +39,6 @@ def test_exactly_one_origin_is_asked_for():
 def test_a_name_that_is_neither_folder_nor_id_is_refused(tmp_path):
     source = PolicySource(pretrained=str(tmp_path / "gone"))
     with pytest.raises(
-        FileNotFoundError, match=r"no folder and no Hugging Face id: set policy_source.PolicySource.pretrained"
+        FileNotFoundError, match=r"no folder and no Hugging Face id: set sources.PolicySource.pretrained"
     ):
         source.policy(one_device())

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models import mesh_attention
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
@@ -97,7 +96,7 @@ def test_a_context_axis_splits_heads_and_leaves_packed_rows_whole(name, heads, k
         seen.append((q.shape, k.shape, places["q_segments"].shape, places["max_segments"]))
         return q
 
-    monkeypatch.setattr(mesh_attention, "attention", attention)
+    monkeypatch.setattr("jaxrl_llm.models.attention.attention", attention)
     policy = policy_on(name, *MESHES["context4"])
     step = jax.jit(lambda params: policy.hidden(params, *packed_rows(), max_segments=2))
     text = step.lower(policy.abstract()).compile().as_text()

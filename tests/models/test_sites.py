@@ -7,10 +7,10 @@ import pytest
 import torch
 import transformers
 
-from jaxrl_llm import hf_weights
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.architecture import SITES, Capture
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.phases import SITES, Capture
 
 CONFIG = transformers.Qwen3Config(
     vocab_size=61, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from jaxrl_llm.samplers.vllm_plugin import OrbaxWorkerExtension
+from jaxrl_llm.publication.vllm_plugin import OrbaxWorkerExtension
 
 
 class FaultyExtension(OrbaxWorkerExtension):

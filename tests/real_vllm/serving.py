@@ -157,7 +157,7 @@ def serving(
         "--logprobs-mode",
         "processed_logprobs",
         "--middleware",
-        "jaxrl_llm.samplers.vllm_route.TokenRoute",
+        "jaxrl_llm.publication.vllm_route.TokenRoute",
     ]
     with running([*command, "--uvicorn-log-level", "warning", *options], log, environment(**variables)) as process:
         server = Server(f"http://127.0.0.1:{port}", process, log)

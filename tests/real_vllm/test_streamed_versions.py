@@ -8,8 +8,8 @@ import pytest
 from serving import STEP_S
 from test_updates_in_flight import MAX_TOKENS, NEW, OLD, PROMPTS, TOLERANCE, generated
 
-from jaxrl_llm.samplers import server_update
-from jaxrl_llm.samplers.vllm_http import Ask, Piece, VllmHttp
+from jaxrl_llm.samplers.vllm import server_update
+from jaxrl_llm.samplers.vllm.server_api import Ask, Piece, VllmHttp
 
 SAMPLING = {
     "n": 1,

@@ -20,13 +20,13 @@ import jax
 import numpy as np
 from transformers import AutoTokenizer
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.shapes import SHAPES
-from jaxrl_llm.samplers.vllm_client import VllmClient
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
-from jaxrl_llm.samplers.vllm_server import LocalServers
+from jaxrl_llm.models.sizes import SHAPES
+from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.vllm.local_server import LocalServers
+from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 SHOWN = ("blocked_s", "save_s", "stage_s", "paused_s", "commit_s", "total_s", "canary_mean", "canary_max")
 LENGTH = 1024
@@ -39,7 +39,7 @@ async def timed(client: VllmClient, weights: list[dict], repeats: int, between_s
         await asyncio.sleep(between_s)
         began = time.perf_counter()
         await client.publish(weights[version % len(weights)], version)
-        async for _ in client.sample([np.arange(10, 20)], 1, SamplingSettings(max_tokens=1), [0]):
+        async for _ in client.sample([np.arange(10, 20)], 1, SamplingParams(max_tokens=1), [0]):
             pass  # requests wait for the new weights
         found = {name: client.metrics().get(f"publish/{name}", float("nan")) for name in SHOWN}
         rows.append({**found, "first_token_s": time.perf_counter() - began})

@@ -60,13 +60,13 @@ def offline(given: argparse.Namespace, prompts: list[list[int]]) -> list[float]:
 
 async def served(given: argparse.Namespace, prompts: list[list[int]]) -> list[float]:
     """What the client gives, tokens a second."""
-    from jaxrl_llm.experience import SamplingSettings
-    from jaxrl_llm.loading import Model
-    from jaxrl_llm.mesh import MeshConfig, Partitioner
-    from jaxrl_llm.samplers.vllm_sampler import VllmSampler
-    from jaxrl_llm.samplers.vllm_server import LocalServers
+    from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+    from jaxrl_llm.experience import SamplingParams
+    from jaxrl_llm.samplers.vllm.local_server import LocalServers
+    from jaxrl_llm.samplers.vllm.sampler import VllmSampler
+    from jaxrl_llm.train.load import TrainedModel
 
-    opened = Model(path=str(given.model)).open(Partitioner.create(MeshConfig()))
+    opened = TrainedModel(path=str(given.model)).open(Partitioner.create(MeshConfig()))
     arguments = [x for name, value in json.loads(given.options).items() for x in _argument(name, value)]
     local = LocalServers(
         count=given.servers, python=given.python, python_path=given.python_path, memory_share=given.memory,
@@ -78,7 +78,7 @@ async def served(given: argparse.Namespace, prompts: list[list[int]]) -> list[fl
     client = sampler.start(
         opened.policy, opened.tokenizer, max_length=given.prompt + given.tokens, run_dir=given.folder
     )
-    settings = SamplingSettings(max_tokens=given.tokens)  # no token ends a response
+    settings = SamplingParams(max_tokens=given.tokens)  # no token ends a response
     prefixes = [np.asarray(p, np.int32) for p in prompts]
     timed = []
     try:

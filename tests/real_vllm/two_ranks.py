@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm import LLM, SamplingParams
 
-EXTENSION = "jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"
+EXTENSION = "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"
 
 
 def main() -> None:

@@ -12,11 +12,11 @@ import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 
 Score = Callable[..., Scores]
-Group = Callable[..., ScoredGroup]
+MakeGroup = Callable[..., Group]
 Serve = Callable[[FastAPI], str]
 
 
@@ -34,14 +34,14 @@ def rollout(prompt: Prompt, text: str) -> Rollout:
 
 def scored(
     reward: Reward, texts: Sequence[str], reference: str = "", extra: Mapping[str, Any] | None = None, source: str = ""
-) -> ScoredGroup:
+) -> Group:
     prompt = Prompt(id="p", text="?", reference=reference, extra=extra or {}, source=source)
     rollouts = [rollout(prompt, text) for text in texts]
-    return ScoredGroup(rollouts=rollouts, scores=asyncio.run(reward.score(rollouts)))
+    return Group(rollouts=rollouts, scores=asyncio.run(reward.score(rollouts)))
 
 
 @pytest.fixture
-def group() -> Group:
+def group() -> MakeGroup:
     """(reward, texts, reference, extra, source) -> the texts as one group with its scores."""
     return scored
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.by_source import BySource
 from jaxrl_llm.rewards.countdown import Countdown, value
@@ -20,7 +20,7 @@ from jaxrl_llm.rewards.multiple_choice import MultipleChoice
 from jaxrl_llm.rewards.weighted import Weighted
 
 Score = Callable[..., Scores]
-Group = Callable[..., ScoredGroup]
+MakeGroup = Callable[..., Group]
 
 
 def test_tokenbunchers_second_objective_scores_boxes(score: Score) -> None:
@@ -143,7 +143,7 @@ class Statistic:
         return Scores(parts={"s": 3 * ones}, valid={"s": ones > 0})
 
 
-def test_the_source_chooses_the_reward_and_parts_keep_one_name(group: Group) -> None:
+def test_the_source_chooses_the_reward_and_parts_keep_one_name(group: MakeGroup) -> None:
     both = Weighted(parts={"answer": Exact(), "form": Format(pattern=r"\d+")}, weights={"form": 0.25})
     reward = BySource(rewards={"aime*": both, "aime25": Exact(), "gsm8k": Format(pattern="x")}, default=Statistic())
     assert reward.needs_stats
@@ -156,6 +156,6 @@ def test_the_source_chooses_the_reward_and_parts_keep_one_name(group: Group) -> 
     assert not group(reward, ["x"], source="aime25").valid().any()
 
 
-def test_a_source_without_a_reward_is_an_error_that_names_it(group: Group) -> None:
+def test_a_source_without_a_reward_is_an_error_that_names_it(group: MakeGroup) -> None:
     with pytest.raises(ValueError, match=r"no reward for the source 'new'.*\['gsm8k'\].*BySource.default"):
         group(BySource(rewards={"gsm8k": Exact()}), ["x"], source="new")

@@ -18,11 +18,11 @@ from transformers import BertForSequenceClassification, LlamaConfig, LlamaForSeq
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.classifier import Classifier, Served
-from jaxrl_llm.rewards.classifier_server import application, checked
-from jaxrl_llm.rewards.hf_classifier import HfClassifier
 from jaxrl_llm.rewards.pairs import Classify
 from jaxrl_llm.rewards.service import Service
-from jaxrl_llm.rewards.serving import Batcher, Refused, token_of
+from jaxrl_llm.rewards.services.classifier_server import application, checked
+from jaxrl_llm.rewards.services.hf_classifier import HfClassifier
+from jaxrl_llm.rewards.services.http_service import Batcher, Refused, token_of
 
 Serve = Callable[[FastAPI], str]
 Score = Callable[..., Scores]

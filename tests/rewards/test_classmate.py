@@ -155,7 +155,7 @@ def test_a_classmate_that_loses_answers_is_an_error() -> None:
 
 def test_rollouts_without_spans_name_the_binding() -> None:
     rollouts = [make_rollout(make_prompt(), [1])]
-    with pytest.raises(ValueError, match=r"stages\.Stage\.marker"):
+    with pytest.raises(ValueError, match=r"train\.Stage\.marker"):
         asyncio.run(made().score(rollouts))
 
 

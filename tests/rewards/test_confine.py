@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.child_environment import bare, without_secrets
-from jaxrl_llm.rewards.pool import Failed, Pool
+from jaxrl_llm.rewards.services.pool import Failed, Pool
+from jaxrl_llm.serving import bare_environment, without_secrets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's filter is Linux's")
 
@@ -90,7 +90,7 @@ def test_secrets_are_told_by_their_names():
         "AWS_SECRET_ACCESS_KEY": "x", "JAXRL_LLM_TOKEN": "x", "db_password": "x", "OPENAI_APIKEY": "x",
         "TOKENIZERS_PARALLELISM": "0",
     }  # fmt: skip
-    assert set(bare(given)) == {"PATH", "LC_ALL", "OMP_NUM_THREADS"}
+    assert set(bare_environment(given)) == {"PATH", "LC_ALL", "OMP_NUM_THREADS"}
     assert set(without_secrets(given)) == {
         "PATH",
         "LC_ALL",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience import Prompt, Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rewards.darling import Darling
 from jaxrl_llm.rewards.distinctness import ByClasses, ByLogprob, ByNgrams, of_sizes
 from jaxrl_llm.rewards.format import Format
@@ -17,7 +17,7 @@ from jaxrl_llm.rewards.partition import Partition, class_sizes, linked, short_te
 from jaxrl_llm.rewards.wrap import Failed, Wrap
 
 Score = Callable[..., Scores]
-Group = Callable[..., ScoredGroup]
+MakeGroup = Callable[..., Group]
 
 LETTERS = Partition(pairs=SameText(pattern=r"(\w)"), short_words=0)
 
@@ -183,14 +183,14 @@ def test_a_sum_weighs_and_may_normalise_in_the_group(score: Score) -> None:
     assert score(scaled, ["a", "a"]).parts["darling"].tolist() == [0.0, 0.0]
 
 
-def test_rollouts_without_a_quality_leave_the_group_they_would_be_measured_in(group: Group) -> None:
+def test_rollouts_without_a_quality_leave_the_group_they_would_be_measured_in(group: MakeGroup) -> None:
     reward = Darling(quality=Wrap(function=minus), distinctness=ByClasses(partition=LETTERS), negative="raw")
     found = group(reward, ["b", "c", "a"])
     assert found.valid().tolist() == [True, False, True]
     assert found.total().tolist() == [-1.0, 0.0, -3.0]
 
 
-def test_a_classifier_that_is_down_makes_the_group_invalid_and_keeps_its_quality(group: Group) -> None:
+def test_a_classifier_that_is_down_makes_the_group_invalid_and_keeps_its_quality(group: MakeGroup) -> None:
     measure = ByClasses(partition=Partition(pairs=Broken(), short_words=0))
     found = group(Darling(quality=Format(pattern="a"), distinctness=measure), ["a", "b"])
     assert found.valid().tolist() == [False, False]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders import make_prompt, make_rollout
 
-from jaxrl_llm.feeds import stats_of
+from jaxrl_llm.learner.score import means_of_rollouts
 from jaxrl_llm.rewards.entropy import Entropy
 from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.rewards.wrap import Wrap
@@ -30,7 +30,7 @@ def test_the_mean_is_over_the_tokens_that_the_policy_chose():
     from builders import make_group
 
     rollouts = [make_rollout(make_prompt(), [1, 2, 3], mask=[1, 0, 1]), make_rollout(make_prompt(), [1], mask=[0])]
-    (stats,) = stats_of([make_group(rollouts, {})], {"entropy": np.array([[1.0, 9.0, 2.0], [5.0, 0, 0]])})
+    (stats,) = means_of_rollouts([make_group(rollouts, {})], {"entropy": np.array([[1.0, 9.0, 2.0], [5.0, 0, 0]])})
     assert stats["entropy"].tolist() == [1.5, 0.0]  # and nothing is divided by 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
-from jaxrl_llm.experience import Prompt, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Prompt, Scores
 from jaxrl_llm.rewards.endpoint import ChatEndpoint, Lexicon
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.judge_answers import PARSERS
@@ -21,7 +21,7 @@ from jaxrl_llm.rewards.service import Service
 
 Serve = Callable[[FastAPI], str]
 Score = Callable[..., Scores]
-Group = Callable[..., ScoredGroup]
+MakeGroup = Callable[..., Group]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_column_that_the_prompt_lacks_is_an_error(score: Score) -> None:
         Judge(endpoint=Lexicon(), parser="stars")
 
 
-def test_a_monitor_is_logged_beside_the_reward_and_costs_no_rollout(group: Group) -> None:
+def test_a_monitor_is_logged_beside_the_reward_and_costs_no_rollout(group: MakeGroup) -> None:
     reward = Monitor(
         reward=Judge(endpoint=Lexicon(), sees="output", name="behaviour"),
         monitor=Judge(endpoint=Lexicon(), sees="thought", name="monitor"),
@@ -154,7 +154,7 @@ def test_a_monitor_is_logged_beside_the_reward_and_costs_no_rollout(group: Group
         Monitor(reward=Judge(endpoint=Lexicon()), monitor=Judge(endpoint=Lexicon()))
 
 
-def test_a_monitor_predicts_the_parts_that_count(group: Group) -> None:
+def test_a_monitor_predicts_the_parts_that_count(group: MakeGroup) -> None:
     class Shown:
         """A reward with a part of weight 0 that could not be had."""
 

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from fastapi import FastAPI, Request, Response
 
-from jaxrl_llm.rewards.load_test import Call, load, main
+from jaxrl_llm.rewards.services.load_test import Call, load, main
 
 Serve = Callable[[FastAPI], str]
 

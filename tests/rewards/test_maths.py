@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.experience import Scores
 from jaxrl_llm.rewards.maths import Maths, delimited, judge
-from jaxrl_llm.rewards.pool import Failed, Pool
+from jaxrl_llm.rewards.services.pool import Failed, Pool
 
 Score = Callable[..., Scores]
 

@@ -20,9 +20,9 @@ from fastapi import FastAPI
 
 from jaxrl_llm.experience import Scores
 from jaxrl_llm.rewards.code_tests import CodeTests, block
-from jaxrl_llm.rewards.sandbox import application
-from jaxrl_llm.rewards.sandbox_run import Outcome, Sandbox, Unsafe
 from jaxrl_llm.rewards.service import Service
+from jaxrl_llm.rewards.services.sandbox import application
+from jaxrl_llm.rewards.services.sandbox_run import Outcome, Sandbox, Unsafe
 
 Score = Callable[..., Scores]
 Serve = Callable[[FastAPI], str]
@@ -232,7 +232,7 @@ def test_a_block_of_another_language_is_no_program() -> None:
 def test_the_end_of_a_run_leaves_the_runs_of_another_server_alone() -> None:
     """Ending a run by limits kills everything its user runs, so no two servers may share a user."""
     elsewhere = (
-        "import asyncio\nfrom jaxrl_llm.rewards.sandbox_run import Sandbox\n"
+        "import asyncio\nfrom jaxrl_llm.rewards.services.sandbox_run import Sandbox\n"
         "async def main():\n    box = Sandbox(isolation='limits')\n    await box.prepare()\n    print('ready', flush=True)\n"
         "    found = await box.run('import time; time.sleep(3); a = 1', test='assert a == 1', limit_s=60)\n"
         "    print(found.status, found.detail)\nasyncio.run(main())\n"
@@ -254,7 +254,7 @@ def test_the_command_serves_until_it_is_stopped() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxrl_llm.rewards.sandbox", "--port", str(port)]
+    command = [sys.executable, "-m", "jaxrl_llm.rewards.services.sandbox", "--port", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 120

@@ -10,11 +10,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from jaxrl_llm.experience import Scores
+from jaxrl_llm.protocols import Down
 from jaxrl_llm.rewards.classifier import Classifier, Served
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.weighted import Weighted
-from jaxrl_llm.rewards.wrap import Down, Failed
+from jaxrl_llm.rewards.wrap import Failed
 
 Serve = Callable[[FastAPI], str]
 Score = Callable[..., Scores]

@@ -8,13 +8,13 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience import Rollout, ScoredGroup, Scores
+from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.format import Format
 from jaxrl_llm.rewards.weighted import Weighted
 
-Group = Callable[..., ScoredGroup]
+MakeGroup = Callable[..., Group]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +44,11 @@ class Stuck:
         raise AssertionError
 
 
-def totals(group: ScoredGroup) -> tuple[list[float], list[bool]]:
+def totals(group: MakeGroup) -> tuple[list[float], list[bool]]:
     return group.total().tolist(), group.valid().tolist()
 
 
-def test_the_total_is_the_weighted_sum_of_named_parts(group: Group) -> None:
+def test_the_total_is_the_weighted_sum_of_named_parts(group: MakeGroup) -> None:
     reward = Weighted(parts={"answer": Exact(), "form": Format(pattern=r"\d+")}, weights={"form": 0.25})
     result = group(reward, ["132", "131", "no"], "132")
     assert {name: values.tolist() for name, values in result.scores.parts.items()} == {
@@ -58,7 +58,7 @@ def test_the_total_is_the_weighted_sum_of_named_parts(group: Group) -> None:
     assert totals(result) == ([1.25, 0.25, 0.0], [True, True, True])
 
 
-def test_a_reward_of_several_parts_keeps_them_apart(group: Group) -> None:
+def test_a_reward_of_several_parts_keeps_them_apart(group: MakeGroup) -> None:
     result = group(Weighted(parts={"two": TwoParts()}, weights={"two": 3.0}), ["", ""])
     assert set(result.scores.parts) == {"two/a", "two/b", "log/two/length"}
     assert result.scores.weights == {"two/a": 1.5, "two/b": 3.0}
@@ -66,7 +66,7 @@ def test_a_reward_of_several_parts_keeps_them_apart(group: Group) -> None:
 
 
 @pytest.mark.parametrize("stuck", [Stuck(), Stuck(raises=True)])
-def test_a_late_or_failing_reward_is_invalid_and_leaves_the_others(group: Group, stuck: Reward) -> None:
+def test_a_late_or_failing_reward_is_invalid_and_leaves_the_others(group: MakeGroup, stuck: Reward) -> None:
     reward = Weighted(parts={"answer": Exact(), "service": stuck}, limit_s=0.2)
     result = group(reward, ["132", "1"], "132")
     assert result.scores.parts["answer"].tolist() == [1, 0] and result.scores.valid["answer"].all()
@@ -74,7 +74,7 @@ def test_a_late_or_failing_reward_is_invalid_and_leaves_the_others(group: Group,
     assert totals(result)[1] == [False, False]
 
 
-def test_a_failing_reward_of_weight_0_costs_no_rollout(group: Group) -> None:
+def test_a_failing_reward_of_weight_0_costs_no_rollout(group: MakeGroup) -> None:
     reward = Weighted(parts={"answer": Exact(), "service": Stuck(raises=True)}, weights={"service": 0.0})
     assert totals(group(reward, ["132", "1"], "132")) == ([1.0, 0.0], [True, True])
 

@@ -12,10 +12,10 @@ import pytest
 from fleet_cases import running
 from sampler_cases import SIZES, VOCABULARY, Tiny, sample
 
-from jaxrl_llm.experience import Completion, SamplingSettings
-from jaxrl_llm.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.samplers import fleet
+from jaxrl_llm.samplers.vllm import fleet
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +53,7 @@ def draw() -> Callable[..., list[list[Completion]]]:
         tiny: Tiny,
         prefixes: list[np.ndarray],
         n: int,
-        settings: SamplingSettings,
+        settings: SamplingParams,
         seeds: list[int] | None = None,
         **fields: Any,
     ) -> list[list[Completion]]:

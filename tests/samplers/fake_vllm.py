@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from jaxrl_llm.samplers import vllm_route
+from jaxrl_llm.publication import vllm_route
 
 VOCABULARY = 24
 

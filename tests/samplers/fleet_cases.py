@@ -12,14 +12,14 @@ import numpy as np
 from fake_vllm import FakeVllm, table
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
-from jaxrl_llm.experience import Completion, SamplingSettings
-from jaxrl_llm.samplers.manifest import Canary, Manifest
-from jaxrl_llm.samplers.publication import Publisher
-from jaxrl_llm.samplers.vllm_client import VllmClient
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
+from jaxrl_llm.experience import Completion, SamplingParams
+from jaxrl_llm.publication.manifest import Canary, Manifest
+from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 CANARY = (3, 1, 4, 1, 5, 9, 2, 6)
-PLAIN = SamplingSettings(max_tokens=12)
+PLAIN = SamplingParams(max_tokens=12)
 
 
 class ToyPublisher(Publisher):
@@ -62,7 +62,7 @@ async def running(
 
 
 async def collect(
-    client: VllmClient, prefixes: list[np.ndarray], n: int, settings: SamplingSettings = PLAIN, seed: int = 0
+    client: VllmClient, prefixes: list[np.ndarray], n: int, settings: SamplingParams = PLAIN, seed: int = 0
 ) -> dict[int, list[Completion]]:
     found: dict[int, list[Completion]] = {}
     async for index, group in client.sample(prefixes, n, settings, [seed + i for i in range(len(prefixes))]):

@@ -8,11 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.experience import Completion, SamplingSettings
+from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded import EmbeddedSampler
-from jaxrl_llm.samplers.engine import Engine
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, Engine
 
 VOCABULARY = 24
 MAX_LENGTH = 32
@@ -80,7 +79,7 @@ def distribution(logits, seen, settings):
 
 
 async def sample(
-    engine: Engine, prefixes: list[np.ndarray], n: int, settings: SamplingSettings, seeds: list[int] | None = None
+    engine: Engine, prefixes: list[np.ndarray], n: int, settings: SamplingParams, seeds: list[int] | None = None
 ) -> list[list[Completion]]:
     """All groups of one call, by prefix."""
     groups: dict[int, list[Completion]] = {}

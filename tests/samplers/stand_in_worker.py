@@ -8,8 +8,8 @@ import pytest
 import torch
 from served_model import SHAPES, Served
 
-from jaxrl_llm.samplers import vllm_plugin
-from jaxrl_llm.samplers.vllm_plugin import OrbaxWorkerExtension
+from jaxrl_llm.publication import vllm_plugin
+from jaxrl_llm.publication.vllm_plugin import OrbaxWorkerExtension
 
 
 def weights(seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from sampler_cases import distribution, softmax
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers import choose
-from jaxrl_llm.samplers.choose import Choice, filters, penalise, tempered
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.decode import Choice, filters, penalise, tempered
 
 VOCABULARY = 40
-filtered = jax.jit(choose.filtered)
-draw = jax.jit(choose.draw, static_argnames="cut")
-noise = jax.jit(choose.noise, static_argnums=2)
+filtered = jax.jit(decode.filtered)
+draw = jax.jit(decode.draw, static_argnames="cut")
+noise = jax.jit(decode.noise, static_argnums=2)
 SETTINGS = (
     {},
     {"temperature": 0.6},
@@ -42,7 +42,7 @@ def choice_of(rows):
 def case():
     """Logits, seen tokens and settings of one row for each entry of SETTINGS."""
     rng = np.random.default_rng(3)
-    rows = [SamplingSettings(**fields) for fields in SETTINGS]
+    rows = [SamplingParams(**fields) for fields in SETTINGS]
     return rng.normal(0, 2, (len(rows), VOCABULARY)).astype(np.float32), rng.random((len(rows), VOCABULARY)) < 0.3, rows
 
 
@@ -69,7 +69,7 @@ def test_reported_logprob_is_that_of_the_drawn_token(case):
 
 def test_greedy_ignores_noise_and_filters_and_reports_the_plain_softmax(case):
     logits, seen, _ = case
-    greedy = choice_of([SamplingSettings(temperature=0, top_k=2, top_p=0.1, min_p=0.9)] * len(logits))
+    greedy = choice_of([SamplingParams(temperature=0, top_k=2, top_p=0.1, min_p=0.9)] * len(logits))
     gumbel = np.random.default_rng(5).gumbel(size=logits.shape).astype(np.float32)
     for cut in (False, True):
         token, logprob = draw(jnp.asarray(logits), jnp.asarray(gumbel), greedy, jnp.asarray(seen), cut=cut)
@@ -79,15 +79,15 @@ def test_greedy_ignores_noise_and_filters_and_reports_the_plain_softmax(case):
 
 
 def test_only_cutting_settings_ask_for_the_sort():
-    assert [filters(SamplingSettings(**fields)) for fields in SETTINGS] == [
+    assert [filters(SamplingParams(**fields)) for fields in SETTINGS] == [
         any(name in fields for name in ("top_k", "top_p", "min_p")) for fields in SETTINGS
     ]
-    assert not filters(SamplingSettings(temperature=0, top_k=5))
+    assert not filters(SamplingParams(temperature=0, top_k=5))
 
 
 def test_equal_logits_at_the_edge_are_kept_together():
     logits = jnp.asarray([[1.0, 3.0, 2.0, 2.0, 0.0]])
-    kept = filtered(logits, choice_of([SamplingSettings(top_k=2)]))
+    kept = filtered(logits, choice_of([SamplingParams(top_k=2)]))
     assert np.isfinite(kept).tolist() == [[False, True, True, True, False]]
 
 

@@ -11,10 +11,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
-from jaxrl_llm.samplers import cuda_ipc, vllm_plugin
-from jaxrl_llm.samplers.cuda_ipc import check, copy_into, opened, parse, share
-from jaxrl_llm.samplers.orbax_reader import BadVersion
-from jaxrl_llm.samplers.vllm_targets import targets_of
+from jaxrl_llm.publication import cuda_ipc, vllm_plugin
+from jaxrl_llm.publication.cuda_ipc import check, copy_into, opened, parse, share
+from jaxrl_llm.publication.reader import BadVersion
+from jaxrl_llm.publication.vllm_targets import targets_of
 
 
 class HostMemory:

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 from sampler_cases import VOCABULARY, Letters, sample
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers.embedded import EmbeddedSampler
-from jaxrl_llm.samplers.slot_batch import bucket
-from jaxrl_llm.samplers.weights import served
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, served
+from jaxrl_llm.samplers.embedded.slots import bucket
 
-SETTINGS = SamplingSettings(max_tokens=11, stop_token_ids=(3, 17, 8))
+SETTINGS = SamplingParams(max_tokens=11, stop_token_ids=(3, 17, 8))
 GREEDY = replace(SETTINGS, temperature=0)
 
 
@@ -63,7 +62,7 @@ def test_a_call_that_the_running_batch_cannot_hold_waits_and_is_served(tiny, pre
 
 
 def test_every_token_carries_the_version_that_drew_it(make, tiny, prefixes):
-    settings = SamplingSettings(max_tokens=11)
+    settings = SamplingParams(max_tokens=11)
 
     async def publish_in_between(engine):
         plain = await sample(engine, prefixes, 3, settings)
@@ -124,7 +123,7 @@ def test_a_second_call_and_other_values_compile_nothing(tiny, prefixes, caplog):
         others = [
             SETTINGS,
             GREEDY,
-            SamplingSettings(max_tokens=9, temperature=0.3, min_tokens=2),
+            SamplingParams(max_tokens=9, temperature=0.3, min_tokens=2),
             replace(SETTINGS, stop_token_ids=(1,)),
         ]
         for settings in others:
@@ -144,7 +143,7 @@ def test_a_second_call_and_other_values_compile_nothing(tiny, prefixes, caplog):
 
 def test_a_listener_that_leaves_frees_its_slots(tiny, prefixes, draw):
     async def leave(engine):
-        stream = engine.sample(prefixes, 3, SamplingSettings(max_tokens=11), list(range(10)))
+        stream = engine.sample(prefixes, 3, SamplingParams(max_tokens=11), list(range(10)))
         async for _ in stream:
             break
         await stream.aclose()
@@ -231,7 +230,7 @@ def test_publishing_another_models_parameters_is_refused(tiny):
 def test_bad_requests_are_refused_at_once(tiny, prefix, n, seeds, fields, message):
     async def ask(engine):
         with pytest.raises(ValueError, match=message):
-            engine.sample([prefix], n, SamplingSettings(max_tokens=2, **fields), seeds)
+            engine.sample([prefix], n, SamplingParams(max_tokens=2, **fields), seeds)
 
     serving(tiny, ask)
 

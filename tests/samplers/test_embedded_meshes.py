@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.experience import SamplingParams
 
 # Devices, mesh sizes, and fields of the sampler.
 MESHES = {
@@ -17,7 +17,7 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def one_device(tiny, prefixes, draw):
-    return [draw(tiny, prefixes, 2, SamplingSettings(max_tokens=6, temperature=t)) for t in (0.0, 1.0)]
+    return [draw(tiny, prefixes, 2, SamplingParams(max_tokens=6, temperature=t)) for t in (0.0, 1.0)]
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -25,7 +25,7 @@ def test_a_mesh_draws_the_tokens_of_one_device(make, prefixes, draw, one_device,
     devices, sizes, fields = MESHES[mesh]
     model = make(devices, **sizes)
     for temperature, expected in zip((0.0, 1.0), one_device):
-        groups = draw(model, prefixes, 2, SamplingSettings(max_tokens=6, temperature=temperature), **fields)
+        groups = draw(model, prefixes, 2, SamplingParams(max_tokens=6, temperature=temperature), **fields)
         for group, expected_group in zip(groups, expected):
             for completion, other in zip(group, expected_group):
                 assert completion.tokens.tolist() == other.tokens.tolist()

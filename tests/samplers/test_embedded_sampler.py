@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sampler_cases import MAX_LENGTH, ROWS, VOCABULARY, Letters, distribution, sample
 
-from jaxrl_llm.experience import SamplingSettings
+from jaxrl_llm.experience import SamplingParams
 
 
 def log_softmax(logits):
@@ -25,7 +25,7 @@ def learner_logprobs(tiny, prefixes, completions, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_sampled_logprobs_are_the_learners(tiny, prefixes, draw, temperature):
-    groups = draw(tiny, prefixes, 3, SamplingSettings(max_tokens=9, temperature=temperature))
+    groups = draw(tiny, prefixes, 3, SamplingParams(max_tokens=9, temperature=temperature))
     prompts = [prefix for prefix in prefixes for _ in range(3)]
     completions = [completion for group in groups for completion in group]
     for completion, expected in zip(completions, learner_logprobs(tiny, prompts, completions, temperature)):
@@ -36,7 +36,7 @@ def test_sampled_logprobs_are_the_learners(tiny, prefixes, draw, temperature):
 def test_a_cache_of_8_bits_stays_within_its_rounding_of_the_learners_log_probs(tiny, prefixes, draw):
     # Three bits of fraction: an entry is off by 2^-4 of itself at most, 0.018 in the mean of a uniform fraction.
     (eight, whole) = (
-        draw(tiny, prefixes, 3, SamplingSettings(max_tokens=9), **f) for f in ({"cache": "float8_e4m3fn"}, {})
+        draw(tiny, prefixes, 3, SamplingParams(max_tokens=9), **f) for f in ({"cache": "float8_e4m3fn"}, {})
     )
     prompts = [prefix for prefix in prefixes for _ in range(3)]
 
@@ -51,7 +51,7 @@ def test_a_cache_of_8_bits_stays_within_its_rounding_of_the_learners_log_probs(t
 
 
 def test_greedy_takes_the_largest_logit_of_the_learners_forward(tiny, prefixes, draw):
-    groups = draw(tiny, prefixes, 1, SamplingSettings(max_tokens=8, temperature=0))
+    groups = draw(tiny, prefixes, 1, SamplingParams(max_tokens=8, temperature=0))
     sequences = list(prefixes)
     for _ in range(8):
         logits = tiny.logits(sequences)
@@ -73,7 +73,7 @@ def same(groups, others):
             np.testing.assert_allclose(completion.logprobs, other.logprobs, atol=1e-5)
 
 
-ENDS_EARLY = SamplingSettings(max_tokens=11, stop_token_ids=(3, 17, 8))
+ENDS_EARLY = SamplingParams(max_tokens=11, stop_token_ids=(3, 17, 8))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_draws_depend_on_neither_order_nor_company(tiny, prefixes, draw, enough_
 
 
 def test_samples_and_seeds_differ(tiny, prefixes, draw):
-    settings = SamplingSettings(max_tokens=11)
+    settings = SamplingParams(max_tokens=11)
     first, second, large = draw(tiny, [prefixes[0]] * 3, 4, settings, seeds=[1, 2, 1 + 2**32])
     texts = {tuple(completion.tokens.tolist()) for completion in first + second + large}
     assert len(texts) == 12
@@ -125,8 +125,8 @@ def test_metrics_count_kept_tokens_and_the_share_of_slot_steps(tiny, prefixes):
     async def run():
         engine = tiny.start()
         await engine.publish(tiny.params, 0)
-        await sample(engine, prefixes, 3, SamplingSettings(max_tokens=6))
-        await sample(engine, prefixes, 1, SamplingSettings(max_tokens=6))
+        await sample(engine, prefixes, 3, SamplingParams(max_tokens=6))
+        await sample(engine, prefixes, 1, SamplingParams(max_tokens=6))
         return engine.metrics()
 
     metrics = asyncio.run(run())
@@ -136,10 +136,10 @@ def test_metrics_count_kept_tokens_and_the_share_of_slot_steps(tiny, prefixes):
 
 
 def test_a_stop_id_ends_a_response_from_min_tokens_on_and_is_kept(tiny, prefixes, draw):
-    free = draw(tiny, prefixes, 3, SamplingSettings(max_tokens=11))
+    free = draw(tiny, prefixes, 3, SamplingParams(max_tokens=11))
     ended = 0
     for min_tokens in (0, 1, 5):
-        settings = SamplingSettings(max_tokens=11, min_tokens=min_tokens, stop_token_ids=(3, 17, 8))
+        settings = SamplingParams(max_tokens=11, min_tokens=min_tokens, stop_token_ids=(3, 17, 8))
         for group, free_group in zip(draw(tiny, prefixes, 3, settings), free):
             for completion, other in zip(group, free_group):
                 tokens = other.tokens.tolist()
@@ -154,7 +154,7 @@ def test_a_stop_id_ends_a_response_from_min_tokens_on_and_is_kept(tiny, prefixes
 
 def test_a_stop_string_ends_a_response_across_tokens_and_chunks(tiny, prefixes, draw):
     letters = Letters()
-    settings = SamplingSettings(max_tokens=11)
+    settings = SamplingParams(max_tokens=11)
     free = draw(tiny, prefixes, 3, settings)
     texts = [letters.decode(completion.tokens.tolist()) for group in free for completion in group]
     string = texts[0][5:8]  # three letters of the first response: three tokens, unless one is "ab"
@@ -172,7 +172,7 @@ def test_a_stop_string_ends_a_response_across_tokens_and_chunks(tiny, prefixes, 
 
 def test_a_response_ends_where_the_sequence_is_full(tiny, prefixes, draw):
     prefix = np.arange(20, dtype=np.int32)
-    groups = draw(tiny, [*prefixes, prefix], 1, SamplingSettings(max_tokens=500))
+    groups = draw(tiny, [*prefixes, prefix], 1, SamplingParams(max_tokens=500))
     for tokens, (completion,) in zip([*prefixes, prefix], groups):
         assert len(completion.tokens) == MAX_LENGTH - len(tokens) and completion.finish == "length"
 
@@ -184,7 +184,7 @@ def test_a_response_ends_where_the_sequence_is_full(tiny, prefixes, draw):
 )
 def test_samples_follow_the_filtered_distribution(tiny, prefixes, draw, fields):
     """Frequencies of the first token, and log-probs of all, against float64 NumPy on the learner's logits."""
-    settings = SamplingSettings(max_tokens=3, **fields)
+    settings = SamplingParams(max_tokens=3, **fields)
     prefix = prefixes[3]
     (group,) = draw(tiny, [prefix], 512, settings, seeds=[11])
     logits = tiny.logits([np.concatenate([prefix, completion.tokens]) for completion in group[:ROWS]])

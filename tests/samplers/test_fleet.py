@@ -11,10 +11,10 @@ import pytest
 from fake_vllm import VOCABULARY, FakeVllm
 from fleet_cases import checked, collect, until
 
-from jaxrl_llm.samplers import server_update
-from jaxrl_llm.samplers.discovery import Discovery
-from jaxrl_llm.samplers.vllm_client import VllmClient
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
+from jaxrl_llm.samplers.vllm import server_update
+from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.vllm.discovery import Discovery
+from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 

@@ -14,10 +14,10 @@ import tensorstore as ts
 from bucket import KEY, TOKEN, Bucket
 from sampler_cases import Tiny
 
-from jaxrl_llm.models import hf_names
-from jaxrl_llm.samplers import object_store
-from jaxrl_llm.samplers.orbax_reader import BadVersion, OrbaxReader, Target, read_version, whole_box
-from jaxrl_llm.samplers.publication import Publisher, Tolerance, default_address, default_folder
+from jaxrl_llm.models import hf_format
+from jaxrl_llm.publication import object_store
+from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, Target, read_version, whole_box
+from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance, default_address, default_folder
 
 # tensorstore reads the address of Google's stand-in once a process.
 pytestmark = pytest.mark.xdist_group("object_store")
@@ -62,7 +62,7 @@ def publish(one: Publisher, params: dict[str, Any], *versions: int) -> None:
 
 
 def targets(tiny: Tiny) -> dict[str, Target]:
-    shapes = {name: x.shape for name, x in hf_names.export(tiny.params).items()}
+    shapes = {name: x.shape for name, x in hf_format.export(tiny.params).items()}
     return {name: Target(shape=shape, box=whole_box(shape)) for name, shape in shapes.items()}
 
 
@@ -75,7 +75,7 @@ def test_a_version_in_object_storage_reads_as_the_learner_holds_it(tiny, tmp_pat
     publish(one, tiny.params, 0, 1, 2)
     assert one.place(2) == f"{address}/v00000002"
     staged = read_version(one.place(2), 2, targets(tiny))
-    for name, x in hf_names.export(tiny.params).items():
+    for name, x in hf_format.export(tiny.params).items():
         np.testing.assert_array_equal(staged.parts[name], np.asarray(x), err_msg=name)
     assert {key.split("/")[2] for key in server.keys("runs of today/one/")} == {"v00000001", "v00000002"}
     assert server.keys("runs of today/oneself/") and server.written[-1].endswith(

@@ -17,9 +17,9 @@ from aiohttp.test_utils import TestServer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from published import data_files, write_version
 
-from jaxrl_llm.samplers import orbax_reader
-from jaxrl_llm.samplers.manifest import Canary, Manifest, TensorEntry, checksum, digits, partial_sum, weights_of
-from jaxrl_llm.samplers.orbax_reader import BadVersion, OrbaxReader, Target, check_sums, read_version, whole_box
+from jaxrl_llm.publication import reader
+from jaxrl_llm.publication.manifest import Canary, Manifest, TensorEntry, checksum, digits, partial_sum, weights_of
+from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, Target, check_sums, read_version, whole_box
 
 EMBEDDING, QUERY, SQUARE, NORM = (
     "model.embed_tokens.weight",
@@ -152,7 +152,7 @@ def test_the_older_array_format_and_a_narrow_window_read_the_same(tmp_path, use_
 @pytest.mark.parametrize("block", [1 << 26, 100], ids=["one block", "blocks of a row or two"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_read_their_parts_alone_and_their_sums_add_up(tmp_path, monkeypatch, ranks, block):
-    monkeypatch.setattr(orbax_reader, "_SUMMED_BYTES", block)
+    monkeypatch.setattr(reader, "_SUMMED_BYTES", block)
     published = tensors(np.float32)
     path = write_version(tmp_path, 1, published)
     totals = dict.fromkeys((EMBEDDING, QUERY, SQUARE), 0)
@@ -186,20 +186,20 @@ def test_a_folder_may_have_any_name(tmp_path, name, use_ocdbt):
         np.testing.assert_array_equal(staged.parts[tensor].view(np.uint16), array.view(np.uint16))
 
 
-@pytest.mark.skipif(not orbax_reader.in_memory("/dev/shm"), reason="/dev/shm is no tmpfs here")
+@pytest.mark.skipif(not reader.in_memory("/dev/shm"), reason="/dev/shm is no tmpfs here")
 def test_a_version_in_memory_is_mapped_and_reads_the_same():
     published = tensors()
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = write_version(Path(folder), 2, published)
-        assert orbax_reader.in_memory(path)
+        assert reader.in_memory(path)
         staged = read_version(path, 2, whole())
     for name, array in published.items():
         np.testing.assert_array_equal(staged.parts[name].view(np.uint16), array.view(np.uint16))
 
 
 def test_what_lies_on_no_tmpfs_is_not_taken_for_memory():
-    assert not orbax_reader.in_memory("/proc/self/mounts")
-    assert not orbax_reader.in_memory("gs://bucket/dev/shm")
+    assert not reader.in_memory("/proc/self/mounts")
+    assert not reader.in_memory("gs://bucket/dev/shm")
 
 
 @pytest.mark.parametrize("use_ocdbt", [False, True], ids=["files", "database"])

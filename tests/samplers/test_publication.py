@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 from sampler_cases import Tiny
 
-from jaxrl_llm.models import hf_names
+from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
-from jaxrl_llm.samplers import publication
-from jaxrl_llm.samplers.manifest import Manifest, checksum
-from jaxrl_llm.samplers.orbax_reader import Target, read_version, whole_box
-from jaxrl_llm.samplers.publication import Publisher, Tolerance
+from jaxrl_llm.publication.manifest import Manifest, checksum
+from jaxrl_llm.publication.reader import Target, read_version, whole_box
+from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance, exported, shutil
 
 CANARY = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 
@@ -49,8 +48,8 @@ def publish(one: Publisher, params: dict[str, Any], versions: tuple[int, ...] = 
 def as_published(tiny: Tiny, dtype: Any) -> dict[str, np.ndarray]:
     """What the checkpoint must hold, from the definitions: [in..., heads, width] -> [out, in], layers apart."""
     found = {}
-    for tensor in hf_names.tensors(tiny.params):
-        leaf = np.asarray(hf_names.leaf_of(tiny.params, tensor.path))
+    for tensor in hf_format.tensors(tiny.params):
+        leaf = np.asarray(hf_format.leaf_of(tiny.params, tensor.path))
         leaf = leaf if tensor.layer is None else leaf[tensor.layer]
         if tensor.inputs:
             inner = int(np.prod(leaf.shape[: tensor.inputs]))
@@ -78,7 +77,7 @@ def test_the_samplers_reader_finds_what_the_learner_holds(make, tmp_path, dtype,
 
 def test_each_device_writes_the_shards_that_it_holds(make):
     tiny = make(devices=4, fsdp=2, tensor=2)
-    tensors, _ = publication.exported(tiny.params, policy=tiny.policy, dtype="bfloat16")
+    tensors, _ = exported(tiny.params, policy=tiny.policy, dtype="bfloat16")
     whole = [n for n, x in tensors.items() if x.ndim == 2 and x.is_fully_replicated]
     assert not whole, "gathered before it is written"
 
@@ -126,7 +125,7 @@ def test_requests_go_on_while_old_versions_are_removed(tiny, tmp_path, monkeypat
     publish(one, tiny.params, (0,))
     (tmp_path / "v00000001").mkdir()
     answered = threading.Event()
-    monkeypatch.setattr(publication.shutil, "rmtree", lambda *_, **__: answered.wait(20) or pytest.fail("nothing ran"))
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: answered.wait(20) or pytest.fail("nothing ran"))
 
     async def run() -> None:
         removing = asyncio.create_task(one.prune())
@@ -155,7 +154,7 @@ def test_a_version_appears_whole_or_not_at_all(tiny, tmp_path):
 
 def test_a_full_disk_is_an_error_that_says_what_to_do(tiny, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(publication.shutil, "disk_usage", lambda _: usage(10, 10, 64))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(10, 10, 64))
     with pytest.raises(OSError, match=r"version 3 .*free some space.*VllmSampler.publication"):
         publish(publisher(tiny, tmp_path / "p"), tiny.params, (3,))
 

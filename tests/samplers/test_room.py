@@ -9,11 +9,11 @@ import jax
 import pytest
 from sampler_cases import MAX_LENGTH, VOCABULARY, sample
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers import decode, room
-from jaxrl_llm.samplers.slot_batch import Capacity
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.slots import COPIES, SHARE, Capacity, fitting, free_bytes, taken_bytes
 
-SETTINGS = SamplingSettings(max_tokens=11, stop_token_ids=(3, 17, 8))
+SETTINGS = SamplingParams(max_tokens=11, stop_token_ids=(3, 17, 8))
 SLOTS = Capacity(slots=16, length=MAX_LENGTH, stop_ids=4, penalised=True)
 
 
@@ -25,22 +25,22 @@ def on_a_device(tree):
 def test_what_a_batch_takes_is_what_its_arrays_take(make, mesh):
     policy = make(**mesh).policy
     arrays = decode.empty(policy=policy, slots=16, length=MAX_LENGTH, penalised=True)
-    logits = room.COPIES * 4 * 16 * VOCABULARY // (4 if mesh else 1)
-    assert room.taken_bytes(policy, SLOTS) == on_a_device(arrays) + logits
+    logits = COPIES * 4 * 16 * VOCABULARY // (4 if mesh else 1)
+    assert taken_bytes(policy, SLOTS) == on_a_device(arrays) + logits
     cache = on_a_device(arrays[0])
-    assert room.taken_bytes(policy, SLOTS, "bfloat16") == room.taken_bytes(policy, SLOTS) - cache // 2
+    assert taken_bytes(policy, SLOTS, "bfloat16") == taken_bytes(policy, SLOTS) - cache // 2
 
 
 def test_slots_are_the_most_that_fit(tiny):
-    one = room.taken_bytes(tiny.policy, replace(SLOTS, slots=1))
+    one = taken_bytes(tiny.policy, replace(SLOTS, slots=1))
 
     def slots(wanted, room_for):
-        return room.fitting(tiny.policy, replace(SLOTS, slots=wanted), int(room_for * one / room.SHARE)).slots
+        return fitting(tiny.policy, replace(SLOTS, slots=wanted), int(room_for * one / SHARE)).slots
 
     assert [slots(16, n + 0.1) for n in (1, 2, 3, 4, 7, 8, 15, 16, 99)] == [1, 2, 2, 4, 4, 8, 8, 16, 16]
     # A number between is had as it is or not at all, so that what fits for many is never less than what fits for few.
     assert [slots(12, n + 0.1) for n in (11, 12, 16)] == [8, 12, 12] and slots(8, 11.1) == 8
-    assert room.fitting(tiny.policy, SLOTS, None) == SLOTS
+    assert fitting(tiny.policy, SLOTS, None) == SLOTS
     with pytest.raises(MemoryError, match=r"one sequence of 32 tokens takes .* GiB .*PROMPT_LIMIT, RESPONSE_LIMIT"):
         slots(16, 0.9)
 
@@ -52,16 +52,16 @@ def test_the_fullest_device_decides():
         )
 
     silent = SimpleNamespace(memory_stats=lambda: None)
-    assert room.free_bytes([device(100, 30), device(100, 80), silent]) == 20
-    assert room.free_bytes([device(100, 130)]) == 0
-    assert room.free_bytes([silent]) is None
-    assert room.free_bytes(jax.local_devices()) is None, "a CPU keeps no account"
+    assert free_bytes([device(100, 30), device(100, 80), silent]) == 20
+    assert free_bytes([device(100, 130)]) == 0
+    assert free_bytes([silent]) is None
+    assert free_bytes(jax.local_devices()) is None, "a CPU keeps no account"
 
 
 def test_calls_of_all_lengths_are_served_by_the_slots_that_there_is_room_for(tiny, prefixes, draw, monkeypatch, caplog):
     expected = [[c.tokens.tolist() for c in group] for group in draw(tiny, prefixes, 3, SETTINGS)]
-    four = room.taken_bytes(tiny.policy, replace(SLOTS, slots=4, penalised=False))
-    monkeypatch.setattr(room, "free_bytes", lambda devices: int(four / room.SHARE) + 1)
+    four = taken_bytes(tiny.policy, replace(SLOTS, slots=4, penalised=False))
+    monkeypatch.setattr("jaxrl_llm.samplers.embedded.sampler.free_bytes", lambda devices: int(four / SHARE) + 1)
     longer = replace(SETTINGS, max_tokens=20)  # 2 + 20 tokens fill a cache of 32, where 1 + 11 fill one of 16
 
     async def together():
@@ -81,6 +81,6 @@ def test_calls_of_all_lengths_are_served_by_the_slots_that_there_is_room_for(tin
     said = [record.getMessage() for record in caplog.records if "slots of" in record.getMessage()]
     assert len(said) == 1 and "64 slots of 32 tokens" in said[0] and "sampling with 4 slots" in said[0]
     assert "embedded.EmbeddedSampler.slots" in said[0]
-    monkeypatch.setattr(room, "free_bytes", lambda devices: 100)
+    monkeypatch.setattr("jaxrl_llm.samplers.embedded.sampler.free_bytes", lambda devices: 100)
     with pytest.raises(MemoryError, match="may be taken"):
         draw(tiny, prefixes, 1, SETTINGS)

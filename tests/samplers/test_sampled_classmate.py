@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,20 +12,20 @@ import pytest
 from builders import EchoSampler, make_prompt
 from jaxtyping import TypeCheckError
 
-from jaxrl_llm.companions import Companions
+from jaxrl_llm.components import parts
 from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Prompt
-from jaxrl_llm.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.policy_source import PolicySource
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.parts import parts
-from jaxrl_llm.protocols import Companion
+from jaxrl_llm.models.sources import PolicySource
+from jaxrl_llm.protocols import AuxiliaryModel
 from jaxrl_llm.rewards.classmate import Asked, ClassmateCoT
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.weighted import Weighted
-from jaxrl_llm.samplers.embedded import EmbeddedSampler
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.sampled_classmate import SampledClassmate
+from jaxrl_llm.train.frozen_models import FrozenModels
 
 CHARACTERS = CharTokenizer(alphabet="<>/think0123456789?")
 POLICY = CHARACTERS.load()
@@ -143,7 +143,7 @@ def test_a_model_too_small_for_its_tokenizer_is_refused(policy: Policy, tmp_path
 def test_companions_are_found_in_the_fields_of_rewards() -> None:
     mate = SampledClassmate(weights="served", sampler=Started())
     reward = Weighted(parts={"cot": ClassmateCoT(behaviour=Exact(), sign=1, classmates=[mate]), "exact": Exact()})
-    assert list(parts([reward, None], Companion)) == [mate]
+    assert list(parts([reward, None], AuxiliaryModel)) == [mate]
 
 
 @pytest.mark.parametrize(
@@ -162,18 +162,18 @@ def test_self_play_is_frozen_live_or_lagged(every: int, versions: list[int], val
 
         async def stop(self) -> None: ...
 
-    policy: Any = SimpleNamespace(merged=lambda params, base: params)
-    companions = Companions.__new__(Companions)
-    companions.members, companions.policy, companions.base, companions._held = [Mate()], policy, None, {}
-    copies = companions.begin({"w": jnp.float32(1)})
+    policy: Any = Mock(spec=Policy, merged=lambda params, base: params)
+    frozen = FrozenModels(policy=policy, auxiliary=[Mate()])
+    frozen.begin({"w": jnp.float32(1)})
 
     async def run(after: range) -> None:
         for steps in after:
-            await companions.refresh(copies, {"w": jnp.float32(10 + steps)}, steps)
+            await frozen.refresh({"w": jnp.float32(10 + steps)}, steps)
 
     asyncio.run(run(range(4)))
     assert [v for _, v in seen] == versions and [x for x, _ in seen] == values
-    companions._held, before = {}, float(copies["w"] if "w" in copies else copies["companion_0"]["w"])
+    frozen = FrozenModels(policy=policy, auxiliary=[Mate()], params=frozen.params)
+    before = float(frozen.params["companion_0"]["w"])
     asyncio.run(run(range(4, 5)))  # a run that goes on from a checkpoint publishes the copy it holds
     assert seen[len(versions)][0] == (before if every == 0 else 14)
 

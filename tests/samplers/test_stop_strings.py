@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxrl_llm.samplers.stop_strings import stop_length
+from jaxrl_llm.samplers.requests import stop_length
 
 PIECES = ("a", "b", "ab", "</", "answer", ">", " ", "stop", "st", "op")
 

@@ -8,9 +8,9 @@ from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import PLAIN, checked, collect, until
 from sampler_cases import MAX_LENGTH, Letters
 
-from jaxrl_llm.experience import SamplingSettings
-from jaxrl_llm.samplers.publication import Publisher, exported
-from jaxrl_llm.samplers.vllm_route import ROUTE
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.publication.vllm_route import ROUTE
+from jaxrl_llm.samplers.vllm.publisher import Publisher, exported
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
@@ -51,7 +51,7 @@ def test_every_token_has_the_version_that_drew_it(start, prefixes, inflight, rel
 def test_settings_arrive_in_the_words_of_vllm(start, prefixes):
     async def run() -> None:
         server = FakeVllm(release="0.26.0")
-        settings = SamplingSettings(
+        settings = SamplingParams(
             max_tokens=9, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.3, stop_token_ids=(4, 7)
         )
         async with start([server], inflight="wait") as client:
@@ -118,7 +118,7 @@ def test_samples_that_had_no_token_yet_are_asked_again_by_seeds_of_their_own(sta
 def test_stops_count_from_min_tokens_on_and_none_is_taken_out_of_the_distribution(start, prefixes):
     async def run() -> None:
         server = FakeVllm()
-        settings = SamplingSettings(max_tokens=12, min_tokens=6, stop_token_ids=tuple(range(0, VOCABULARY, 2)))
+        settings = SamplingParams(max_tokens=12, min_tokens=6, stop_token_ids=tuple(range(0, VOCABULARY, 2)))
         async with start([server]) as client:
             await client.publish({}, 0)
             groups = await collect(client, prefixes, 2, settings)
@@ -135,7 +135,7 @@ def test_a_stop_string_ends_a_response_at_the_token_that_completes_it(start, pre
     async def run() -> None:
         async with start([FakeVllm()]) as client:
             await client.publish({}, 0)
-            settings = SamplingSettings(max_tokens=12, stop_strings=("a", "c"))
+            settings = SamplingParams(max_tokens=12, stop_strings=("a", "c"))
             groups = await collect(client, prefixes, 3, settings)
         for one in (one for group in groups.values() for one in group):
             texts = [Letters().decode([t]) for t in one.tokens.tolist()]

@@ -8,8 +8,8 @@ import pytest
 from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import checked, collect, until
 
-from jaxrl_llm.samplers.publication import Publisher
-from jaxrl_llm.samplers.vllm_http import Refused, ServerFault
+from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.vllm.server_api import Refused, ServerFault
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
@@ -88,7 +88,7 @@ def test_a_server_without_development_endpoints_is_refused_with_what_to_do(start
 @pytest.mark.parametrize(
     ("fault", "proxied", "message"),
     [
-        ({"extension": False}, False, "--worker-extension-cls jaxrl_llm.samplers.vllm_plugin.OrbaxWorkerExtension"),
+        ({"extension": False}, False, "--worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"),
         ({"status": {"/health": 401}}, False, "answered GET /health with 401.*api_key_variable.*proxied = True"),
         ({}, True, "is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied"),
     ],

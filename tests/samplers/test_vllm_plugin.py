@@ -15,9 +15,9 @@ from published import write_version
 from served_model import HIDDEN, LAYER, SHAPES, VOCABULARY, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
-from jaxrl_llm.samplers import stager, vllm_plugin
-from jaxrl_llm.samplers.vllm_plugin import torch_tensor
-from jaxrl_llm.samplers.vllm_targets import targets_of
+from jaxrl_llm.publication import reader, vllm_plugin
+from jaxrl_llm.publication.vllm_plugin import torch_tensor
+from jaxrl_llm.publication.vllm_targets import targets_of
 
 
 def staged(worker: Worker, path: str, version: int) -> dict:
@@ -98,7 +98,7 @@ def test_an_unexpected_error_of_reading_is_a_failed_stage_that_names_the_path(pu
     def broken(*args, **kwargs):
         raise OSError("stale file handle")
 
-    monkeypatch.setattr(stager, "read_version", broken)
+    monkeypatch.setattr(reader, "read_version", broken)
     status = staged(Worker(), published[0], 0)
     assert status["state"] == "failed"
     assert published[0] in status["error"] and "stale file handle" in status["error"]
@@ -128,7 +128,7 @@ def test_an_error_without_words_is_still_an_error(published, monkeypatch):
 
 def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeypatch):
     reading, go_on = threading.Event(), threading.Event()
-    real = stager.read_version
+    real = reader.read_version
 
     def held(path, version, *rest):
         if version == 0:
@@ -136,7 +136,7 @@ def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeyp
             assert go_on.wait(20)
         return real(path, version, *rest)
 
-    monkeypatch.setattr(stager, "read_version", held)
+    monkeypatch.setattr(reader, "read_version", held)
     worker = Worker()
     worker.stage(published[0], "0")
     assert reading.wait(20)
@@ -153,7 +153,7 @@ def test_the_version_asked_for_last_is_the_one_that_is_staged(published, monkeyp
 
 def test_versions_may_be_read_into_the_same_block_one_after_the_other(published):
     block = np.empty(10**6, np.uint8)
-    mine = stager.Stager(lambda nbytes: block[:nbytes])
+    mine = reader.Stager(lambda nbytes: block[:nbytes])
     for version in (0, 1, 0):
         mine.read(published[version], version, targets_of(Served()))
         tensors = mine.take(version).parts
@@ -287,7 +287,7 @@ def test_the_packed_copy_of_a_tied_head_is_made_again():
 
 
 def test_a_sampler_host_needs_only_numpy_tensorstore_and_ml_dtypes():
-    program = "import sys, jaxrl_llm.samplers.vllm_plugin; print(*{m.partition('.')[0] for m in sys.modules})"
+    program = "import sys, jaxrl_llm.publication.vllm_plugin; print(*{m.partition('.')[0] for m in sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     loaded = set(done.stdout.split())
     assert {"numpy", "tensorstore", "ml_dtypes"} <= loaded

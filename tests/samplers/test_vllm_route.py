@@ -8,7 +8,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from jaxrl_llm.samplers.vllm_route import ROUTE, TokenRoute
+from jaxrl_llm.publication.vllm_route import ROUTE, TokenRoute
 
 
 class SamplingParams:

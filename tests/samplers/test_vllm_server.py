@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
-from jaxrl_llm.samplers.vllm_http import ServerFault
-from jaxrl_llm.samplers.vllm_sampler import VllmSampler
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready, free_port
+from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, free_port
+from jaxrl_llm.samplers.vllm.sampler import VllmSampler
+from jaxrl_llm.samplers.vllm.server_api import ServerFault
 
 # What is run in place of Python with vLLM: it answers every GET and says how it was started.
 PROGRAM = """#!{python}
@@ -227,7 +227,7 @@ def test_a_server_that_is_never_ready_ends_the_wait_at_its_limit(program, tmp_pa
         one = server(program, tmp_path, arguments=("--hang",), ready_s=0.5)
         one.start()
         begin = time.monotonic()
-        with pytest.raises(ServerFault, match=r"not ready within 0.5 s: raise vllm_server.LocalServers.ready_s"):
+        with pytest.raises(ServerFault, match=r"not ready within 0.5 s: raise vllm.LocalServers.ready_s"):
             await one.ready()
         assert time.monotonic() - begin < 3
         await one.stop()
@@ -258,9 +258,9 @@ def test_a_server_ends_with_the_process_that_started_it(program, tmp_path, argum
     code = f"""
 import time
 from pathlib import Path
-from jaxrl_llm.samplers import vllm_server
-from jaxrl_llm.samplers.vllm_server import LocalServer, LocalServers, all_ready
-vllm_server._BOUND = vllm_server._BOUND.replace("15.0", "0.5")
+from jaxrl_llm.samplers.vllm import local_server
+from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
+local_server._BOUND = local_server._BOUND.replace("15.0", "0.5")
 one = LocalServer(config=LocalServers(python={program!r}), number=0, model=Path({str(tmp_path)!r}), log=Path({str(tmp_path)!r}) / "log", arguments={arguments!r})
 one.start(); print(one.url, flush=True); time.sleep(60)
 """
@@ -343,7 +343,7 @@ def test_settings_that_cannot_work_are_refused():
 
 def test_a_text_in_place_of_a_list_is_refused_and_numbers_are_taken_as_text(tmp_path):
     for name in ("devices", "python_path", "arguments"):
-        with pytest.raises(ValueError, match=rf"vllm_server.LocalServers.{name} must be a list .*comma.*got '12'"):
+        with pytest.raises(ValueError, match=rf"vllm.LocalServers.{name} must be a list .*comma.*got '12'"):
             LocalServers(**{name: "12"})
     config = LocalServers(devices=(3,), arguments=("--seed", 1), environment={"VLLM_CPU_KVCACHE_SPACE": 1})
     given = config.environment_of(0)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from served_model import HIDDEN, LAYER, SHAPES, Served, kind
 
-from jaxrl_llm.samplers.vllm_targets import targets_of
+from jaxrl_llm.publication.vllm_targets import targets_of
 
 
 def test_one_rank_loads_every_tensor_whole_in_the_order_of_the_layers():

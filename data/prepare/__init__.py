@@ -1,0 +1,1 @@
+"""Commands that download a data set and convert it: python -m jaxrl_llm.data.prepare.NAME."""

@@ -1,0 +1,46 @@
+"""BeaverTails (arXiv 2307.04657): prompts whose recorded response was labelled unsafe (or safe), each prompt once.
+
+`python -m jaxrl_llm.data.prepare.beavertails --out DIR [--keep unsafe|safe|all] [--template qwen]`. The set is CC BY-NC 4.0 and
+is fetched by whoever runs this. TokenBuncher (arXiv 2508.20697) keeps repeated prompts; here a prompt occurs once, so
+that training and test share none.
+"""
+
+import argparse
+
+from jaxrl_llm.data.prepare import preparation
+
+
+def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
+    """A prompt with its recorded response as ground truth and the categories that the labels name."""
+    if options.keep != "all" and bool(row["is_safe"]) != (options.keep == "safe"):
+        raise preparation.Drop("safe" if row["is_safe"] else "unsafe")
+    categories = sorted(name for name, found in (row.get("category") or {}).items() if found)
+    return preparation.Item(
+        question=str(row["prompt"]),
+        truth={"response": str(row["response"])},
+        style="model",
+        info={"categories": categories, "is_safe": bool(row["is_safe"])},
+    )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Which labels stay."""
+    parser.add_argument("--keep", choices=("unsafe", "safe", "all"), default="unsafe", help="label of the rows kept")
+
+
+PREPARATION = preparation.Preparation(
+    name="beavertails",
+    source="PKU-Alignment/BeaverTails",
+    data_source="BeaverTails",
+    ability="nlp",
+    splits={"train": "30k_train"},
+    sizes={"train": 10240, "test": 1024},
+    columns=("prompt", "response", "is_safe"),
+    unique=True,
+    max_tokens=320,
+    convert=convert,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    preparation.command(PREPARATION)

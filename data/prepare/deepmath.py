@@ -1,0 +1,42 @@
+"""DeepMath-103K (arXiv 2504.11456): 5,000 problems at random, with the request to box the answer as the system message.
+
+`python -m jaxrl_llm.data.prepare.deepmath --out DIR`
+"""
+
+import argparse
+
+from jaxrl_llm.data import templates
+from jaxrl_llm.data.prepare import preparation
+
+
+def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
+    """A problem with its difficulty; --no_guessable leaves out yes/no and true/false answers, which can be guessed."""
+    answer = str(row["final_answer"]).strip()
+    if not answer:
+        raise preparation.Drop("no_answer")
+    if options.no_guessable and answer.casefold() in ("yes", "no", "true", "false"):
+        raise preparation.Drop("guessable_answer")
+    difficulty = float(row["difficulty"])
+    columns = {"question": row["question"], "final_answer": answer, "difficulty": difficulty}
+    return preparation.Item(question=str(row["question"]), truth=answer, columns=columns)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Which answers stay."""
+    parser.add_argument("--no_guessable", action="store_true", help="leave out yes/no and true/false answers")
+
+
+PREPARATION = preparation.Preparation(
+    name="deepmath",
+    source="zwhe99/DeepMath-103K",
+    data_source="math_dapo",
+    columns=("question", "final_answer", "difficulty"),
+    sizes={"train": 5000},
+    shuffle=True,
+    convert=convert,
+    system=lambda part: templates.STEP_BY_STEP,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    preparation.command(PREPARATION)

@@ -1,0 +1,87 @@
+"""MATH (arXiv 2103.03874) by subject: 7,500 training problems, and the first rows of each subject's test problems.
+
+`python -m jaxrl_llm.data.prepare.hendrycks_math --out DIR`
+"""
+
+import argparse
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from jaxrl_llm.data import files
+from jaxrl_llm.data.prepare.preparation import Drop, Item, Options, Pools, Preparation, Raw, by_sizes, command
+from jaxrl_llm.rewards import answers
+
+SUBJECTS = (
+    "algebra",
+    "counting_and_probability",
+    "geometry",
+    "intermediate_algebra",
+    "number_theory",
+    "prealgebra",
+    "precalculus",
+)
+
+
+# A few solutions box one token without braces.
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
+
+
+def gold(solution: str) -> str:
+    """What the solution boxes last; empty where it boxes nothing."""
+    bare = _BARE_BOX.findall(solution)
+    return (answers.boxed(solution) or (bare[-1] if bare else "")).strip()
+
+
+def read(preparation: Preparation, options: Options, split: str) -> Iterator[files.Located]:
+    """All subjects, one after another; a local file or a folder without their folders holds them together."""
+    local = Path(options.source).expanduser()
+    apart = not local.exists() or (local / SUBJECTS[0]).is_dir()
+    for subject in SUBJECTS if apart else (None,):
+        yield from files.each(options.source, preparation.columns, split=split, subset=subject)
+
+
+def convert(row: Raw, options: Options) -> Item:
+    """A problem whose gold answer is what its solution boxes."""
+    answer = gold(str(row["solution"]))
+    if not answer:
+        raise Drop("no_boxed_answer")
+    kept = {name: row[name] for name in ("level", "type") if row.get(name) is not None}
+    return Item(question=str(row["problem"]), truth=answer, info={"answer": row["solution"]}, columns=kept)
+
+
+def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
+    """As asked by the sizes, after the test part was cut to the first rows of each subject."""
+    most = options.test_of_each
+    if "test" not in pools or most is None:
+        return by_sizes(pools, options)
+    seen: Counter[str] = Counter()
+    test = []
+    for item in pools["test"]:
+        seen[str(item.columns.get("type"))] += 1
+        if seen[str(item.columns.get("type"))] <= most:
+            test.append(item)
+    return by_sizes({**pools, "test": test}, options)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """The size of the test part."""
+    parser.add_argument("--test_of_each", type=int, default=100, help="test problems of each subject")
+
+
+PREPARATION = Preparation(
+    name="hendrycks_math",
+    source="EleutherAI/hendrycks_math",
+    data_source="EleutherAI/hendrycks_math",
+    splits={"train": "train", "test": "test"},
+    columns=("problem", "solution"),
+    instruction="Put your final answer within \\boxed{}.",
+    convert=convert,
+    read=read,
+    carve=carve,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    command(PREPARATION)

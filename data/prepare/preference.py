@@ -1,0 +1,42 @@
+"""Preference pairs in verl's schema: python -m jaxrl_llm.data.prepare.preference --out DIR [--source Anthropic/hh-rlhf] [--single_turn].
+
+Rows that hold no pair are left out and counted by reason.
+"""
+
+import argparse
+
+from jaxrl_llm.data.preference import pair
+from jaxrl_llm.data.prepare import preparation
+
+
+def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
+    """A pair as columns `chosen` and `rejected` beside verl's."""
+    held = pair(row)
+    *history, last = held.asked
+    if options.single_turn and history:
+        raise preparation.Drop("several_turns")
+    return preparation.Item(
+        question=last["content"],
+        style="model",
+        history=history,
+        columns={"chosen": held.chosen, "rejected": held.rejected},
+    )
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Which dialogues stay."""
+    parser.add_argument("--single_turn", action="store_true", help="leave out dialogues of several turns")
+
+
+PREPARATION = preparation.Preparation(
+    name="preference",
+    source="HuggingFaceH4/ultrafeedback_binarized",
+    ability="chat",
+    splits={"train": "train_prefs", "test": "test_prefs"},
+    columns=("chosen", "rejected"),
+    convert=convert,
+    arguments=arguments,
+)
+
+if __name__ == "__main__":
+    preparation.command(PREPARATION)

@@ -1,0 +1,157 @@
+"""What an algorithm is given and gives: the step's sequences, the advantages of their tokens, and packed micro-batches.
+
+Fields are jax.Arrays under jit and NumPy arrays on the host, where sequences are unpacked and micro-batches are filled.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = Any  # jax.Array or np.ndarray
+
+# A sum, with the name of the global count that divides it: "tokens", "sequences", "pairs", "constant" or "one".
+Term = tuple[jax.Array, str]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "reward", "parts", "valid", "greedy", "group", "source", "side", "mask", "spans", "sampler_logprobs",
+        "old_logprobs", "entropy", "ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs", "controls",
+    ],
+    meta_fields=["groups", "sources"],
+)  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Every sequence of a global batch, unpacked and padded: what `Algorithm.advantages` sees.
+
+    Attributes:
+      reward: float32 [S] weighted total; 0 where invalid.
+      parts: {name: float32 [S]} its parts.
+      valid: bool [S]; False for padding and for rollouts whose reward could not be had.
+      greedy: bool [S]; greedy rollouts leave statistics and loss.
+      group: int32 [S] number of the prompt's group, in 0..groups-1.
+      source: int32 [S] number of the data source.
+      side: int32 [S] 1 for the preferred, -1 for the rejected answer of a pair, 0 otherwise.
+      mask: bool [S, T] tokens the policy chose.
+      spans: {name: bool [S, T]}.
+      sampler_logprobs: float32 [S, T] of the distribution the token was drawn from.
+      old_logprobs: float32 [S, T] of the learner before the update.
+      entropy: float32 [S, T] of the learner before the update.
+      ref_logprobs, sum_p2, uniform_logprob, values, teacher_logprobs: float32 [S, T], or None where not asked for.
+      controls: {name: float32 []} values of the controllers, such as an adaptive KL coefficient.
+      groups: number of groups, static.
+      sources: names of the data sources by number, static.
+    """
+
+    reward: Array
+    parts: dict[str, Array]
+    valid: Array
+    greedy: Array
+    group: Array
+    source: Array
+    side: Array
+    mask: Array
+    spans: dict[str, Array]
+    sampler_logprobs: Array
+    old_logprobs: Array
+    entropy: Array
+    ref_logprobs: Array | None
+    sum_p2: Array | None
+    uniform_logprob: Array | None
+    values: Array | None
+    teacher_logprobs: Array | None
+    controls: dict[str, Array]
+    groups: int
+    sources: tuple[str, ...] = ()
+
+    @property
+    def counted(self) -> Array:
+        """bool [S]: the sequences that enter statistics and loss."""
+        return self.valid & ~self.greedy & jnp.any(self.mask, axis=1)
+
+    @property
+    def learned(self) -> Array:
+        """bool [S, T]: the tokens that enter statistics and loss."""
+        return self.mask & self.counted[:, None]
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["advantages", "loss_mask", "returns", "weights", "aux", "metrics"],
+    meta_fields=[],
+)
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What `Algorithm.advantages` assigns to every token of the sequences.
+
+    Attributes:
+      advantages: float32 [S, T].
+      loss_mask: bool [S, T] tokens that are learned from.
+      returns: float32 [S, T] targets of the critic, or None.
+      weights: float32 [S, T] importance weights of the tokens, or None for 1.
+      aux: {name: [S, T]} further per-token streams that `loss` reads from the batch.
+      metrics: {name: float32 []} scalars to log.
+    """
+
+    advantages: Array
+    loss_mask: Array
+    returns: Array | None = None
+    weights: Array | None = None
+    aux: dict[str, Array] = field(default_factory=dict)
+    metrics: dict[str, Array] = field(default_factory=dict)
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "tokens", "targets", "positions", "segments", "sequence", "mask", "sampler_logprobs", "old_logprobs", "ref_logprobs",
+        "old_values", "advantages", "returns", "weights", "aux", "group", "side", "counts",
+    ],
+    meta_fields=[],
+)  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """One packed micro-batch; every stream is indexed by the position that predicts `targets[b, t]`.
+
+    Attributes:
+      tokens, targets: int32 [B, T]; targets is -1 where nothing is predicted.
+      positions: int32 [B, T] position within the sequence.
+      segments: int32 [B, T] number of the sequence within its row, from 1; 0 is padding.
+      sequence: int32 [B, T] number of the sequence within the micro-batch, 0..S-1.
+      mask: bool [B, T] targets that are learned from.
+      sampler_logprobs, old_logprobs, advantages: float32 [B, T].
+      ref_logprobs, old_values, returns, weights: float32 [B, T], or None.
+      aux: {name: [B, T]}.
+      group, side: int32 [S] of each sequence; sequences beyond the last have an empty mask.
+      counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one.
+    """
+
+    tokens: Array
+    targets: Array
+    positions: Array
+    segments: Array
+    sequence: Array
+    mask: Array
+    sampler_logprobs: Array
+    old_logprobs: Array
+    advantages: Array
+    ref_logprobs: Array | None
+    old_values: Array | None
+    returns: Array | None
+    weights: Array | None
+    aux: dict[str, Array]
+    group: Array
+    side: Array
+    counts: dict[str, Array]
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a micro-batch, static."""
+        return self.group.shape[0]
+
+    def replace(self, **changes: Any) -> "MicroBatch":
+        return replace(self, **changes)

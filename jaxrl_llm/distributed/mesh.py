@@ -1,0 +1,126 @@
+"""The device mesh, and the one table that maps logical axes of arrays to mesh axes."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+MESH_AXES = ("data", "fsdp", "tensor", "context")
+
+# Activations: batch, length; lookup is the batch of what is split over its width too. Parameters: vocabulary, embed, heads, kv_heads, mlp. Never split: layers, head_width.
+RULES: Mapping[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "length": ("context",),
+    "lookup": ("data",),
+    "vocabulary": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "layers": (),
+    "head_width": (),
+}
+
+Axes = tuple[str | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Sizes of the mesh axes.
+
+    Attributes:
+      data: replicas of the model; -1 takes the devices that the other axes leave.
+      fsdp: shards of parameters, gradients and optimizer state; splits the batch too.
+      tensor: shards of heads, MLP and vocabulary.
+      context: shards of the tokens of a row.
+    """
+
+    data: int = 1
+    fsdp: int = -1
+    tensor: int = 1
+    context: int = 1
+
+    def sizes(self, devices: int) -> tuple[int, ...]:
+        """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
+        sizes = [self.data, self.fsdp, self.tensor, self.context]
+        if any(s == 0 or s < -1 for s in sizes) or sizes.count(-1) > 1:
+            raise ValueError(
+                f"mesh sizes must be positive, with at most one -1 (got {dict(zip(MESH_AXES, sizes))}): set train.MeshConfig"
+            )
+        known = math.prod(s for s in sizes if s != -1)
+        if devices % known or (-1 not in sizes and known != devices):
+            raise ValueError(
+                f"mesh {dict(zip(MESH_AXES, sizes))} does not fit {devices} devices: set train.MeshConfig so that the product is {devices}"
+            )
+        return tuple(devices // known if s == -1 else s for s in sizes)
+
+
+@dataclass(frozen=True)
+class Partitioner:
+    """A mesh with the table of logical axes; the one place where a sharding is made.
+
+    Attributes:
+      mesh: the device mesh with axes data, fsdp, tensor, context.
+      rules: logical axis -> mesh axes.
+    """
+
+    mesh: Mesh
+    rules: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: RULES, hash=False, compare=False)
+
+    @classmethod
+    def create(cls, config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> "Partitioner":
+        """The partitioner over `devices` (default: all of them)."""
+        devices = list(jax.devices() if devices is None else devices)
+        grid = np.array(devices, dtype=object).reshape(config.sizes(len(devices)))
+        return cls(Mesh(grid, MESH_AXES))
+
+    @cached_property
+    def axis_sizes(self) -> dict[str, int]:
+        return dict(self.mesh.shape)
+
+    @property
+    def batch_shards(self) -> int:
+        """How many ways the rows of a batch are split."""
+        return math.prod(self.axis_sizes[a] for a in self.rules["batch"])
+
+    def spec(self, axes: Axes, shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of an array with logical `axes`; a mesh axis that does not divide a dimension is left out."""
+        used: set[str] = set()
+        parts: list[Any] = []
+        for name, size in zip(axes, shape, strict=True):
+            chosen: list[str] = []
+            for axis in self.rules[name] if name is not None else ():
+                ways = math.prod(self.axis_sizes[a] for a in (*chosen, axis))
+                if axis not in used and self.axis_sizes[axis] > 1 and size % ways == 0:
+                    chosen.append(axis)
+            used.update(chosen)
+            parts.append(tuple(chosen) if len(chosen) > 1 else chosen[0] if chosen else None)
+        return PartitionSpec(*parts)
+
+    def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+        """The NamedSharding of an array with logical `axes` and `shape`."""
+        return NamedSharding(self.mesh, self.spec(axes, shape))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """`x` with its sharding fixed inside jit; free on one device."""
+        if self.mesh.size == 1:
+            return x
+        return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """The whole array on this host, wherever its shards are."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

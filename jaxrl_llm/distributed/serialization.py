@@ -1,0 +1,93 @@
+"""Values of the host as bytes between the processes of a run: JSON with raw arrays beside it, and no pickle.
+
+A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays. An object that
+occurs several times, such as the prompt of a group, travels once.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, Scores
+
+_TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Rollout, Group, Scores)}
+_LENGTH = 8  # bytes
+
+
+def packed(value: Any) -> bytes:
+    """A value made of None, numbers, strings, lists, mappings with string keys, arrays and experience.
+
+    Raises:
+      TypeError: anything else.
+    """
+    message = _Message()
+    root = message.add(value)
+    header = json.dumps({"root": root, "objects": message.objects, "arrays": message.arrays}).encode()
+    return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *message.blobs])
+
+
+def unpacked(data: bytes) -> Any:
+    """The value that `packed` wrote; tuples are lists now, NumPy's numbers Python's."""
+    end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
+    header = json.loads(data[_LENGTH:end])
+    arrays = []
+    for dtype, shape in header["arrays"]:
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        arrays.append(np.frombuffer(data[end : end + size], dtype).reshape(shape).copy())
+        end += size
+    objects: list[Any] = []
+
+    def read(node: Any) -> Any:
+        if isinstance(node, list):
+            return [read(x) for x in node]
+        if not isinstance(node, dict):
+            return node
+        if "array" in node:
+            return arrays[node["array"]]
+        if "object" in node:
+            return objects[node["object"]]
+        return {name: read(x) for name, x in node["map"].items()}
+
+    for name, parts in header["objects"]:
+        objects.append(_TYPES[name](**{part: read(x) for part, x in parts.items()}))
+    return read(header["root"])
+
+
+class _Message:
+    """A message in the making: what each of its objects holds, and its arrays."""
+
+    def __init__(self) -> None:
+        self.objects: list[tuple[str, dict[str, Any]]] = []
+        self.arrays: list[tuple[str, list[int]]] = []
+        self.blobs: list[bytes] = []
+        self._known: dict[int, int] = {}
+
+    def add(self, value: Any) -> Any:
+        """What stands for `value` in the header."""
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if isinstance(value, list | tuple):
+            return [self.add(x) for x in value]
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            return {"map": {name: self.add(x) for name, x in value.items()}}
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            self.arrays.append((value.dtype.str, list(value.shape)))
+            self.blobs.append(np.ascontiguousarray(value).tobytes())
+            return {"array": len(self.arrays) - 1}
+        if type(value).__name__ in _TYPES:
+            return {"object": self._object(value)}
+        raise TypeError(
+            f"a value of {type(value).__name__} does not travel between processes (got {str(value)[:80]!r})"
+        )
+
+    def _object(self, value: Any) -> int:
+        if id(value) not in self._known:
+            parts = {part.name: self.add(getattr(value, part.name)) for part in fields(value)}
+            self.objects.append((type(value).__name__, parts))
+            self._known[id(value)] = len(self.objects) - 1
+        return self._known[id(value)]

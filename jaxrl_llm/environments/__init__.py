@@ -1,1 +1,0 @@
-"""Who answers the policy between its turns."""

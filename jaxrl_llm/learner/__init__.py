@@ -1,0 +1,1 @@
+"""From scored groups to an update: packing, token stats, gradients, the optimizer."""

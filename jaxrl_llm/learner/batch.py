@@ -1,0 +1,208 @@
+"""All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.experience import Group, Rollout
+from jaxrl_llm.learner.packing import PackedRows, Packing
+
+PACKED = ("batch", "length")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Scored groups as flat sequences, with the packed rows of every mini-batch.
+
+    Attributes:
+      groups: the scored groups.
+      sources: names of the data sources; a sequence's number is its place here.
+      response_tokens: T, most tokens of a response.
+      capacity: S, most sequences; the unpacked arrays are padded to it, so that its shape never changes.
+      minibatches: packed rows by mini-batch.
+    """
+
+    groups: Sequence[Group]
+    sources: Sequence[str]
+    response_tokens: int
+    capacity: int
+    minibatches: Sequence[Sequence[PackedRows]]
+
+    @classmethod
+    def build(
+        cls,
+        groups: Sequence[Group],
+        packing: Packing,
+        *,
+        minibatches: int,
+        sources: Sequence[str],
+        response_tokens: int,
+        capacity: int,
+    ) -> "Batch":
+        """Packs each mini-batch, which is a set of whole groups, on its own.
+
+        Raises:
+          ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
+        """
+        rollouts = [r for g in groups for r in g.rollouts]
+        if len(rollouts) > capacity:
+            raise ValueError(f"{len(rollouts)} sequences are more than the batch holds ({capacity})")
+        starts = np.cumsum([0, *(len(g.rollouts) for g in groups)])
+        parts = [p for p in np.array_split(np.arange(len(groups)), minibatches) if len(p)]
+        packed = []
+        for part in parts:
+            atoms = [list(range(starts[g], starts[g + 1])) for g in part]
+            packed.append(_pack(packing, rollouts, atoms, together=_paired(groups[part[0]])))
+        return cls(
+            groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed
+        )
+
+    @cached_property
+    def rollouts(self) -> list[Rollout]:
+        return [r for g in self.groups for r in g.rollouts]
+
+    @property
+    def rows(self) -> list[PackedRows]:
+        """All micro-batches."""
+        return [rows for mini in self.minibatches for rows in mini]
+
+    def tokenwise(self, values: Sequence[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
+        """One array [S, T] from per-sequence arrays."""
+        out = np.zeros((self.capacity, self.response_tokens), dtype)
+        for i, x in enumerate(values):
+            out[i, : len(x)] = x
+        return out
+
+    def per_sequence(self, values: Sequence[Any], dtype: Any, fill: Any = 0) -> np.ndarray:
+        """One array [S] from per-sequence values."""
+        out = np.full(self.capacity, fill, dtype)
+        out[: len(values)] = values
+        return out
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `Sequences` that the host knows, as NumPy arrays."""
+        names = {n for g in self.groups for n in g.scores.parts}
+        spans = {n for r in self.rollouts for n in r.spans}
+        flat = lambda get: [x for g in self.groups for x in get(g)]  # noqa: E731
+        part = lambda name: flat(lambda g: np.nan_to_num(g.scores.parts.get(name, np.zeros(len(g.rollouts)))))  # noqa: E731
+        none = lambda r: np.zeros(len(r.tokens), bool)  # noqa: E731
+        return {
+            "reward": self.per_sequence(flat(lambda g: g.total()), np.float32),
+            "parts": {n: self.per_sequence(part(n), np.float32) for n in sorted(names) if not n.startswith("log/")},
+            "valid": self.per_sequence(flat(lambda g: g.valid()), bool, False),
+            "greedy": self.per_sequence([r.role == "greedy" for r in self.rollouts], bool, False),
+            "group": self.per_sequence(
+                [i for i, g in enumerate(self.groups) for _ in g.rollouts], np.int32, max(len(self.groups) - 1, 0)
+            ),
+            "source": self.per_sequence([self.sources.index(r.prompt.source) for r in self.rollouts], np.int32),
+            "side": self.per_sequence(part("log/side"), np.int32),
+            "mask": self.tokenwise([r.mask for r in self.rollouts], bool),
+            "spans": {n: self.tokenwise([r.spans.get(n, none(r)) for r in self.rollouts], bool) for n in sorted(spans)},
+            "sampler_logprobs": self.tokenwise([r.sampler_logprobs for r in self.rollouts]),
+        }
+
+    def sequences(self, stats: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> Sequences:
+        """The batch unpacked, with token stats [S, T], which may stand for what the host knows; `groups` is static."""
+        absent: dict[str, Any] = dict.fromkeys(
+            ("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs")
+        )
+        zeros = np.zeros((self.capacity, self.response_tokens), np.float32)
+        known: dict[str, Any] = {"old_logprobs": zeros, "entropy": zeros, **absent, **stats}
+        moved = {n: np.float32(c) for n, c in controls.items()}
+        return Sequences(**{**self.fields, **known}, controls=moved, groups=groups, sources=tuple(self.sources))
+
+    def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
+        """A stream of all micro-batches, [B, T] each in the order of `rows`, as one array [S, T]."""
+        out = np.zeros((self.capacity, self.response_tokens), np.float32)
+        for rows, stream in zip(self.rows, packed, strict=True):
+            rows.gather(np.asarray(stream, np.float32), out)
+        return out
+
+    def micro_batches(
+        self, sequences: Sequences, advantages: Advantages, constant: float, partitioner: Partitioner
+    ) -> list[list[MicroBatch]]:
+        """Every mini-batch's micro-batches on the device; `sequences` and `advantages` hold NumPy arrays."""
+        return [
+            [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant)]
+            for mini in self.minibatches
+        ]
+
+
+def filled(
+    mini: Sequence[PackedRows], sequences: Sequences, advantages: Advantages, constant: float
+) -> list[MicroBatch]:
+    """The micro-batches of one mini-batch, on the host, with the mini-batch's global counts."""
+    members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
+    learned = np.any(advantages.loss_mask[members], axis=1)
+    group, side = np.asarray(sequences.group)[members], np.asarray(sequences.side)[members]
+    learned_sequences = float(np.sum(learned))
+    counts = {
+        "tokens": float(np.sum(advantages.loss_mask[members])),
+        "sequences": learned_sequences,
+        "pairs": float(len(np.intersect1d(group[learned & (side > 0)], group[learned & (side < 0)]))),
+        "constant": learned_sequences * constant,
+        "one": 1.0,
+    }
+    denominators = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
+    return [_fill(rows, sequences, advantages, denominators) for rows in mini]
+
+
+def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts: dict[str, Any]) -> MicroBatch:
+    def stream(x: np.ndarray | None) -> Any:
+        return None if x is None else rows.scatter(x).astype(x.dtype)
+
+    def members(x: np.ndarray) -> np.ndarray:
+        return np.where(rows.members >= 0, x[np.maximum(rows.members, 0)], 0).astype(np.int32)
+
+    return MicroBatch(
+        tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
+        mask=stream(advantages.loss_mask), sampler_logprobs=stream(sequences.sampler_logprobs), old_logprobs=stream(sequences.old_logprobs),
+        advantages=stream(advantages.advantages), ref_logprobs=stream(sequences.ref_logprobs), old_values=stream(sequences.values),
+        returns=stream(advantages.returns), weights=stream(advantages.weights), aux={n: stream(x) for n, x in advantages.aux.items()},
+        group=members(sequences.group), side=members(sequences.side), counts=counts,
+    )  # fmt: skip
+
+
+def bare(rows: PackedRows) -> MicroBatch:
+    """A batch with the tokens alone, for scoring."""
+    zeros = np.zeros(rows.tokens.shape, np.float32)
+    none = np.zeros(rows.members.shape, np.int32)
+    return MicroBatch(
+        tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
+        mask=rows.targets >= 0, sampler_logprobs=zeros, old_logprobs=zeros, advantages=zeros, ref_logprobs=None, old_values=None,
+        returns=None, weights=None, aux={}, group=none, side=none, counts={},
+    )  # fmt: skip
+
+
+def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
+    """The batch on the mesh: rows over data and fsdp, positions over context, the rest replicated."""
+    place = lambda x: partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated  # noqa: E731
+    if partitioner.replicated.is_fully_addressable:
+        return jax.device_put(batch, jax.tree.map(place, batch))
+    # Every process has the whole batch, and gives its devices their shards: nothing travels.
+    return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), place(x), np.asarray(x).__getitem__), batch)
+
+
+def _paired(group: Group) -> bool:
+    return "log/side" in group.scores.parts
+
+
+def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]], *, together: bool) -> list[PackedRows]:
+    """The micro-batches of the sequences of `atoms`; `together` keeps each atom in one micro-batch."""
+    members = [i for atom in atoms for i in atom]
+    local = {i: k for k, i in enumerate(members)}
+    prompts = [rollouts[i].prompt.prefix for i in members]
+    responses = [rollouts[i].tokens for i in members]
+    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
+    placements = packing.place(lengths, [[local[i] for i in atom] for atom in atoms] if together else None)
+    packed = [PackedRows.build(packing, p, prompts, responses) for p in placements]
+    number = np.asarray(members, np.int32)
+    globally = lambda x: np.where(x >= 0, number[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
+    return [replace(rows, row_of=globally(rows.row_of), members=globally(rows.members)) for rows in packed]

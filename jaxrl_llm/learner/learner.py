@@ -1,0 +1,383 @@
+"""Scoring and updating under jit: one compiled function each, sharded inputs, donated state, global normalisation.
+
+The gradient of a mini-batch is the sum over its micro-batches of d/dw sum_k s_k / n_k, where s_k is a term's sum over the
+micro-batch and n_k its global count, which is data; so any split into micro-batches or over devices gives the same update.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.learner import offload
+from jaxrl_llm.learner.optimizer import Optimizer, Trainable, keep, state_shardings
+from jaxrl_llm.models.architecture import Capture
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Algorithm, Params
+
+Leaf = Any  # a jax.Array; in a tree that describes the state, a shape or a sharding
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """The policy and the models trained beside it, with their optimizer states; frozen models live apart.
+
+    Attributes:
+      step: int32 [] updates applied or skipped so far.
+      skipped: int32 [] updates in a row whose gradient was not finite.
+      params: {model name: parameters}, "policy" and, where an algorithm asks for one, "critic" or "reward_model".
+      moments: {model name: optimizer state} of the trained models.
+    """
+
+    step: Leaf
+    skipped: Leaf
+    params: dict[str, Any]
+    moments: dict[str, Any]
+
+    @property
+    def policy(self) -> Any:
+        return self.params["policy"]
+
+
+Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
+NO_BASES: Bases = {}
+STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Learner:
+    """The compiled half of training; it sees an Algorithm, never an algorithm's name.
+
+    Attributes:
+      models: {"policy": Policy} and, where the algorithm asks for one, {"critic": ValueModel} or {"reward_model": ValueModel}.
+      algorithm: the objective.
+      optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
+      updates: updates of the whole run, for the schedules.
+      warmup: first updates, which leave the policy as it is: only the critic learns.
+      capture: where the policy's log-probs are read from; None is the model's own output.
+      trainable: which parameters of the policy learn; None for all.
+      seed: seed of the noise that an algorithm may ask for.
+      temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
+      max_segments: most sequences of a packed row.
+    """
+
+    models: Mapping[str, Any]
+    algorithm: Algorithm
+    optimizers: Mapping[str, Optimizer]
+    updates: int
+    warmup: int = 0
+    capture: Capture | None = None
+    trainable: Trainable | None = None
+    seed: int = 0
+    temperature: float = 1.0
+    max_segments: int | None = None
+
+    @property
+    def policy(self) -> Policy:
+        return self.models["policy"]
+
+    @property
+    def partitioner(self) -> Partitioner:
+        return self.policy.partitioner
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def transforms(self) -> dict[str, optax.GradientTransformation]:
+        late = {"policy": self.warmup}
+        return {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
+
+    def trained(self, params: Mapping[str, Params]) -> dict[str, Params]:
+        """Those of `params` that an update changes."""
+        return {name: params[name] for name in self.optimizers}
+
+    def init(self, params: Mapping[str, Params]) -> TrainState:
+        """The state that training starts from; it owns `params` from here on."""
+        shardings = self.shardings
+        scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
+        moments = {}
+        for n, t in self.transforms.items():
+            if self.optimizers[n].offload:  # moments begin at 0, which the host makes in its own memory
+                zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
+                moments[n] = jax.tree.map(zeros, self.abstract.moments[n])
+            else:
+                moments[n] = jax.jit(t.init, out_shardings=shardings.moments[n])(params[n])
+        return TrainState(step=scalar(), skipped=scalar(), params=dict(params), moments=moments)
+
+    @cached_property
+    def shardings(self) -> TrainState:
+        """The sharding of every leaf of the state."""
+        one = self.partitioner.replicated
+        abstract = {n: m.abstract() for n, m in self.models.items()}
+        moments = {n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()}
+        away = {n: jax.tree.map(offload.on_host, moments[n]) for n, o in self.optimizers.items() if o.offload}
+        return TrainState(
+            step=one,  # type: ignore[arg-type]
+            skipped=one,  # type: ignore[arg-type]
+            params={n: jax.tree.map(lambda x: x.sharding, a) for n, a in abstract.items()},
+            moments=moments | away,
+        )
+
+    @cached_property
+    def abstract(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
+        params = {n: m.abstract() for n, m in self.models.items()}
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        moments = {n: jax.eval_shape(t.init, params[n]) for n, t in self.transforms.items()}
+        state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+
+    # -- what the models say of a batch --------------------------------------------------------------------------------
+
+    def outputs(
+        self,
+        params: Mapping[str, Params],
+        batch: MicroBatch,
+        streams: Sequence[str],
+        bases: Bases = NO_BASES,
+        noise_key: Array | None = None,
+    ) -> dict[str, dict[str, Array]]:
+        """Per-token float32 streams [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
+
+        Here and below, `bases` holds the frozen parameters under the adapters of the models that have these. The noise
+        of "noise_logprob" is drawn by `noise_key`.
+        """
+        places = (batch.tokens, batch.positions, batch.segments)
+        found = {}
+        for name, model in self.models.items():
+            if name not in params:
+                continue
+            whole = model.joined(params[name], bases.get(name))
+            if name == "policy":
+                hidden = model.hidden(whole, *places, capture=self.capture, max_segments=self.max_segments)
+                stats = token_stats(
+                    hidden.reshape(-1, hidden.shape[-1]), model.head(whole), batch.targets.reshape(-1),
+                    temperature=self.temperature, outputs=tuple(streams), noise_key=noise_key,
+                    mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
+                )  # fmt: skip
+                found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
+            else:
+                found[name] = {"value": model.values(whole, *places, max_segments=self.max_segments)}
+        return found
+
+    @cached_property
+    def streams(self) -> tuple[str, ...]:
+        """The streams of the policy that the algorithm reads."""
+        return tuple(s for s in STREAMS if s in ("logprob", "entropy") or s in self.algorithm.needs)
+
+    @cached_property
+    def _score(self) -> Any:
+        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is of an update alone
+        return jax.jit(lambda params, batch, bases: self.outputs(params, batch, drawn, bases))
+
+    @cached_property
+    def _score_frozen(self) -> Any:
+        def logprob(params: Params, batch: MicroBatch, bases: Bases) -> Array:
+            return self.outputs({"policy": params}, batch, ("logprob",), bases)["policy"]["logprob"]
+
+        return jax.jit(logprob)
+
+    def score(
+        self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases = NO_BASES
+    ) -> dict[str, dict[str, Array]]:
+        """`outputs` without gradient: old log-probs, entropies, values."""
+        return self._score(dict(params), batch, dict(bases))
+
+    def score_frozen(self, params: Params, batch: MicroBatch, bases: Bases = NO_BASES) -> Array:
+        """Log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
+        return self._score_frozen(params, batch, dict(bases))
+
+    @cached_property
+    def advantages(self) -> Any:
+        """`Algorithm.advantages`, jitted."""
+        return jax.jit(self.algorithm.advantages)
+
+    # -- update --------------------------------------------------------------------------------------------------------
+
+    def _objective(
+        self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
+    ) -> tuple[Array, dict[str, Array]]:
+        """The share of a micro-batch in the loss of its mini-batch, and in the metrics.
+
+        Args:
+          place: number of the update and of the micro-batch within it, which seed its noise.
+        """
+        noisy = "noise_logprob" in self.streams
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), place[0]), place[1]) if noisy else None
+        found: dict[str, Any] = self.outputs(params, batch, self.streams, bases, key)
+        if "policy" in found:
+            found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
+        terms, metrics = self.algorithm.loss(found, batch)
+        divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
+        loss = sum(divided(terms).values(), start=jnp.zeros(()))
+        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
+
+    def _gradient(
+        self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
+    ) -> tuple[Any, dict[str, Array]]:
+        objective = jax.value_and_grad(self._objective, has_aux=True)
+        (_, scalars), gradient = objective(self.trained(params), batch, bases, place)
+        return gradient, scalars
+
+    @cached_property
+    def _measure(self) -> Any:
+        return jax.jit(lambda params, batch, bases: self._objective(params, batch, bases, (0, 0))[1])
+
+    def measure(
+        self, params: Mapping[str, Params], batches: Iterable[MicroBatch], bases: Bases = NO_BASES
+    ) -> dict[str, Array]:
+        """The loss and the metrics of a mini-batch, of which nothing is learned."""
+        shares = [self._measure(self.trained(params), batch, dict(bases)) for batch in batches]
+        return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares)
+
+    @cached_property
+    def _accumulate(self) -> Any:
+        def accumulate(total: Any, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: Any) -> Any:
+            return jax.tree.map(jnp.add, total, self._gradient(params, batch, bases, place))
+
+        return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
+
+    @cached_property
+    def _first(self) -> Any:
+        return jax.jit(self._gradient, out_shardings=self._total_shardings)
+
+    @property
+    def _total_shardings(self) -> Any:
+        """Of gradient and metrics summed so far: one program adds every micro-batch, and gradients lie as parameters do."""
+        return self.trained(self.shardings.params), self.partitioner.replicated
+
+    @cached_property
+    def _apply(self) -> Any:
+        return jax.jit(self._applied, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
+
+    @cached_property
+    def _whole(self) -> Any:
+        """Gradient and update in one program, for a mini-batch of one micro-batch: no gradient is ever stored."""
+
+        def whole(state: TrainState, batch: MicroBatch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
+            gradient, scalars = self._gradient(state.params, batch, bases, (state.step, 0))
+            state, norms = self._applied(state, gradient)
+            return state, {**scalars, **norms}
+
+        return jax.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
+
+    def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
+        """One optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
+        counters, how, metrics = self._judged(state.step, state.skipped, gradient)
+        params, moments = dict(state.params), {}
+        for name in self.transforms:
+            updated = self._updated(name, how[name], params[name], gradient[name], state.moments[name])
+            params[name], moments[name] = updated
+        return TrainState(**counters, params=params, moments=moments), metrics
+
+    def _judged(self, step: Array, skipped: Array, gradient: dict[str, Any]) -> tuple[dict[str, Array], Any, Any]:
+        """The state's counters after the update, {model: (factor of its gradient, whether it learns)}, and metrics."""
+        norms = {name: optax.global_norm(g) for name, g in gradient.items()}
+        finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
+        how = {}
+        for name in self.transforms:
+            limit = self.optimizers[name].max_grad_norm
+            scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else jnp.float32(1.0)
+            how[name] = scale, finite & (step >= self.warmup) if self.warmup and name == "policy" else finite
+        metrics = {f"grad_norm/{name}": norm for name, norm in norms.items()}
+        metrics["update/skipped"] = 1.0 - finite.astype(jnp.float32)
+        return {"step": step + 1, "skipped": jnp.where(finite, 0, skipped + 1)}, how, metrics
+
+    def _updated(
+        self, name: str, how: tuple[Array, Array], params: Any, gradient: Any, moments: Any
+    ) -> tuple[Any, Any]:
+        """Parameters and moments of a model, or of some of its leaves, after the update."""
+        scale, learns = how
+        clipped = jax.tree.map(lambda g: g * scale, gradient)
+        changes, new = self.transforms[name].update(clipped, moments, params)
+        mask = jax.tree.map(lambda m: learns & m, self._mask(name, params))
+        return keep(optax.apply_updates(params, changes), params, mask), keep(new, moments, mask)
+
+    @cached_property
+    def _judge(self) -> Any:
+        return jax.jit(self._judged, out_shardings=self.partitioner.replicated)
+
+    @cached_property
+    def _parts(self) -> dict[Any, Any]:
+        """Compiled updates of some leaves of a model, for optimizers whose moments lie on the host."""
+        return {}
+
+    def _apply_parts(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
+        """`_applied` for moments that lie on the host: a group of leaves at a time."""
+        counters, how, metrics = self._judge(state.step, state.skipped, gradient)
+        params, moments = dict(state.params), {}
+        for name in self.transforms:
+
+            def apply(part: Any, g: Any, own: Any, name: str = name) -> tuple[Any, Any]:
+                key = name, jax.tree.structure(part), offload.at(own)
+                if key not in self._parts:
+                    out = jax.tree.map(lambda x: x.sharding, (part, own))
+                    update = partial(self._updated, name)
+                    self._parts[key] = jax.jit(update, donate_argnums=(1, 3), out_shardings=out)
+                return self._parts[key](how[name], part, g, own)
+
+            run = offload.streamed if self.optimizers[name].offload else lambda apply, *args: apply(*args)
+            params[name], moments[name] = run(apply, params[name], gradient[name], state.moments[name])
+        return TrainState(**counters, params=params, moments=moments), metrics
+
+    def _mask(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Whether each part of a model's parameters learns in this phase."""
+        if name != "policy" or self.trainable is None:
+            return dict.fromkeys(parts, True)
+        return self.trainable.mask(parts, self.policy.architecture.layers)
+
+    def update(
+        self, state: TrainState, batches: Iterable[MicroBatch], bases: Bases = NO_BASES
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """One update from the micro-batches of a mini-batch; donates `state`.
+
+        Returns:
+          The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
+        """
+        batches, bases = list(batches), dict(bases)
+        away = any(o.offload for o in self.optimizers.values())
+        if len(batches) == 1 and not away:
+            return self._whole(state, batches[0], bases)
+        total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
+        for number, batch in enumerate(batches[1:], 1):
+            total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
+        gradient, scalars = total
+        state, norms = (self._apply_parts if away else self._apply)(state, gradient)
+        return state, {**scalars, **norms}
+
+    def lowered(self, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
+        """The programs of an update with so many micro-batches like `batch`, or with 0 of scoring, ready to be compiled.
+
+        Shapes and shardings of `batch` and `bases` count, not their values; no parameters are needed.
+        """
+        state, bases = self.abstract, dict(bases)
+        if microbatches == 0:
+            return {"score": self._score.lower(state.params, batch, bases)}
+        away = any(o.offload for o in self.optimizers.values())
+        if microbatches == 1 and not away:
+            return {"whole": self._whole.lower(state, batch, bases)}
+        one, place = self.partitioner.replicated, (state.step, jax.ShapeDtypeStruct((), np.uint32))
+        found = {"first": self._first.lower(state.params, batch, bases, place)}
+        if microbatches > 1:
+            scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
+            shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
+            total = (self.trained(state.params), jax.tree.map(shaped, scalars))
+            found["accumulate"] = self._accumulate.lower(total, state.params, batch, bases, place)
+        return found if away else found | {"apply": self._apply.lower(state, self.trained(state.params))}
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far; it stands still after the first step of a phase."""
+        names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
+        made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
+        return sum(f._cache_size() for f in made)

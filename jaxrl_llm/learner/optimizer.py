@@ -1,0 +1,186 @@
+"""AdamW with a schedule, a step count for each layer and sharded moments, and which parameters of the policy learn."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl_llm import components
+from jaxrl_llm.models.architecture import LAYERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainable:
+    """Which parameters of the policy learn; the others keep values, moments and step counts bit for bit.
+
+    Attributes:
+      layers: the first layers that learn; None for all.
+      frozen: other parts that do not learn: of "embedding", "norm" (the final one) and "head".
+    """
+
+    layers: int | None = None
+    frozen: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", tuple(self.frozen))  # a list in a gin file; hashable here
+        if unknown := sorted({*self.frozen} - {"embedding", "norm", "head"}):
+            raise ValueError(f"Trainable.frozen may name embedding, norm and head (got {unknown})")
+        components.at_least(self, 0, "layers")
+
+    def mask(self, parts: Mapping[str, object], layers: int) -> dict[str, np.ndarray]:
+        """Whether each part learns: bool [], and bool [L] of the stacked layers."""
+        first = layers if self.layers is None else self.layers
+        known = {part: np.asarray(part not in self.frozen) for part in parts}
+        return known | ({LAYERS: np.arange(layers) < first} if LAYERS in known else {})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) under a learning-rate schedule.
+
+    Attributes:
+      learning_rate: peak learning rate.
+      warmup_steps: updates over which the rate rises linearly from 0.
+      schedule: "constant", "linear" or "cosine" decay after the warm-up.
+      final_fraction: share of the peak that the decay ends at.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      epsilon: added to the root of the second moment.
+      weight_decay: decoupled weight decay, on matrices alone.
+      max_grad_norm: global norm that gradients are clipped to; 0 never clips.
+      moments_dtype: dtype of the first moment.
+      second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
+        https://arxiv.org/abs/2412.19437, section 3.3.3).
+      offload: keep the moments in the host's pinned memory; they visit the device a group of parameters at a time.
+    """
+
+    learning_rate: float = 1e-6
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    final_fraction: float = 0.0
+    b1: float = 0.9
+    b2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    moments_dtype: str = "float32"
+    second_moment_dtype: str = "float32"
+    offload: bool = False
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps")
+        components.one_of(self, ("constant", "linear", "cosine"), "schedule")
+
+    def rate(self, updates: int) -> optax.Schedule:
+        """Learning rate by update, for a run of `updates` updates."""
+        decay = max(updates - self.warmup_steps, 1)
+        after = {
+            "constant": optax.constant_schedule(self.learning_rate),
+            "linear": optax.linear_schedule(self.learning_rate, self.learning_rate * self.final_fraction, decay),
+            "cosine": optax.cosine_decay_schedule(self.learning_rate, decay, self.final_fraction)
+            if self.learning_rate
+            else optax.constant_schedule(0.0),
+        }[self.schedule]
+        # The first update of a warm-up of n takes 1/n of the peak: a rate of 0 would waste it.
+        warmup = lambda step: self.learning_rate * (step + 1) / self.warmup_steps  # noqa: E731
+        return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
+
+    def transform(self, updates: int) -> optax.GradientTransformation:
+        """The optax chain for a run of `updates` updates; clipping is the learner's, which knows the global norm."""
+        return optax.chain(
+            scale_by_adam(self.b1, self.b2, self.epsilon, self.moments_dtype, self.second_moment_dtype),
+            optax.add_decayed_weights(self.weight_decay, decays),
+            optax.scale_by_learning_rate(self.rate(updates)),
+        )
+
+
+def scale_by_adam(
+    b1: float, b2: float, epsilon: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
+) -> optax.GradientTransformation:
+    """Adam's direction, with a step count of each part of the parameters, [L] of those stacked over layers.
+
+    A part or a layer that was frozen for a time takes up its bias correction where it was; the learning rate's schedule
+    counts the updates of the whole model.
+    """
+
+    def init(params: Any) -> optax.ScaleByAdamState:
+        count = {
+            part: jnp.zeros(jax.tree.leaves(tree)[0].shape[:1] if part == LAYERS else (), jnp.int32)
+            for part, tree in params.items()
+        }
+        mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype), params)
+        nu = jax.tree.map(lambda p: jnp.zeros(p.shape, nu_dtype), params)
+        return optax.ScaleByAdamState(count=count, mu=mu, nu=nu)  # type: ignore[arg-type]
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
+        del params
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m.astype(g.dtype), gradient, state.mu)
+        nu = jax.tree.map(lambda g, v: (1 - b2) * jnp.square(g) + b2 * v.astype(g.dtype), gradient, state.nu)
+        count = jax.tree.map(lambda n: n + 1, state.count)
+
+        def direction(part: str) -> Any:
+            first, second = (1 - b ** count[part].astype(jnp.float32) for b in (b1, b2))
+            return jax.tree.map(
+                lambda m, v: (m / along(first, m)) / (jnp.sqrt(v / along(second, v)) + epsilon), mu[part], nu[part]
+            )
+
+        cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+        state = optax.ScaleByAdamState(count=count, mu=cast(mu, mu_dtype), nu=cast(nu, nu_dtype))  # type: ignore[arg-type]
+        return {part: direction(part) for part in mu}, state
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def along(x: Any, like: Any) -> Any:
+    """`x` ([] or [L]) shaped to meet an array of more axes from its first axis on."""
+    return jnp.reshape(x, jnp.shape(x) + (1,) * (jnp.ndim(like) - jnp.ndim(x)))
+
+
+def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
+    """`new` where a part learns and `old` elsewhere, bit for bit.
+
+    Args:
+      new: parameters or an optimizer's state, in which every dictionary of the parameters' parts is told apart by them.
+      old: the same before the update.
+      learns: {part: bool [], or bool [L] of stacked layers}.
+    """
+    by_part = lambda node: isinstance(node, dict) and node.keys() == learns.keys()  # noqa: E731
+    anything = jnp.any(jnp.stack([jnp.any(x) for x in learns.values()]))
+
+    def chosen(new: Any, old: Any) -> Any:
+        if not by_part(new):
+            return jnp.where(anything, new, old)
+        return {
+            part: jax.tree.map(lambda n, o: jnp.where(along(learns[part], n), n, o), new[part], old[part])  # noqa: B023
+            for part in learns
+        }
+
+    return jax.tree.map(chosen, new, old, is_leaf=by_part)
+
+
+def decays(params: Any) -> Any:
+    """True for the leaves that weight decay acts on: matrices, stacked over layers or not, never norms and biases."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: not any("norm" in str(p) or "bias" in str(p) or "scale" in str(p) for p in path), params
+    )
+
+
+def state_shardings(transform: optax.GradientTransformation, params: Any, replicated: Any) -> Any:
+    """Shardings of the optimizer's state: moments lie as their parameters do, everything else is replicated.
+
+    Args:
+      params: tree of ShapeDtypeStruct with shardings.
+      replicated: sharding of scalars.
+    """
+    shapes = jax.tree.map(lambda x: x.shape, params)
+
+    def moments(node: Any) -> bool:
+        return isinstance(node, dict) and jax.tree.map(lambda x: x.shape, node) == shapes
+
+    own = jax.tree.map(lambda x: x.sharding, params)
+    state = jax.eval_shape(transform.init, params)
+    return jax.tree.map(lambda node: own if moments(node) else replicated, state, is_leaf=moments)

@@ -1,0 +1,269 @@
+"""Sequences of any length into fixed-shape packed rows, with nothing learned twice and little padding.
+
+A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
+longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
+no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
+
+With a tail, rows are filled first (best fit, longest first), and what the last micro-batches lack is left out of them: they
+have halved numbers of rows, each a shape of its own to compile. Rows of like cost then share a micro-batch, and lie in it
+so that the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention grows with
+its length.
+"""
+
+import bisect
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxrl_llm import components
+
+# Tokens at which a causal sequence's attention costs as much as its products: weights / (layers x heads x head width), which
+# is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
+ATTENTION = 32768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """The shape of a micro-batch.
+
+    Attributes:
+      row_tokens: positions of a row; a sequence (prompt and response, less one) must fit.
+      rows: rows of a micro-batch over all devices; a multiple of data x fsdp.
+      sequences_per_row: most sequences of one row.
+      tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp. 0
+        gives every micro-batch the same shape.
+    """
+
+    row_tokens: int = 1024
+    rows: int = 8
+    sequences_per_row: int = 16
+    tail: int = 0
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 1, "row_tokens", "rows", "sequences_per_row")
+        if self.tail and self.tail not in (
+            self.rows >> k for k in range(self.rows.bit_length()) if self.rows % 2**k == 0
+        ):
+            raise ValueError(f"train.Packing.tail must be 0, or rows ({self.rows}) halved some times (got {self.tail})")
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a micro-batch."""
+        return self.rows * self.sequences_per_row
+
+    def place(self, lengths: Sequence[int], atoms: Sequence[Sequence[int]] | None = None) -> list["Placement"]:
+        """Micro-batches that hold every sequence.
+
+        Args:
+          lengths: positions of each sequence (its tokens less one).
+          atoms: sequences that must share a micro-batch, such as the halves of a pair; by default each stands alone.
+
+        Raises:
+          ValueError: a sequence is longer than a row, or an atom does not fit a micro-batch.
+        """
+        if not len(lengths):
+            return []
+        longest = max(lengths)
+        if longest > self.row_tokens:
+            raise ValueError(
+                f"a sequence of {longest} positions does not fit a row: set train.Packing.row_tokens >= {longest} (got {self.row_tokens})"
+            )
+        units = [[i] for i in range(len(lengths))] if atoms is None else [list(a) for a in atoms]
+        for unit in units:
+            if len(unit) > 1 and self._rows(lengths, unit) is None:
+                raise ValueError(
+                    f"{len(unit)} sequences of {sum(lengths[i] for i in unit)} positions must share a micro-batch and do not fit its "
+                    f"{self.rows} rows of {self.row_tokens} positions and {self.sequences_per_row} sequences: set train.Packing.rows, "
+                    "row_tokens or sequences_per_row higher"
+                )
+        if self.tail and atoms is None:
+            return self._with_tail(lengths)
+        tokens = -(-sum(lengths) // (self.rows * self.row_tokens))
+        alone = sum(2 * n > self.row_tokens for n in lengths)  # no two of these share a row
+        count = max(tokens, -(-len(lengths) // self.sequences), -(-alone // self.rows), 1)
+        while (placed := self._try(lengths, units, count)) is None:
+            count += 1
+        return placed
+
+    def _with_tail(self, lengths: Sequence[int]) -> list["Placement"]:
+        """Full rows, the costly ones first, in micro-batches of `rows` rows and then of halved numbers of rows."""
+        rows = _fill(lengths, self.row_tokens, self.sequences_per_row)
+        cost = lambda row: sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row)  # noqa: E731
+        rows.sort(key=lambda row: (-cost(row), row))
+        sizes = [self.rows >> k for k in range(self.rows.bit_length()) if self.rows >> k >= self.tail]
+        placements = []
+        while rows:
+            needed = -(-len(rows) // self.tail) * self.tail
+            size = next(size for size in sizes if size <= needed)
+            members, rows = rows[:size], rows[size:]
+            members += [[] for _ in range(size - len(members))]
+            placements.append(Placement([members[i] for i in _spread_order(size)]))
+        return placements
+
+    def _try(self, lengths: Sequence[int], atoms: list[list[int]], count: int) -> list["Placement"] | None:
+        """Atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
+        members = _spread(
+            atoms, [sum(lengths[i] for i in a) for a in atoms], count, self.rows * self.row_tokens, self.sequences
+        )
+        if members is None:
+            return None
+        placements = []
+        for atom_list in members:
+            inside = [i for a in atom_list for i in a]
+            rows = self._rows(lengths, inside)
+            if rows is None:
+                return None
+            placements.append(Placement(rows))
+        return placements
+
+    def _rows(self, lengths: Sequence[int], inside: list[int]) -> list[list[int]] | None:
+        """The sequences of one micro-batch by row; None where they do not fit."""
+        alone, loads = [[i] for i in inside], [lengths[i] for i in inside]
+        limits = (self.rows, self.row_tokens, self.sequences_per_row)
+        rows = _spread(alone, loads, *limits) or _fit(alone, loads, *limits)
+        return None if rows is None else [[i for (i,) in row] for row in rows]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which sequences stand in which row of a micro-batch, in order.
+
+    Attributes:
+      rows: sequence numbers by row.
+    """
+
+    rows: list[list[int]]
+
+    @property
+    def members(self) -> list[int]:
+        """The micro-batch's sequences in the order of their local numbers."""
+        return [i for row in self.rows for i in row]
+
+
+def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
+    """Rows of at most `most` sequences, by best fit, longest first: as many as it takes."""
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room, row) of the rows that take another sequence, in order
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        place = bisect.bisect_left(free, (lengths[i], -1))
+        if place == len(free):
+            room, row = capacity, len(rows)
+            rows.append([])
+        else:
+            room, row = free.pop(place)
+        rows[row].append(i)
+        if len(rows[row]) < most:
+            bisect.insort(free, (room - lengths[i], row))
+    return rows
+
+
+def _spread_order(size: int) -> list[int]:
+    """Places of `size` rows, given from the costliest on: each half, quarter, ... gets every second, fourth, ... of them."""
+    if size % 2:
+        return list(range(size))
+    half = _spread_order(size // 2)
+    # Of each two neighbours in cost, the halves get the costlier in turn.
+    return [2 * i + i % 2 for i in half] + [2 * i + 1 - i % 2 for i in half]
+
+
+def _spread(
+    items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
+) -> list[list[list[int]]] | None:
+    """Longest first onto the least loaded of `bins`; None where a bin would pass its capacity or its number of sequences."""
+    heap = [(0, b) for b in range(bins)]
+    filled: list[list[list[int]]] = [[] for _ in range(bins)]
+    counts = [0] * bins
+    for item in sorted(range(len(items)), key=lambda i: (-loads[i], i)):
+        aside = []
+        while heap:
+            load, b = heapq.heappop(heap)
+            if load + loads[item] > capacity:
+                return None  # the least loaded bin with room for one more sequence is too full
+            if counts[b] + len(items[item]) <= most:
+                break
+            aside.append((load, b))
+        else:
+            return None
+        filled[b].append(items[item])
+        counts[b] += len(items[item])
+        for entry in (*aside, (load + loads[item], b)):
+            heapq.heappush(heap, entry)
+    return filled
+
+
+def _fit(
+    items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
+) -> list[list[list[int]]] | None:
+    """Longest first into the fullest of `bins` that still takes it; None where none does."""
+    filled: list[list[list[int]]] = [[] for _ in range(bins)]
+    load, counts = [0] * bins, [0] * bins
+    for item in sorted(range(len(items)), key=lambda i: (-loads[i], i)):
+        n = len(items[item])
+        open_bins = [b for b in range(bins) if load[b] + loads[item] <= capacity and counts[b] + n <= most]
+        if not open_bins:
+            return None
+        fullest = max(open_bins, key=lambda b: load[b])
+        filled[fullest].append(items[item])
+        load[fullest] += loads[item]
+        counts[fullest] += n
+    return filled
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedRows:
+    """One micro-batch on the host: its fixed arrays, and where each position's stream value lives in the unpacked arrays [S, T].
+
+    Attributes:
+      tokens, targets, positions, segments, sequence: int32 [B, T], as in `batch.Batch`.
+      row_of: int32 [B, T] row of the unpacked arrays that the position's target belongs to; -1 where nothing is predicted.
+      index_of: int32 [B, T] index of the target within the response; -1 within the prompt.
+      members: int32 [S] unpacked row of each local sequence; -1 beyond the last.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    positions: np.ndarray
+    segments: np.ndarray
+    sequence: np.ndarray
+    row_of: np.ndarray
+    index_of: np.ndarray
+    members: np.ndarray
+
+    @classmethod
+    def build(
+        cls, packing: Packing, placement: Placement, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]
+    ) -> "PackedRows":
+        """Fills the arrays; `placement` numbers `prompts` and `responses`, int32 token ids."""
+        shape = (len(placement.rows), packing.row_tokens)
+        tokens, positions, segments, sequence = (np.zeros(shape, np.int32) for _ in range(4))
+        targets, row_of, index_of = (np.full(shape, -1, np.int32) for _ in range(3))
+        members = np.full(len(placement.rows) * packing.sequences_per_row, -1, np.int32)
+        local = 0
+        for r, row in enumerate(placement.rows):
+            start = 0
+            for segment, i in enumerate(row, start=1):
+                whole = np.concatenate([prompts[i], responses[i]])
+                n, first = len(whole) - 1, len(prompts[i]) - 1
+                here = slice(start, start + n)
+                tokens[r, here], positions[r, here] = whole[:-1], np.arange(n)
+                segments[r, here], sequence[r, here] = segment, local
+                predicts = slice(start + first, start + n)
+                targets[r, predicts], row_of[r, predicts] = whole[first + 1 :], i
+                index_of[r, predicts] = np.arange(n - first)
+                members[local] = i
+                local, start = local + 1, start + n
+        return cls(
+            tokens=tokens, targets=targets, positions=positions, segments=segments, sequence=sequence,
+            row_of=row_of, index_of=index_of, members=members,
+        )  # fmt: skip
+
+    def scatter(self, stream: np.ndarray) -> np.ndarray:
+        """An unpacked stream [S, T] at the positions that predict its tokens [B, T]; 0 elsewhere."""
+        return np.where(self.index_of >= 0, stream[np.maximum(self.row_of, 0), np.maximum(self.index_of, 0)], 0)
+
+    def gather(self, packed: np.ndarray, into: np.ndarray) -> None:
+        """Writes a packed stream [B, T] into the unpacked stream `into` [S, T]."""
+        here = self.index_of >= 0
+        into[self.row_of[here], self.index_of[here]] = packed[here]

@@ -1,0 +1,117 @@
+"""Token stats of a batch: what the policy, the critic, the reference and the teacher say of its tokens."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax import Array
+
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed.mesh import Partitioner, to_host
+from jaxrl_llm.experience import Group
+from jaxrl_llm.learner.batch import Batch, bare, to_device
+from jaxrl_llm.learner.learner import Bases, Learner
+from jaxrl_llm.models.sources import ModelSource, Opened
+from jaxrl_llm.protocols import Params
+
+# The learner's names of token stats, and those of the fields of Sequences that hold them.
+FIELDS = {"logprob": "old_logprobs", "value": "values"}
+
+TokenStats = Mapping[str, np.ndarray]  # {name: float32 [S, T]}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Teacher:
+    """A frozen model on the policy's mesh that says how likely it finds what the policy sampled.
+
+    Its architecture may be another one; its tokens are the policy's.
+
+    Attributes:
+      learner: scores; it trains nothing.
+      params: the teacher's parameters.
+    """
+
+    learner: Learner
+    params: Params
+
+    @classmethod
+    def open(cls, opened: Opened, learner: Learner) -> "Teacher":
+        """Reads the parameters; the teacher is scored as `learner` scores the policy."""
+        scoring = Learner(
+            models={"policy": opened.policy}, algorithm=learner.algorithm, optimizers={}, updates=1,
+            temperature=learner.temperature, max_segments=learner.max_segments,
+        )  # fmt: skip
+        return cls(learner=scoring, params=opened.params())
+
+    def logprobs(self, batch: MicroBatch) -> Array:
+        """Log-probs [B, T] of the batch's targets."""
+        return self.learner.score_frozen(self.params, batch)
+
+
+def found(source: ModelSource, tokenizer: Any, partitioner: Partitioner) -> Opened:
+    """The teacher, its parameters not yet read.
+
+    Raises:
+      OSError: no such folder or checkpoint.
+      ValueError: its tokens are others than those of `tokenizer`.
+    """
+    opened = source.open(partitioner)
+    theirs, ours = opened.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if theirs != ours:
+        different = sorted(t for t in theirs.keys() | ours.keys() if theirs.get(t) != ours.get(t))
+        raise ValueError(
+            f"the teacher {opened.name} has other tokens than the policy ({len(theirs)} and {len(ours)}; such as {different[:3]}) "
+            "and is asked about the policy's token ids: set TEACHER_PATH to a model with the policy's tokenizer"
+        )
+    return opened
+
+
+def token_stats(
+    learner: Learner,
+    params: Mapping[str, Params] | None,
+    batch: Batch,
+    bases: Bases,
+    *,
+    reference: Params | None = None,
+    teacher: Teacher | None = None,
+) -> dict[str, np.ndarray]:
+    """{name: float32 [S, T]} of the tokens of a batch, under the names of the fields of `Sequences`.
+
+    Args:
+      learner: reads the log-probs, at the end of the model or inside it.
+      params: {model name: parameters} of the policy and the critic; None leaves these two out.
+      batch: the groups of a step.
+      bases: what lies frozen under adapters.
+      reference: parameters of the reference policy on the device, or None.
+      teacher: scores the batch too, or None.
+    """
+    device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
+    stats: dict[str, np.ndarray] = {}
+    if params is not None:
+        scored = [learner.score(params, micro, bases) for micro in device]
+        for model, names in scored[0].items():
+            stats |= {FIELDS.get(n, n): batch.unpack([to_host(s[model][n]) for s in scored]) for n in names}
+    if reference is not None:
+        scored_frozen = [learner.score_frozen(reference, micro, bases) for micro in device]
+        stats["ref_logprobs"] = batch.unpack([to_host(x) for x in scored_frozen])
+    if teacher is not None:
+        stats["teacher_logprobs"] = batch.unpack([to_host(teacher.logprobs(micro)) for micro in device])
+    return stats
+
+
+def means_of_rollouts(groups: Sequence[Group], stats: TokenStats) -> list[dict[str, np.ndarray]]:
+    """Means over the policy's own tokens of each rollout, {name: float64 [G]} by group, of token stats [S, T]."""
+    out, start = [], 0
+    for group in groups:
+        rows = range(start, start + len(group.rollouts))
+        start += len(group.rollouts)
+        means = {}
+        for name, values in stats.items():
+            each = [
+                values[i, : len(r.mask)][r.mask].mean() if r.mask.any() else 0.0
+                for i, r in zip(rows, group.rollouts, strict=True)
+            ]
+            means[name] = np.asarray(each, np.float64)
+        out.append(means)
+    return out

@@ -1,0 +1,149 @@
+"""A run on the console: a progress bar on a terminal, plain lines elsewhere.
+
+Metrics are read by the first piece of their names: `eval/` results are always shown, `time/` seconds as a split of the
+step, `count/` where it is not 0, and summed over the run.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxrl_llm import components
+
+FIRST_STEP = (
+    "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
+    " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
+)
+
+
+def short(value: float) -> str:
+    """A number in about five characters: 0.412, 1.2e-05, 15.3k, 2.1M, 87."""
+    size = abs(value)
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    for least, unit, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if size >= least:
+            return f"{value / unit:.3g}{suffix}"
+    if size < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if float(value).is_integer() else f"{value:.{3 if size < 10 else 1}f}"
+
+
+def in_group(values: Mapping[str, float], group: str) -> dict[str, float]:
+    """The values whose names begin with `group/`, by the rest of their names."""
+    return {name.removeprefix(f"{group}/"): value for name, value in values.items() if name.startswith(f"{group}/")}
+
+
+def time_split(step_s: float, parts: Mapping[str, float]) -> str:
+    """`2.00 s (sample 25%, update 70%)`: a step's seconds, and the shares of its parts (seconds too)."""
+    shares = ", ".join(f"{name} {100 * value / step_s:.0f}%" for name, value in parts.items()) if step_s > 0 else ""
+    return f"{step_s:.2f} s ({shares})" if shares else f"{step_s:.2f} s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Console:
+    """A line for each step: reward, entropy, KL, tokens a second, where the time went, what was counted.
+
+    A bar shows the last step, and a line of its own each evaluation.
+
+    Attributes:
+      every: steps between lines; a step with an evaluation always has one.
+      bar: True for a progress bar, False for plain lines, None for a bar where standard error is a terminal.
+      columns: (label, metric name) of what a line shows, in order; a metric that a step lacks is left out.
+      times: parts of a step that its time is split into, in order.
+    """
+
+    every: int = 1
+    bar: bool | None = None
+    columns: tuple[tuple[str, str], ...] = (
+        ("reward", "reward/mean"),
+        ("unfiltered", "reward/unfiltered"),
+        ("loss", "loss/total"),
+        ("entropy", "entropy/mean"),
+        ("kl", "kl/reference"),
+        ("kl_old", "kl/k3_to_old"),
+        ("gap", "gap/mean"),
+        ("tok/s", "speed/tokens_per_s"),
+        ("mfu", "speed/mfu"),
+    )
+    times: tuple[str, ...] = ("publish", "sample", "reward", "score", "update", "evaluate")
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 1, "every")
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "ConsoleWriter":
+        """Starts printing; the bar, if any, starts at `resume_step` of `total_steps`."""
+        bar = sys.stderr.isatty() if self.bar is None else self.bar
+        return ConsoleWriter(self, bar, resume_step, total_steps)
+
+    def line(self, values: Mapping[str, float]) -> str:
+        """What a step's line says of its values."""
+        parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
+        parts += [f"eval/{name} {short(value)}" for name, value in in_group(values, "eval").items()]
+        if "time/step_s" in values:
+            spent = {name: values[f"time/{name}_s"] for name in self.times if f"time/{name}_s" in values}
+            parts.append(time_split(values["time/step_s"], spent))
+        parts += [f"{name} {short(count)}" for name, count in in_group(values, "count").items() if count]
+        return "  ".join(parts)
+
+
+class ConsoleWriter:
+    """Prints lines; sums what is counted and prints the sums at the end."""
+
+    def __init__(self, settings: Console, bar: bool, resume_step: int | None, total_steps: int | None) -> None:
+        self._settings = settings
+        self._stream = sys.stderr if bar else sys.stdout
+        self._total = f"/{total_steps}" if total_steps else ""
+        self._counts: Counter[str] = Counter()
+        self._explained = resume_step is not None
+        self._bar = None
+        if bar:
+            start = resume_step or 0
+            self._bar = tqdm(total=total_steps, initial=start, unit="step", file=self._stream, dynamic_ncols=True)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._counts.update({name: int(count) for name, count in in_group(values, "count").items()})
+        line = self._settings.line(values)
+        due = step % self._settings.every == 0
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+            self._bar.set_postfix_str(line, refresh=due)
+        if in_group(values, "eval") or (due and self._bar is None):
+            self._print(f"step {step}{self._total}  {line}")
+        if "reward/mean" in values and not self._explained:
+            self._explained = True
+            self._print(FIRST_STEP)
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Rollouts are too long for the console."""
+
+    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
+        """Images are not for the console."""
+
+    def text(self, name: str, text: str) -> None:
+        """Documents are too long for the console."""
+
+    def cut(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(step - self._bar.n)
+        self._print(f"back to step {step}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+        counted = ", ".join(f"{name} {count}" for name, count in self._counts.items() if count)
+        self._print(f"counted: {counted or 'nothing'}")
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            tqdm.write(line, file=self._stream)
+        else:
+            print(line, file=self._stream, flush=True)

@@ -1,0 +1,168 @@
+"""What a step's rollouts say on the host: rewards, lengths, and the gap between sampler and learner."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.metrics import flops
+
+_log = logging.getLogger(__name__)
+
+
+def of_rollouts(batch: Batch) -> dict[str, float]:
+    """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts left out."""
+    kept = [(g, np.flatnonzero(g.valid() & [r.role == "sample" for r in g.rollouts])) for g in batch.groups]
+    totals = [g.total()[rows] for g, rows in kept]
+    answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
+    names = sorted({n for g in batch.groups for n in g.scores.parts})
+    allocated = sum(rows.segments.size for rows in batch.rows)
+    tokens = sum(int(np.sum(rows.segments > 0)) for rows in batch.rows)
+    values = {
+        "batch/sequences": float(len(batch.rollouts)),
+        "batch/microbatches": float(len(batch.rows)),
+        "batch/fill": tokens / max(allocated, 1),
+        "batch/tokens": float(tokens),
+        "batch/response_tokens": float(sum(int(r.mask.sum()) for r in batch.rollouts)),
+    }
+    if not answers or not any(not n.startswith("log/") for n in names):
+        return values
+    lengths = np.array([len(r.tokens) for r in answers])
+    values |= {
+        "reward/mean": float(np.mean(np.concatenate(totals))),
+        "reward/std": float(np.std(np.concatenate(totals))),
+        "reward/group_std": float(np.mean([np.std(t) for t in totals if len(t)])),
+        "response/length": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated": float(np.mean([r.finish == "length" for r in answers])),
+        "groups/no_signal": float(np.mean([len(t) == 0 or np.ptp(t) == 0 for t in totals])),
+    }
+    for name in names:  # a part that weighs nothing may be invalid where the total is not
+        scores = [
+            (g.scores.parts[name][rows], g.scores.valid[name][rows]) for g, rows in kept if name in g.scores.parts
+        ]
+        had = np.concatenate([part[np.asarray(valid, bool)] for part, valid in scores])
+        if len(had):
+            values[f"reward/{name}"] = float(had.mean())
+    return values
+
+
+def gap(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """The learner's log-prob less the sampler's, over the tokens the policy drew: mean |.|, p99, max and k3 (nats)."""
+    mask = _drawn(batch)
+    if not mask.any():
+        return {}
+    d = (streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
+    size = np.abs(d)
+    k3 = np.expm1(np.clip(d, -20, 20)) - d  # KL(sampler || learner), Schulman's unbiased estimator
+    return {
+        "gap/mean": float(size.mean()),
+        "gap/p99": float(np.quantile(size, 0.99)),
+        "gap/max": float(size.max()),
+        "gap/k3": float(k3.mean()),
+        "entropy/mean": float(streams["entropy"][mask].mean()),
+        "logprob/mean": float(streams["old_logprobs"][mask].mean()),
+    }
+
+
+def staleness(batch: Batch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
+    """How many versions behind `version` the tokens are that the policy drew, and, where the learner scored, the mean gap by lag."""
+    mask = _drawn(batch)
+    if not mask.any():
+        return {}
+    lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
+    values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    if "old_logprobs" not in streams:
+        return values
+    size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
+    return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
+
+
+def drift(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """KL(policy || reference) over the tokens the policy drew (k3, nats), where there is a reference."""
+    mask = _drawn(batch)
+    if "ref_logprobs" not in streams or not mask.any():
+        return {}
+    d = (streams["ref_logprobs"] - streams["old_logprobs"])[mask].astype(np.float64)
+    return {"drift/kl": float((np.expm1(np.clip(d, -20, 20)) - d).mean())}
+
+
+def inside(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Entropy and log-prob that a state inside the model gives the tokens the policy drew (nats)."""
+    mask = _drawn(batch)
+    if not mask.any():
+        return {}
+    return {
+        "inside/entropy": float(streams["entropy"][mask].mean()),
+        "inside/logprob": float(streams["old_logprobs"][mask].mean()),
+    }
+
+
+def by_source(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Mean entropy by the prompts' source, where there are several (nats)."""
+    mask, source = _drawn(batch), batch.fields["source"]
+    there = {name: mask & (source == i)[:, None] for i, name in enumerate(batch.sources)}
+    if len(there) < 2:
+        return {}
+    return {f"entropy/{name}": float(streams["entropy"][m].mean()) for name, m in there.items() if m.any()}
+
+
+def _drawn(batch: Batch) -> np.ndarray:
+    """bool [S, T]: the tokens that the policy drew, greedy answers left out."""
+    return batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+
+
+def check_gradients(skipped: int, most: int, metrics: Mapping[str, float]) -> None:
+    """Raises FloatingPointError after more than `most` updates in a row whose gradient was not finite."""
+    if skipped > most:
+        raise FloatingPointError(
+            f"{skipped} updates in a row had a gradient that is not finite (loss {metrics['loss/total']}): lower "
+            "Optimizer.learning_rate, or look at the last rollouts; the checkpoints from before are whole"
+        )
+
+
+def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None:
+    """Warns where sampler and learner disagree by more than `warn` nats a token on average.
+
+    Raises:
+      FloatingPointError: they disagree by more than `stop`.
+    """
+    if (size := metrics.get("gap/mean", 0.0)) > stop:
+        raise FloatingPointError(
+            f"learner and sampler disagree by {size:.3g} nats a token on average, more than Stage.gap_stop={stop}: "
+            "is the sampler's model, dtype or temperature another one?"
+        )
+    lags = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
+    lag = min(lags, default=0)  # older tokens differ by what was learned since
+    if (size := metrics.get(f"gap/lag{lag}", size)) > warn:
+        _log.warning(
+            "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
+            size, f", on tokens of {lag} versions before, part of which was learned since" if lag else "", warn,
+        )  # fmt: skip
+
+
+def speed(
+    batch: Batch, architecture: Any, epochs: int, seconds: Mapping[str, float], layers: int | None = None
+) -> dict[str, float]:
+    """Tokens a second of the step without its evaluation, and the update's model FLOP/s and MFU where the peak is known.
+
+    Args:
+      batch: the step's sequences.
+      architecture: sizes of the policy.
+      epochs: passes over the batch.
+      seconds: {"step": whole step, "update": its updates, "evaluate": its evaluation}.
+      layers: first layers that the updates ran; None for all.
+    """
+    working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
+    lengths = [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]
+    model_flops = epochs * flops.update(architecture, lengths, layers=layers)
+    values = {
+        "speed/tokens_per_s": sum(lengths) / working,
+        "speed/update_tflops": model_flops / max(seconds["update"], 1e-9) / 1e12,
+    }
+    if (peak := flops.peak(jax.devices()[0].device_kind)) is not None:
+        values["speed/mfu"] = flops.mfu(model_flops, seconds["update"], jax.device_count(), peak)
+    return values

@@ -1,0 +1,113 @@
+"""Traces for TensorBoard's profile tab (xprof), their summary in a few lines, and the number of programs compiled.
+
+`python -m jaxrl_llm.metrics.profiling FOLDER` prints the summary of the newest trace under a folder.
+"""
+
+import json
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import command_line
+
+# Numbers and launch suffixes that tell apart copies of one kernel.
+_NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
+
+
+@contextmanager
+def traced(folder: Path, wanted: bool = True) -> Iterator[None]:
+    """Traces what runs inside, if `wanted`, into plugins/profile/ of a TensorBoard folder, and prints where the time went."""
+    if not wanted:
+        yield
+        return
+    with jax.profiler.trace(str(folder)):
+        yield
+    file = newest(folder)
+    rows = summary(file, 5)
+    longest = ", ".join(f"{row['kernel']} {row['share']:.0%}" for row in rows[:-1])
+    print(f"traced into {file.parent}: {rows[-1]['ms']:g} ms of kernels, the longest {longest}", flush=True)
+
+
+def newest(folder: Path) -> Path:
+    """The newest trace file under `folder`; raises FileNotFoundError where there is none."""
+    found = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
+    if not found:
+        raise FileNotFoundError(
+            f"no trace (*.xplane.pb) lies under {folder}: set PROFILE_STEPS (train.Run.profile_steps), or bench --profile"
+        )
+    return found[-1]
+
+
+def summary(file: Path, most: int = 25) -> list[dict[str, Any]]:
+    """Where the device's time went: kernels of one name together, longest first, at most `most`.
+
+    Returns:
+      Rows of {"kernel", "calls", "ms", "share"}; the last row, "all", has the sum of all kernels.
+    """
+    calls: dict[str, int] = defaultdict(int)
+    spent: dict[str, float] = defaultdict(float)
+    for name, milliseconds in _kernels(file):
+        short = _NUMBERS.sub("", name)
+        calls[short] += 1
+        spent[short] += milliseconds
+    total = sum(spent.values())
+    ordered = sorted(spent, key=lambda name: -spent[name])[:most]
+    rows = [
+        {"kernel": n, "calls": calls[n], "ms": round(spent[n], 3), "share": round(spent[n] / total, 4)} for n in ordered
+    ]
+    return [*rows, {"kernel": "all", "calls": sum(calls.values()), "ms": round(total, 3), "share": 1.0}]
+
+
+def _kernels(file: Path) -> Iterator[tuple[str, float]]:
+    """(name, milliseconds) of every kernel of the first device; on a CPU, of every operation of its thread pool."""
+    planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
+    devices = sorted(
+        (p for p in planes if p.name.startswith("/device:") and "CUSTOM" not in p.name), key=lambda p: p.name
+    )
+    if devices:
+        lines = list(devices[0].lines)
+        chosen = [line for line in lines if line.name.startswith("Stream")]
+        chosen = chosen or [line for line in lines if line.name == "XLA Ops"] or lines
+    else:
+        chosen = [line for p in planes if p.name == "/host:CPU" for line in p.lines if "XLA" in line.name]
+    for line in chosen:
+        for event in line.events:
+            if not event.name.startswith(("ThunkExecutor", "end: ")):
+                yield event.name, event.duration_ns / 1e6
+
+
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.parser("metrics.profiling", __doc__)
+    parser.add_argument("folder", type=Path, help="folder of a run, or of bench --profile")
+    for entry in summary(newest(parser.parse_args(argv).folder)):
+        print(json.dumps(entry))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
+
+EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class Compilations:
+    """Programs made since the last look; made once in a process, before what it is to count."""
+
+    def __init__(self) -> None:
+        self._made, self._seen = 0, 0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self._made += event == EVENT
+
+    def take(self) -> int:
+        """Programs made since the last call."""
+        new, self._seen = self._made - self._seen, self._made
+        return new

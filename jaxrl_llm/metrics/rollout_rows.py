@@ -1,0 +1,109 @@
+"""Rollouts as rows for people to read, in rollouts.jsonl: texts, rewards by part, and what each token was worth.
+
+A row's "streams" come last: "token" holds the pieces of text that the first tokens add, and every other name a value a
+token, null where the policy did not choose it; "rest" is the text of the tokens after those.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import Advantages
+from jaxrl_llm.experience import Group, Rollout
+from jaxrl_llm.learner.batch import Batch
+
+DIGITS = 4  # significant ones of a token's value
+
+Row = dict[str, Any]
+
+
+def of_step(
+    batch: Batch, streams: Mapping[str, np.ndarray], credit: Advantages, *, tokenizer: Any, rollouts: int, tokens: int
+) -> list[Row]:
+    """The first rollouts of a step, with the streams of their first tokens.
+
+    Args:
+      batch: the step's groups.
+      streams: the learner's streams [S, T]; empty where none were asked for, which leaves the advantages out too.
+      credit: the algorithm's credit.
+      tokenizer: decodes tokens.
+      rollouts: most rollouts.
+      tokens: most tokens a rollout that have streams; 0 leaves streams out.
+    """
+    known = {"logprob": streams.get("old_logprobs"), "entropy": streams.get("entropy"), "advantage": credit.advantages}
+    known["sampler_logprob"] = batch.fields["sampler_logprobs"]
+    values = {name: x for name, x in known.items() if x is not None} if streams else {}
+    rows = _rows(batch.groups, rollouts)
+    for i, (row, rollout) in enumerate(zip(rows, batch.rollouts, strict=False)):
+        row |= token_streams(rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens)
+    return rows
+
+
+def held_out(
+    name: str, kinds: Sequence[str], groups: Sequence[Group], *, tokenizer: Any, rollouts: int, tokens: int
+) -> list[Row]:
+    """The first rollouts of each kind ("greedy", "sampled") of the evaluation `name`, whose groups follow each other by kind.
+
+    Other arguments as those of `of_step`.
+    """
+    chosen: list[Row] = []
+    prompts = len(groups) // len(kinds)
+    for place, kind in enumerate(kinds):
+        alike = groups[place * prompts : (place + 1) * prompts]
+        answers = [r for g in alike for r in g.rollouts]
+        for row, rollout in zip(_rows(alike, rollouts), answers, strict=False):
+            streams = token_streams(rollout, {"sampler_logprob": rollout.sampler_logprobs}, tokenizer, tokens)
+            chosen.append({"kind": f"eval/{name}", **row, "role": kind, **streams})
+    return chosen
+
+
+def pieces(tokens: np.ndarray, tokenizer: Any) -> list[str]:
+    """The text that each token adds; characters of several tokens count for the last, so that pieces join to the text.
+
+    A token is decoded together with those before it that made the last piece: alone, some would lose a leading space.
+    """
+    ids = tokens.tolist()
+    found, before, start = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[before:end], skip_special_tokens=False)
+        if text.endswith("\ufffd") and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(tokenizer.decode(ids[before:start], skip_special_tokens=False)) :])
+        before, start = start, end
+    return found
+
+
+def _rows(groups: Sequence[Group], count: int) -> list[Row]:
+    rows: list[Row] = []
+    for number, group in enumerate(groups):
+        totals, valid = group.total(), group.valid()
+        for i, rollout in enumerate(group.rollouts):
+            if len(rows) == count:
+                return rows
+            parts = {n: float(v[i]) if group.scores.valid[n][i] else None for n, v in group.scores.parts.items()}
+            prompt = rollout.prompt
+            rows.append({
+                "prompt": prompt.id, "group": number, "role": rollout.role, "question": prompt.whole, "response": rollout.text,
+                "reference": prompt.reference, "source": prompt.source, "reward": float(totals[i]) if valid[i] else None,
+                "finish": rollout.finish, "tokens": len(rollout.tokens), "parts": parts,
+            })  # fmt: skip
+    return rows
+
+
+def token_streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer: Any, most: int) -> dict[str, Row]:
+    """{"streams": the pieces of text and the values of the first `most` tokens, and the rest's text}; {} for 0."""
+    if most < 1:
+        return {}
+    n = min(len(rollout.tokens), most)
+    found: Row = {"token": pieces(rollout.tokens[:n], tokenizer)}
+    for name, stream in values.items():
+        found[name] = [_short(x) if m else None for x, m in zip(stream[:n], rollout.mask[:n], strict=True)]
+    if n < len(rollout.tokens):
+        found["rest"] = tokenizer.decode(rollout.tokens[n:].tolist(), skip_special_tokens=False)
+    return {"streams": found}
+
+
+def _short(x: Any) -> float | None:
+    return float(f"{float(x):.{DIGITS}g}") if np.isfinite(x) else None

@@ -1,0 +1,103 @@
+"""The folder of a run or an evaluation: what reproduces it (gin text, seed, version, commit, devices), and its log."""
+
+import contextlib
+import json
+import logging
+import subprocess
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jaxrl_llm
+
+
+def writable(run_dir: Path, macro: str = "RUN_DIR") -> Path:
+    """The run's folder, made if need be; raises OSError that names the `macro` to set where it cannot be written."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / ".writable"
+        probe.write_text("")
+        probe.unlink()
+    except OSError as error:
+        raise OSError(
+            f"the run folder {run_dir} cannot be written ({error.strerror}): set {macro} to a folder that can"
+        ) from error
+    return run_dir
+
+
+def provenance(run_dir: Path, seed: int, config: str) -> None:
+    """Writes what reproduces the run: gin text, seed, version and commit."""
+    if config:
+        (run_dir / "config.gin").write_text(config)
+    facts = {
+        "seed": seed,
+        "version": jaxrl_llm.__version__,
+        "commit": commit(),
+        "jax": jax.__version__,
+        "devices": [str(d) for d in jax.devices()],
+    }
+    (run_dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+
+def commit() -> str | None:
+    """The commit that the code is of, with "+changes" where files differ from it; None outside a git checkout."""
+    here = Path(__file__).resolve().parent
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+        return _git(here, "rev-parse", "HEAD") + ("+changes" if changed else "")
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+class JsonLines(logging.Handler):
+    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, on disk when the call returns.
+
+    Args:
+      path: the file; earlier starts' lines stay.
+      rank: number of this process.
+      place: gives further fields of each line, such as stage and step.
+    """
+
+    def __init__(self, path: Path, rank: int, place: Callable[[], Mapping[str, Any]]) -> None:
+        super().__init__()
+        self._path, self._rank, self._place = path, rank, place
+        self._before = logging.NOTSET
+
+    def attach(self) -> None:
+        """Takes what every logger says, of this package from level INFO on."""
+        own = logging.getLogger("jaxrl_llm")
+        self._before = own.level
+        own.setLevel(logging.INFO)
+        logging.getLogger().addHandler(self)
+
+    def detach(self) -> None:
+        logging.getLogger().removeHandler(self)
+        logging.getLogger("jaxrl_llm").setLevel(self._before)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            with self._path.open("ab") as file:
+                file.write(self.format(record).encode() + b"\n")
+        except Exception:  # a log that cannot be written stops no run: logging says so on standard error
+            self.handleError(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line of strict JSON."""
+        fields = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "rank": self._rank,
+            **self._place(),
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["error"] = logging.Formatter().formatException(record.exc_info)
+        return json.dumps(fields, ensure_ascii=False, default=str)

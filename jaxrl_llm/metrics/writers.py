@@ -1,0 +1,326 @@
+"""Where a run is seen: JSONL files, TensorBoard, Weights & Biases, and several of them as one writer.
+
+A component (`Jsonl`, `TensorBoard`, `WandB`, and `train.Console`) holds settings; its `open` starts the writer.
+Opening with the step that was restored drops what an interrupted run wrote after it, so that no step is seen twice.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import UInt8
+
+from jaxrl_llm.metrics.event_files import cut_events, event_files, new_event_file
+from jaxrl_llm.protocols import Writer
+
+Pixels = UInt8[np.ndarray, "height width 3"]
+
+
+@runtime_checkable
+class WriterComponent(Protocol):
+    """Settings of a writer."""
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> Writer:
+        """Starts writing to `run_dir`; drops what it holds of steps after `resume_step` (None: of any step)."""
+        ...
+
+
+class Writers:
+    """Several writers as one."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = tuple(writers)
+
+    @classmethod
+    def open(
+        cls,
+        components: Sequence[WriterComponent],
+        run_dir: Path,
+        resume_step: int | None,
+        total_steps: int | None = None,
+    ) -> "Writers":
+        """Starts every component; where one fails, those that had started are closed again."""
+        started: list[Writer] = []
+        try:
+            for component in components:
+                started.append(component.open(run_dir, resume_step, total_steps))
+        except BaseException:
+            cls(started).close()
+            raise
+        return cls(started)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        for writer in self._writers:
+            writer.rollouts(step, rows)
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        for writer in self._writers:
+            writer.image(step, name, pixels)
+
+    def text(self, name: str, text: str) -> None:
+        for writer in self._writers:
+            writer.text(name, text)
+
+    def cut(self, step: int) -> None:
+        for writer in self._writers:
+            writer.cut(step)
+
+    def close(self) -> None:
+        with contextlib.ExitStack() as closing:  # where one fails, the others are closed all the same
+            for writer in self._writers:
+                closing.callback(writer.close)
+
+
+def plain(value: Any) -> Any:
+    """`value` as strict JSON: NumPy becomes Python, and a float without a number "NaN", "Infinity" or "-Infinity"."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return {str(key): plain(v) for key, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(v) for v in value]
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jsonl:
+    """One JSON object a line: the metrics of each step, and sampled rollouts.
+
+    Attributes:
+      metrics: name of the metrics' file in the run folder.
+      rollouts: name of the rollouts' file in the run folder.
+    """
+
+    metrics: str = "metrics.jsonl"
+    rollouts: str = "rollouts.jsonl"
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "JsonlWriter":
+        run_dir.mkdir(parents=True, exist_ok=True)
+        writer = JsonlWriter(run_dir / self.metrics, run_dir / self.rollouts)
+        writer.cut(-1 if resume_step is None else resume_step)
+        return writer
+
+
+class JsonlWriter:
+    """Appends rows, each on disk when its call returns."""
+
+    def __init__(self, metrics: Path, rollouts: Path) -> None:
+        self._metrics = metrics
+        self._rollouts = rollouts
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        append(self._metrics, [{"step": step, **values}])
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        append(self._rollouts, [{"step": step, **row} for row in rows])
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        """Images have no place in a file of lines."""
+
+    def text(self, name: str, text: str) -> None:
+        """Documents lie in the run folder as files of their own."""
+
+    def cut(self, step: int) -> None:
+        cut_lines(self._metrics, step)
+        cut_lines(self._rollouts, step)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Adds JSON lines to a file; raises OSError naming it."""
+    lines = "".join(f"{json.dumps(plain(row), ensure_ascii=False, allow_nan=False)}\n" for row in rows)
+    try:
+        with path.open("ab") as file:
+            file.write(lines.encode())
+    except OSError as error:
+        advice = "make it writable or free space, and start the run again: it goes on from its last checkpoint"
+        raise OSError(error.errno, f"{error.strerror} (writing metrics): {advice}", str(path)) from error
+
+
+def cut_lines(path: Path, step: int) -> None:
+    """Drops rows of steps after `step`, and a line whose writing was interrupted, in one atomic replacement."""
+    if not path.exists():
+        return
+    kept = path.with_name(f"{path.name}.cut")
+    with path.open("rb") as old, kept.open("wb") as new:
+        new.writelines(line for line in old if step_of(line) <= step)
+    kept.replace(path)
+
+
+def step_of(line: bytes) -> float:
+    """The step of a JSON line; infinity where the line is torn."""
+    try:
+        return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
+    except ValueError:
+        return math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard:
+    """TensorBoard event files: scalars and images by step, sampled rollouts and documents as text.
+
+    Attributes:
+      folder: name of the events' folder in the run folder.
+      rollouts_shown: most rollouts of a step that are shown; the JSONL file has all of them.
+    """
+
+    folder: str = "tensorboard"
+    rollouts_shown: int = 4
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "TensorBoardWriter":
+        """Starts an event file; steps after `resume_step` leave the old ones."""
+        folder = run_dir / self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in event_files(folder):
+            cut_events(file, -1 if resume_step is None else resume_step)
+        return TensorBoardWriter(folder, self.rollouts_shown)
+
+
+class TensorBoardWriter:
+    """Writes in the caller's thread: what was written before a checkpoint survives a kill after it."""
+
+    def __init__(self, folder: Path, rollouts_shown: int) -> None:
+        from tensorboardX import summary  # seconds to import where torch is installed
+        from tensorboardX.proto.event_pb2 import Event
+
+        self._summary = summary
+        self._event = Event
+        self._folder = folder
+        self._rollouts_shown = rollouts_shown
+        self._file = new_event_file(folder)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._add(step, *(self._summary.scalar(name, float(value)) for name, value in values.items()))
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if shown := [markdown(row) for row in rows[: self._rollouts_shown]]:
+            self._add(step, self._summary.text("rollouts", "\n\n---\n\n".join(shown)))
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        self._add(step, self._summary.image(name, pixels, dataformats="HWC"))
+
+    def text(self, name: str, text: str) -> None:
+        self._add(0, self._summary.text(name, text))
+
+    def cut(self, step: int) -> None:
+        self._file.close()
+        for file in event_files(self._folder):
+            cut_events(file, step)
+        self._file = new_event_file(self._folder)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _add(self, step: int, *summaries: Any) -> None:
+        for summary in summaries:
+            self._file.write_event(self._event(step=step, wall_time=time.time(), summary=summary))
+        self._file.flush()
+
+
+def code_block(text: str) -> str:
+    """Text as a Markdown code block, shown as it is."""
+    return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A rollout's fields without the streams of its tokens, which are for programs."""
+    return {name: value for name, value in row.items() if name != "streams"}
+
+
+def markdown(row: Mapping[str, Any]) -> str:
+    """A rollout's fields: texts of several words as blocks, the rest on one line, its tokens' streams left out."""
+    row = readable(row)
+    long = {name: value for name, value in row.items() if isinstance(value, str) and (" " in value or "\n" in value)}
+    rest = "  ".join(f"**{name}** {plain(value)}" for name, value in row.items() if name not in long)
+    return "\n\n".join([rest, *(f"**{name}**\n\n{code_block(value)}" for name, value in long.items())])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WandB:
+    """Weights & Biases; the library is imported only where this writer is asked for.
+
+    Attributes:
+      project: name of the project there.
+      entity: user or team; None takes the account's own.
+      name: name of the run there; None takes the run folder's.
+      mode: "online", or "offline" to sync the run folder later.
+    """
+
+    project: str = "jaxrl_llm"
+    entity: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+    def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "WandBWriter":
+        """Starts a run there, or rewinds the one of this folder to `resume_step` (online only)."""
+        try:
+            wandb = importlib.import_module("wandb")
+        except ImportError as error:
+            advice = "install it by pip install 'jaxrl-llm[wandb]', or leave train.WandB out of the writers"
+            raise ImportError(f"train.WandB needs the package wandb: {advice}") from error
+        run_dir.mkdir(parents=True, exist_ok=True)
+        writer = WandBWriter(self, wandb, run_dir)
+        writer.start(resume_step)
+        return writer
+
+
+class WandBWriter:
+    """Logs to one run, whose id lies in the run folder."""
+
+    def __init__(self, settings: WandB, wandb: Any, run_dir: Path) -> None:
+        self._settings = settings
+        self._wandb = wandb
+        self._run_dir = run_dir
+        self._run: Any = None
+
+    def start(self, resume_step: int | None) -> None:
+        """Opens a run: a new one, or the folder's own from `resume_step` on."""
+        kept = self._run_dir / "wandb_run_id"
+        rewind = resume_step is not None and kept.exists() and self._settings.mode == "online"
+        run_id = kept.read_text().strip() if rewind else secrets.token_hex(4)
+        kept.write_text(f"{run_id}\n")
+        which = {"resume_from": f"{run_id}?_step={resume_step}"} if rewind else {"id": run_id}
+        s = self._settings
+        name = s.name or self._run_dir.name
+        self._run = self._wandb.init(
+            project=s.project, entity=s.entity, name=name, mode=s.mode, dir=str(self._run_dir), **which
+        )
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        if rows:
+            rows = [readable(row) for row in rows]
+            columns = list(dict.fromkeys(name for row in rows for name in row))
+            cells = [[str(plain(row.get(name, ""))) for name in columns] for row in rows]
+            self._run.log({"rollouts": self._wandb.Table(columns=columns, data=cells)}, step=step)
+
+    def image(self, step: int, name: str, pixels: Pixels) -> None:
+        self._run.log({name: self._wandb.Image(pixels)}, step=step)
+
+    def text(self, name: str, text: str) -> None:
+        self._run.summary[name] = text
+
+    def cut(self, step: int) -> None:
+        self._run.finish()
+        self.start(step)
+
+    def close(self) -> None:
+        self._run.finish()

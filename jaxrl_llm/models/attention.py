@@ -1,0 +1,132 @@
+"""Attention on a mesh: each device attends with its own rows and heads, under shard_map."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.kernels.attention.api import attention
+from jaxrl_llm.kernels.decode_attention.api import decode_attention
+
+
+class Places(NamedTuple):
+    """Where tokens stand: positions and segments, int32 [B, T] each; segment 0 is padding."""
+
+    positions: Int[Array, "B T"]
+    segments: Int[Array, "B T"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshAttention:
+    """Attention whose rows are split over the batch axes and whose heads over `tensor` and `context`; tokens are whole.
+
+    Between layers tokens lie split over `context`; around attention they are exchanged for heads, all to all (Ulysses,
+    https://arxiv.org/abs/2309.14509), so that every backend sees whole packed rows and every device has the same work, which
+    a causal mask over split queries would not give. Key/value heads that are fewer than the devices are repeated; heads that
+    the devices do not divide are filled up with heads of zeros, which are dropped from the output.
+
+    Attributes:
+      partitioner: the mesh and its axis table.
+      max_segments: most segments of one row, or None where unknown; a hint for the backends.
+      cached: the keys are a cache's: heads are split over `tensor` alone, and not at all where it does not divide them.
+    """
+
+    partitioner: Partitioner
+    max_segments: int | None = None
+    cached: bool = False
+
+    def __call__(
+        self,
+        q: Float[Array, "B T H C"],
+        k: Float[Array, "B S K C"],
+        v: Float[Array, "B S K C"],
+        queries: Places,
+        keys: Places,
+        window: int | None,
+    ) -> Float[Array, "B T H C"]:
+        """Softmax attention within segments, causal by position, over the last `window` positions if one is given."""
+
+        def local(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
+            return attention(
+                q,
+                k,
+                v,
+                q_positions=queries.positions,
+                k_positions=keys.positions,
+                q_segments=queries.segments,
+                k_segments=keys.segments,
+                window=window,
+                max_segments=self.max_segments,
+            )
+
+        if self.partitioner.mesh.size == 1:
+            return local(q, k, v, queries, keys)
+        heads, axes = q.shape[2], self._head_axes(q.shape[2])
+        ways = math.prod(self.partitioner.axis_sizes[axis] for axis in axes)
+        q, k, v = divisible(q, k, v, ways)
+        rows = self.partitioner.spec(("batch",), q.shape[:1])[0]
+        spec, place = PartitionSpec(rows, None, axes or None, None), PartitionSpec(rows, None)
+        out = jax.shard_map(
+            local,
+            mesh=self.partitioner.mesh,
+            in_specs=(spec, spec, spec, place, place),
+            out_specs=spec,
+            check_vma=False,  # backends call kernels whose outputs carry no varying-axes types
+        )(q, k, v, queries, keys)
+        tokens = None if self.cached else "length"
+        return self.partitioner.constrain(out[:, :, :heads], ("batch", tokens, "heads", "head_width"))
+
+    def _head_axes(self, heads: int) -> tuple[str, ...]:
+        """The mesh axes that heads are split over."""
+        rules, sizes = self.partitioner.rules, self.partitioner.axis_sizes
+        names = rules["heads"] if self.cached else (*rules["heads"], *rules["length"])
+        axes = tuple(axis for axis in names if sizes[axis] > 1)
+        divided = heads % math.prod(sizes[axis] for axis in axes) == 0
+        return axes if divided or not self.cached else ()
+
+
+def divisible(
+    q: Float[Array, "B T H C"], k: Float[Array, "B S K C"], v: Float[Array, "B S K C"], ways: int
+) -> tuple[Float[Array, "B T heads C"], Float[Array, "B S kv_heads C"], Float[Array, "B S kv_heads C"]]:
+    """The same attention with heads and key/value heads that `ways` divides: repeated, and filled up with heads of zeros."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % ways == 0:
+        repeats = ways // math.gcd(kv_heads, ways)
+        # Where repeats do not share the query heads evenly, each query head gets a key head of its own.
+        repeats = repeats if heads % (kv_heads * repeats) == 0 else heads // kv_heads
+        return (q, k, v) if repeats == 1 else (q, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
+    k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+    more = ((0, 0), (0, 0), (0, -heads % ways), (0, 0))
+    return jnp.pad(q, more), jnp.pad(k, more), jnp.pad(v, more)
+
+
+def mesh_decode(
+    partitioner: Partitioner,
+    q: Float[Array, "S H C"],
+    cache: Mapping[str, Float[Array, "L S T K C"]],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    window: int | None,
+) -> Float[Array, "S H C"]:
+    """Attention of a new token a slot over the cache of `layer`; each device attends with its own slots and heads."""
+    local = partial(decode_attention, window=window)
+    if partitioner.mesh.size == 1:
+        return local(q, cache["k"], cache["v"], layer, positions)
+    q_spec = partitioner.spec(("batch", "heads", "head_width"), q.shape)
+    cache_spec = partitioner.spec(("layers", "batch", None, "kv_heads", "head_width"), cache["k"].shape)
+    if q_spec[1] != cache_spec[3]:  # more devices than key heads: each holds all heads
+        q_spec = PartitionSpec(q_spec[0], None, None)
+    return jax.shard_map(
+        local,
+        mesh=partitioner.mesh,
+        in_specs=(q_spec, cache_spec, cache_spec, PartitionSpec(), PartitionSpec(q_spec[0])),
+        out_specs=q_spec,
+        check_vma=False,  # as above
+    )(q, cache["k"], cache["v"], layer, positions)

@@ -1,0 +1,369 @@
+"""Hugging Face folders, read by slices of safetensors so that each host holds only its own shards, and written."""
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence, Set
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl_llm.data.tokenizer import stop_ids
+from jaxrl_llm.models import hf_format
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf_format import Tensor
+from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.value import ValueModel
+
+READABLE = ("F32", "BF16", "F16")
+WRITABLE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+INDEX = "model.safetensors.index.json"
+PEFT_PREFIX = "base_model.model."
+
+
+def locate(pretrained: str) -> Path:
+    """The folder of a model: `pretrained` itself, or a download where it is a Hugging Face id ("owner/name", "owner/name@COMMIT").
+
+    Raises:
+      FileNotFoundError: neither a folder nor a model that can be downloaded.
+    """
+    folder = Path(pretrained).expanduser()
+    if folder.is_dir():
+        return folder
+    advice = "set sources.PolicySource.pretrained to a folder with config.json and safetensors, or to an HF id"
+    name, _, revision = pretrained.partition("@")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        raise FileNotFoundError(f"{pretrained!r} is no folder and no Hugging Face id: {advice}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=list(WANTED_FILES)))
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(f"{pretrained!r} is no folder, and its download failed ({error}): {advice}") from error
+
+
+def architecture(folder: Path, *, value: bool = False) -> Architecture:
+    """The architecture that the folder's config.json describes; with `value`, of a sequence classifier's layers too.
+
+    Raises:
+      FileNotFoundError: no config.json in the folder.
+      ValueError: no JSON, or an unsupported architecture.
+    """
+    return hf_format.read(config_of(folder), str(folder / "config.json"), value=value)
+
+
+def is_classifier(folder: Path) -> bool:
+    """Whether the folder holds a sequence classifier; raises as `architecture` does."""
+    return hf_format.is_classifier(config_of(folder))
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; raises FileNotFoundError without one, ValueError where it is no JSON."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")
+    try:
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from error
+
+
+def load(policy: Policy, folder: Path) -> Params:
+    """The parameters of a folder, float32 on the policy's mesh; each device's shard is read by itself.
+
+    Raises:
+      FileNotFoundError: no safetensors weights, or a file that the index names is absent.
+      ValueError: missing, mis-shaped or unexpected tensors, or a dtype other than float32, bfloat16 and float16.
+    """
+    # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither head.
+    return read(
+        policy.abstract(), folder, unread={"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
+    )
+
+
+def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
+    """The adapters of a folder in PEFT's format, float32 on the policy's mesh.
+
+    Raises:
+      FileNotFoundError: no adapter_config.json or no safetensors weights.
+      ValueError: adapters of another rank, weight or targets than the policy's, or of a kind other than plain LoRA.
+    """
+    file, lora = folder / "adapter_config.json", policy.lora
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{folder} has no adapter_config.json: set lora.LoRA.pretrained to a folder in PEFT's format"
+        )
+    config = json.loads(file.read_text())
+    kinds = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False, "fan_in_fan_out": False}
+    if other := {name: config[name] for name, plain in kinds.items() if config.get(name, plain) != plain}:
+        raise ValueError(f"{file} describes {other}; adapters are plain LoRA, without biases")
+    theirs = {"rank": config["r"], "alpha": config["lora_alpha"], "targets": sorted(config["target_modules"])}
+    ours = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
+    if changed := [f"lora.LoRA.{name} = {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
+        raise ValueError(f"{file} is of other adapters than the run trains ({ours}): set {', '.join(changed)}")
+    return read(policy.abstract(), folder, unread=set(), prefix=PEFT_PREFIX)
+
+
+def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "") -> Params:
+    """The leaves of `abstract`, shapes with shardings by the names of Params; see `load`.
+
+    Args:
+      unread: what else the folder may hold; None allows anything.
+      prefix: what the names of all tensors begin with there.
+    """
+    by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
+    for tensor in hf_format.tensors(abstract):
+        by_leaf.setdefault(tensor.path, []).append(tensor)
+    checkpoint = _Checkpoint(folder, prefix)
+    checkpoint.check([t for group in by_leaf.values() for t in group], unread)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        group = by_leaf[tuple(key.key for key in path)]
+        return jax.make_array_from_callback(leaf.shape, leaf.sharding, _shard_reader(checkpoint, group, leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(read, abstract)
+
+
+def save(
+    policy: Policy | ValueModel,
+    params: Params,
+    folder: Path,
+    tokenizer: Any = None,
+    *,
+    dtype: str = "float32",
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a folder that transformers loads; it appears whole or not at all. All processes call it, the first writes.
+
+    Args:
+      policy: whose architecture config.json describes; a value model becomes a sequence classifier with one label.
+      params: the parameters.
+      folder: where to write; must not exist yet, or be empty.
+      tokenizer: a transformers tokenizer to save beside the weights, or None.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+      shard_bytes: most bytes of tensors in one file; more are spread over several files with an index.
+
+    Raises:
+      FileExistsError: the folder has content.
+      ValueError: an unknown dtype.
+      OSError: the disk is full or not writable; nothing is left behind.
+    """
+    with _written(folder, dtype) as partial_folder:
+        if partial_folder is not None:
+            describe(policy, partial_folder, tokenizer, dtype=dtype)
+        _write_tensors(policy, params, partial_folder, dtype, shard_bytes)
+
+
+def describe(policy: Policy | ValueModel, folder: Path, tokenizer: Any = None, *, dtype: str = "float32") -> None:
+    """Writes all of a model's folder but its weights: config.json, and the tokenizer's files where there is one."""
+    _write_json(folder / "config.json", _config(policy, tokenizer, dtype))
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+        ends = stop_ids(tokenizer)
+        _write_json(
+            folder / "generation_config.json",
+            _special_ids(tokenizer) | ({"eos_token_id": list(ends)} if len(ends) > 1 else {}),
+        )
+
+
+def save_adapters(
+    policy: AdaptedPolicy, adapters: Params, folder: Path, *, base_name: str | None, dtype: str = "float32"
+) -> None:
+    """Writes adapters alone in PEFT's format, adapter_config.json and adapter_model.safetensors, as `save` writes a model.
+
+    Args:
+      policy: whose adapters they are.
+      adapters: the trained parameters.
+      folder: where to write; must not exist yet, or be empty.
+      base_name: folder or Hugging Face id of the model that they adapt, where it has one.
+      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+
+    Raises:
+      FileExistsError, ValueError, OSError: as `save`.
+    """
+    lora = policy.lora
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": lora.rank,
+        "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": list(lora.targets), "bias": "none",
+        "fan_in_fan_out": False, "use_rslora": False, "inference_mode": True,
+    }  # fmt: skip
+    with _written(folder, dtype) as partial_folder:
+        tensors = hf_format.tensors(adapters)
+        found = {t.name: _gathered(policy, hf_format.leaf_of(adapters, t.path), t, dtype) for t in tensors}
+        if partial_folder is not None:
+            named = {f"{PEFT_PREFIX}{name}": x for name, x in found.items()}
+            save_file(named, partial_folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            _write_json(partial_folder / "adapter_config.json", config)
+
+
+@contextlib.contextmanager
+def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
+    """A folder to fill, which takes the name `folder` in the end, or vanishes; None in processes that must not write."""
+    if dtype not in WRITABLE:
+        raise ValueError(f"dtype must be one of {tuple(WRITABLE)} (got {dtype!r})")
+    folder = folder.resolve()
+    first = jax.process_index() == 0
+    taken = first and folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if jax.process_count() > 1:
+        taken = bool(multihost_utils.broadcast_one_to_all(np.array(taken)))
+    if taken:
+        raise FileExistsError(f"{folder} exists and is not empty: choose another folder, or remove it")
+    partial_folder = folder.with_name(f".{folder.name}.partial")
+    try:
+        if first:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+            partial_folder.mkdir(parents=True)
+        yield partial_folder if first else None
+        if first:
+            os.replace(partial_folder, folder)
+    except BaseException:
+        if first:
+            shutil.rmtree(partial_folder, ignore_errors=True)
+        raise
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"saved {folder}")
+
+
+class _Checkpoint:
+    """The safetensors of a folder, opened lazily; `prefix` is left out of the names."""
+
+    def __init__(self, folder: Path, prefix: str = ""):
+        self.folder, self._prefix = folder, prefix
+        index = folder / INDEX
+        if index.is_file():
+            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+            self._file_of = {name.removeprefix(prefix): file for file in files for name in _open(file).keys()}  # noqa: SIM118
+        for file in sorted(set(self._file_of.values())):
+            if not file.is_file():
+                raise FileNotFoundError(f"{index} names {file.name}, which is not in the folder: download it")
+        if not self._file_of:
+            raise FileNotFoundError(
+                f"{folder} has no safetensors weights: save the model with transformers' save_pretrained"
+            )
+        self._handles = {file: _open(file) for file in set(self._file_of.values())}
+
+    def slices(self, name: str) -> Any:
+        """The tensor as a lazily read slice."""
+        return self._handles[self._file_of[name]].get_slice(self._prefix + name)
+
+    def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
+        """Raises ValueError where names, shapes or dtypes are not the expected ones, or a name is in neither set."""
+        known = {t.name for t in expected} | (set(self._file_of) if unread is None else unread)
+        problems = [f"{t.name} is missing" for t in expected if t.name not in self._file_of]
+        problems += [
+            f"{name} is unexpected"
+            for name in sorted(self._file_of)
+            if name not in known and not name.endswith("rotary_emb.inv_freq")  # buffers of old releases
+        ]
+        for tensor in expected:
+            if tensor.name in self._file_of:
+                found = self.slices(tensor.name)
+                shape, dtype = tuple(found.get_shape()), found.get_dtype()
+                if shape != tensor.hf_shape:
+                    problems.append(f"{tensor.name} has shape {shape}, config.json asks for {tensor.hf_shape}")
+                if dtype not in READABLE:
+                    problems.append(f"{tensor.name} has dtype {dtype}, only {', '.join(READABLE)} are read")
+        if problems:
+            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+            raise ValueError(f"the weights in {self.folder} do not fit their config.json: {shown}")
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no complete safetensors file ({error}): download it again") from error
+
+
+def _shard_reader(
+    checkpoint: _Checkpoint, group: Sequence[Tensor], shape: tuple[int, ...]
+) -> Callable[..., np.ndarray]:
+    """The callback that reads one shard of a leaf; `group` holds the leaf's tensors in the order of its layers."""
+    done: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas ask for the same shard again
+
+    def read(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
+        if bounds not in done:
+            stacked = group[0].layer is not None
+            inner = tuple(slice(*b) for b in (bounds[1:] if stacked else bounds))
+            local = tuple(s.stop - s.start for s in inner)
+            chosen = group[slice(*bounds[0])] if stacked else group
+            out = np.empty((len(chosen), *local), np.float32)
+            for layer, tensor in enumerate(chosen):
+                part = checkpoint.slices(tensor.name)[tensor.hf_slices(inner)]
+                out[layer] = tensor.from_hf(np.asarray(part), local)
+            done[bounds] = out if stacked else out[0]
+        return done[bounds]
+
+    return read
+
+
+def _write_tensors(
+    policy: Policy | ValueModel, params: Params, folder: Path | None, dtype: str, shard_bytes: int
+) -> None:
+    shards = list(_shards(hf_format.tensors(params), WRITABLE[dtype].itemsize, shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        # Gathering is the work of all processes together, writing that of the first alone.
+        arrays = {t.name: _gathered(policy, hf_format.leaf_of(params, t.path), t, dtype) for t in shard}
+        weight_map |= dict.fromkeys(arrays, file)
+        if folder is not None:
+            save_file(arrays, folder / file, metadata={"format": "pt"})
+    if folder is not None and len(shards) > 1:
+        total = sum(math.prod(t.hf_shape) for shard in shards for t in shard) * WRITABLE[dtype].itemsize
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Iterator[list[Tensor]]:
+    """Runs of tensors of at most `shard_bytes` each (or one tensor that is larger)."""
+    shard: list[Tensor] = []
+    filled = 0
+    for tensor in tensors:
+        size = math.prod(tensor.hf_shape) * itemsize
+        if shard and filled + size > shard_bytes:
+            yield shard
+            shard, filled = [], 0
+        shard.append(tensor)
+        filled += size
+    yield shard
+
+
+def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
+    layer = None if tensor.layer is None else jnp.int32(tensor.layer)
+    return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, layer, policy, dtype))))
+
+
+@partial(jax.jit, static_argnames=("policy", "dtype"))
+def _replicated(leaf: jax.Array, layer: jax.Array | None, policy: Policy | ValueModel, dtype: str) -> jax.Array:
+    values = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+    return jax.lax.with_sharding_constraint(values.astype(dtype), policy.partitioner.replicated)
+
+
+def _config(policy: Policy | ValueModel, tokenizer: Any, dtype: str) -> dict[str, Any]:
+    config = hf_format.write(policy.architecture, value=isinstance(policy, ValueModel)) | {"torch_dtype": dtype}
+    return config if tokenizer is None else config | _special_ids(tokenizer)
+
+
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    ids = {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,163 @@
+"""Where models come from: a Hugging Face folder or random parameters for the policy, its backbone or another for a value model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.value import HEAD, ValueModel
+from jaxrl_llm.protocols import Params
+
+
+@dataclass(kw_only=True, eq=False)
+class Opened:
+    """A model to evaluate; its weights are read when `params` is called.
+
+    Attributes:
+      policy: the model on the mesh.
+      tokenizer: its tokenizer.
+      params: reads the parameters.
+      name: the path or id it was opened from, and the checkpoint's step.
+    """
+
+    policy: Any
+    tokenizer: Any
+    params: Callable[[], Params]
+    name: str
+
+
+@runtime_checkable
+class ModelSource(Protocol):
+    """Where a model to evaluate comes from."""
+
+    def open(self, partitioner: Partitioner) -> Opened: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySource:
+    """A model to train or to sample from; exactly one of `architecture` and `pretrained` is set.
+
+    Attributes:
+      architecture: sizes of a model with random parameters, or None.
+      pretrained: a Hugging Face folder or id ("owner/name" or "owner/name@COMMIT") with config.json and safetensors, or None.
+      compute_dtype: dtype of activations, "float32" or "bfloat16".
+      remat: what the backward pass recomputes, from nothing to each layer: "none", "dots" (all but matrix products),
+        "gate" (half of the MLP), "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'
+        inputs kept on the host).
+      unroll: layers of one step of the scan over layers; more takes longer to compile and copies less.
+      lora: adapters to train in place of the model's own weights; None trains all weights.
+    """
+
+    architecture: Architecture | None = None
+    pretrained: str | None = None
+    compute_dtype: str = "float32"
+    remat: str = "none"
+    unroll: int = 1
+    lora: LoRA | None = None
+
+    def __post_init__(self) -> None:
+        if (self.architecture is None) == (self.pretrained is None):
+            got = "neither" if self.architecture is None else "both"
+            raise ValueError(f"PolicySource needs `architecture` or `pretrained` (got {got}): set one of the two")
+
+    def policy(self, partitioner: Partitioner, *, value: bool = False) -> Policy:
+        """The policy on a mesh; with `value`, the layers of a value model, which a sequence classifier has too.
+
+        Raises:
+          FileNotFoundError, ValueError: the pretrained folder is not there or not of a supported architecture.
+        """
+        architecture = self.architecture
+        if self.pretrained is not None:
+            architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
+        assert architecture is not None  # by __post_init__
+        fields = (architecture, partitioner, self.compute_dtype, self.remat)
+        if self.lora is not None:
+            return AdaptedPolicy(*fields, self.lora, unroll=self.unroll)
+        return Policy(*fields, unroll=self.unroll)
+
+    def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
+        """What training starts from: the pretrained parameters or adapters, random ones drawn with `key`, or adapters that
+        change nothing.
+
+        Raises:
+          FileNotFoundError, ValueError: a folder is not there or does not hold what the policy has.
+        """
+        if isinstance(policy, AdaptedPolicy):
+            if policy.lora.pretrained is not None:
+                return hf_weights.load_adapters(policy, Path(policy.lora.pretrained).expanduser())
+            return policy.init(jax.random.fold_in(key, 1))
+        return self._weights(policy, key)
+
+    def base(self, policy: Policy, key: PRNGKeyArray) -> Params | None:
+        """The frozen parameters under the adapters, the same for the same `key`; None where all parameters are trained."""
+        return policy.frozen(self._weights(policy.plain, key)) if isinstance(policy, AdaptedPolicy) else None
+
+    def _weights(self, policy: Policy, key: PRNGKeyArray) -> Params:
+        if self.pretrained is not None:
+            return hf_weights.load(policy, hf_weights.locate(self.pretrained))
+        return policy.init(key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueSource:
+    """A critic or a reward model; its head begins at 0, or as a sequence classifier's folder has it.
+
+    Attributes:
+      backbone: the layers, of a Hugging Face folder (a language model or a sequence classifier with one label) or random;
+        None copies the policy's as its stage begins.
+      bias: whether the head has a bias, which a Hugging Face folder cannot hold.
+    """
+
+    backbone: PolicySource | None = None
+    bias: bool = False
+
+    def model(self, policy: Policy) -> ValueModel:
+        """The value model, with the layers of `policy` or on its mesh.
+
+        Raises:
+          FileNotFoundError, ValueError: the backbone's folder is not there or not of a supported architecture.
+        """
+        return self.on(policy.partitioner) if self.backbone is not None else ValueModel.like(policy.plain, self.bias)
+
+    def on(self, partitioner: Partitioner) -> ValueModel:
+        """The value model on a mesh, with a backbone of its own; raises as `model` does."""
+        if self.backbone is None:
+            raise ValueError("a value model without a policy needs sources.ValueSource.backbone: set it")
+        return ValueModel.like(self.backbone.policy(partitioner, value=True), self.bias)
+
+    def base(self, model: ValueModel, key: PRNGKeyArray) -> Params | None:
+        """The frozen layers under the adapters; None where all parameters are trained."""
+        return None if self.backbone is None else self.backbone.base(model.backbone, key)
+
+    def params(self, model: ValueModel, policy: Params, key: PRNGKeyArray) -> Params:
+        """The parameters that training starts from.
+
+        Args:
+          model: as `model` gave it.
+          policy: the policy's parameters, adapters merged; copied where there is no backbone of its own.
+          key: draws random layers.
+        """
+        if self.backbone is not None:
+            return {**self.backbone.params(model.backbone, key), HEAD: self._head(model)}
+        layers = {name: policy[name] for name in model.backbone.abstract()}
+        copied = jax.tree.map(lambda x: jnp.copy(x).astype(jnp.float32), layers)
+        return {**copied, HEAD: model.head()}
+
+    def _head(self, model: ValueModel) -> Params:
+        """The head of the backbone's folder where that is a sequence classifier, else one at 0."""
+        assert self.backbone is not None
+        if self.backbone.pretrained is None or not hf_weights.is_classifier(
+            hf_weights.locate(self.backbone.pretrained)
+        ):
+            return model.head()
+        kernel = {HEAD: {"kernel": model.abstract()[HEAD]["kernel"]}}
+        return model.head() | hf_weights.read(kernel, hf_weights.locate(self.backbone.pretrained))[HEAD]

@@ -1,0 +1,369 @@
+"""Reads one rank's part of a published version and checks it, in the background of a vLLM server (tensorstore, no JAX)."""
+
+import ctypes
+import json
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import numpy as np
+import tensorstore as ts
+
+from jaxrl_llm.publication import object_store
+from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, digits, element_type, partial_sum
+
+Box = tuple[slice, ...]
+_ALIGNMENT = 64  # bytes
+_SUMMED_BYTES = 1 << 26  # that one thread adds up
+_THREADS = 8  # that add up
+
+
+class BadVersion(ValueError):
+    """A published version that must not be loaded: torn, damaged, or of another model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What one rank needs of one tensor.
+
+    Attributes:
+      shape: of the whole tensor.
+      box: the part that the rank loads, one slice with a start and a stop for each axis.
+      counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one does. A tensor
+        that every rank loads whole is checked by each.
+      divided: the ranks load different parts, even where this one's is all of the tensor and the others' are empty.
+    """
+
+    shape: tuple[int, ...]
+    box: Box
+    counted: bool = True
+    divided: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether the part is the tensor, on every rank."""
+        return not self.divided and self.box == whole_box(self.shape)
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """The box that holds all of a tensor."""
+    return tuple(slice(0, n) for n in shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagedVersion:
+    """A version in host memory, checked as far as one rank can.
+
+    Attributes:
+      manifest: of the version.
+      parts: the rank's box of each tensor, by name, in the order in which the model loads them.
+      sums: for tensors that the rank reads in part, what its part adds to the checksum.
+      nbytes: bytes read.
+    """
+
+    manifest: Manifest
+    parts: Mapping[str, np.ndarray]
+    sums: Mapping[str, int]
+    nbytes: int
+
+
+class OrbaxReader:
+    """One published version, opened."""
+
+    def __init__(self, path: str, *, window_bytes: int = 1 << 29) -> None:
+        """Opens a version; BadVersion where it is not there, not whole, or its metadata cannot be read."""
+        self.path = path.rstrip("/")
+        # In an address some characters mean something else than in the name of a folder.
+        self._address = self.path if "://" in self.path else f"file://{quote(str(Path(self.path).absolute()))}"
+        self._window_bytes = window_bytes
+        settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
+        if in_memory(self.path):  # a disk that fails under a mapped file ends the process
+            settings["file_io_mode"] = {"mode": "memmap"}
+        self._context = ts.Context(settings | dict(object_store.RETRIES))
+        self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()
+        self._text(f"{WEIGHTS}/_CHECKPOINT_METADATA", "the checkpoint was never completed")
+        metadata = json.loads(self._text(f"{WEIGHTS}/_METADATA", "orbax's list of tensors is missing"))
+        self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
+        self._database = self._store.read(f"{WEIGHTS}/manifest.ocdbt").result().state == "value"
+        keys = [entry["key_metadata"] for entry in metadata["tree_metadata"].values()]
+        self.names = {".".join(str(key["key"]) for key in path_of_keys) for path_of_keys in keys}
+        try:
+            self.manifest = Manifest.from_json(self._text(FILE, "the version has no manifest"))
+        except ValueError as unreadable:
+            raise BadVersion(f"{self.path}: {unreadable}") from unreadable
+
+    def _text(self, file: str, missing: str) -> bytes:
+        found = self._store.read(file).result()
+        if found.state != "value":
+            raise BadVersion(f"{self.path}: {missing} ({file}); publish the version again")
+        return found.value
+
+    def open(self, name: str) -> Any:
+        """A future of tensorstore's handle of one tensor."""
+        kvstore: Any = object_store.spec(f"{self._address}/{WEIGHTS}/{name}")
+        if self._database:
+            base = object_store.spec(f"{self._address}/{WEIGHTS}")
+            kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        # A file that is gone would read as zeros, which no checksum sees where another rank counts the same part.
+        spec = {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
+        return ts.open(
+            spec, open=True, read=True, context=self._context, recheck_cached_data=False, recheck_cached_metadata=False
+        )
+
+    def read_into(self, boxes: Mapping[str, tuple[Box, np.ndarray]]) -> Iterator[str]:
+        """Copies each box of the stored tensors into its array; yields names, in order, as they are complete.
+
+        At most `window_bytes` are under way at once. BadVersion where a tensor cannot be read or differs in shape or type from
+        the manifest.
+        """
+        opened = {name: self.open(name) for name in boxes}
+        under_way: deque[tuple[str, int, Any]] = deque()
+        free = self._window_bytes
+        try:
+            for name, (box, out) in boxes.items():
+                while under_way and free < out.nbytes:
+                    first, nbytes, copied = under_way.popleft()
+                    free += nbytes
+                    yield self._complete(first, copied)
+                source = self._checked(name, opened.pop(name))
+                target = ts.array(out, copy=False, write=True, context=self._context)
+                copied = target.write(source[box][ts.d[:].translate_to[0]] if box else source)
+                under_way.append((name, out.nbytes, copied))
+                free -= out.nbytes
+            while under_way:
+                first, _, copied = under_way.popleft()
+                yield self._complete(first, copied)
+        finally:  # whoever gives up may use the memory again
+            for _, _, copied in under_way:
+                copied.exception()
+
+    def _complete(self, name: str, copied: Any) -> str:
+        try:
+            copied.result()
+        except Exception as failure:
+            raise BadVersion(f"{self.path}: tensor {name!r} cannot be read: {_first_line(failure)}") from failure
+        return name
+
+    def _checked(self, name: str, opening: Any) -> Any:
+        try:
+            source = opening.result()
+        except Exception as failure:
+            raise BadVersion(f"{self.path}: tensor {name!r} cannot be opened: {_first_line(failure)}") from failure
+        entry = self.manifest.tensors[name]
+        stored = (tuple(source.shape), source.dtype.numpy_dtype)
+        if stored != (entry.shape, element_type(entry.dtype)):
+            raise BadVersion(
+                f"{self.path}: tensor {name!r} is stored as {stored[1]} {stored[0]}, "
+                f"the manifest says {entry.dtype} {entry.shape}; publish the version again"
+            )
+        return source
+
+
+def _first_line(failure: Exception) -> str:
+    return str(failure).partition("\n")[0][:500]
+
+
+def check_names(reader: OrbaxReader, version: int, targets: Mapping[str, Target]) -> None:
+    """Raises BadVersion where the version, the stored names, the manifest's, or what the model needs do not agree."""
+    manifest = reader.manifest
+    if manifest.version != version:
+        raise BadVersion(f"{reader.path}: holds version {manifest.version}, asked for was {version}")
+    _same_names(reader.path, "the checkpoint", reader.names, "the manifest lists", set(manifest.tensors))
+    _same_names(reader.path, "the version", set(manifest.tensors), "the server's model has", set(targets))
+    for name, target in targets.items():
+        if manifest.tensors[name].shape != target.shape:
+            raise BadVersion(
+                f"{reader.path}: tensor {name!r} has shape {manifest.tensors[name].shape}, the server's model has "
+                f"{target.shape}: the server and the learner hold different architectures"
+            )
+
+
+def _same_names(path: str, what: str, names: set[str], whose: str, others: set[str]) -> None:
+    missing, extra = sorted(others - names), sorted(names - others)
+    if missing or extra:
+        raise BadVersion(
+            f"{path}: {what} lacks {len(missing)} tensors {missing[:3]} and holds {len(extra)} {extra[:3]} too many, "
+            f"against what {whose}"
+        )
+
+
+def in_memory(path: str) -> bool:
+    """Whether a path of this host lies in a file system in its memory (tmpfs)."""
+    mounts = Path("/proc/self/mounts")
+    if "://" in path or not mounts.exists():
+        return False
+    kinds = {place: kind for _, place, kind, *_ in (line.split() for line in mounts.read_text().splitlines())}
+    real = Path(path).resolve()
+    return next((kinds[str(p)] == "tmpfs" for p in (real, *real.parents) if str(p) in kinds), False)
+
+
+def uninitialised(nbytes: int) -> np.ndarray:
+    """A block of memory; what is never written is never touched."""
+    return np.empty(nbytes, np.uint8)
+
+
+def read_version(
+    path: str,
+    version: int,
+    targets: Mapping[str, Target],
+    cancelled: Callable[[], bool] = lambda: False,
+    allocate: Callable[[int], np.ndarray] = uninitialised,
+) -> StagedVersion:
+    """Reads what one rank needs of a version into memory, in the order of `targets`, and checks it.
+
+    Tensors that the rank reads whole are compared with the manifest's checksums; sums of parts are handed back, because only
+    the ranks together can compare them (`check_sums`).
+
+    Args:
+      path: the version's folder or address.
+      version: the number it must have.
+      targets: what the rank needs, by name.
+      cancelled: asked after each tensor; reading ends with BadVersion where it says True.
+      allocate: gives a block of so many bytes, which then belongs to the parts.
+    """
+    reader = OrbaxReader(path)
+    check_names(reader, version, targets)
+    parts = _in_one_block(reader.manifest, targets, allocate)
+    boxes = {name: (target.box, parts[name]) for name, target in targets.items()}
+    adding = {}
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for name in reader.read_into(boxes):
+            if cancelled():
+                raise BadVersion(f"{path}: reading was given up for another version")
+            blocks = _blocks(parts[name], targets[name])
+            adding[name] = [threads.submit(partial_sum, *block, targets[name].shape) for block in blocks]
+    totals = {name: sum(block.result() for block in blocks) for name, blocks in adding.items()}
+    check_sums(path, reader.manifest, {name: total for name, total in totals.items() if targets[name].whole})
+    divided = {name: target for name, target in targets.items() if not target.whole}
+    sums = {name: totals[name] if target.counted else 0 for name, target in divided.items()}
+    nbytes = sum(part.nbytes for part in parts.values())
+    return StagedVersion(manifest=reader.manifest, parts=parts, sums=sums, nbytes=nbytes)
+
+
+def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
+    """A rank's part of a tensor in blocks of some rows, each with its origin in the whole tensor."""
+    origin = tuple(axis.start for axis in target.box)
+    if part.nbytes <= _SUMMED_BYTES:
+        yield part, origin
+        return
+    rows = max(1, _SUMMED_BYTES * len(part) // part.nbytes)
+    for first in range(0, len(part), rows):
+        yield part[first : first + rows], (origin[0] + first, *origin[1:])
+
+
+def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None:
+    """Raises BadVersion where a tensor's sum over all ranks is not the manifest's checksum."""
+    wrong = [name for name, total in totals.items() if digits(total) != manifest.tensors[name].checksum]
+    if wrong:
+        got, said = digits(totals[wrong[0]]), manifest.tensors[wrong[0]].checksum
+        raise BadVersion(
+            f"{path}: {len(wrong)} tensors differ from what was published, the first is {wrong[0]!r} "
+            f"(checksum {got}, the manifest says {said}); publish the version again"
+        )
+
+
+def _in_one_block(
+    manifest: Manifest, targets: Mapping[str, Target], allocate: Callable[[int], np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Uninitialised memory of each part in one block, which goes back to the system as a whole when they go."""
+    places, size = {}, 0
+    for name, target in targets.items():
+        shape, dtype = tuple(axis.stop - axis.start for axis in target.box), element_type(manifest.tensors[name].dtype)
+        nbytes = math.prod(shape) * dtype.itemsize
+        places[name] = (slice(size, size + nbytes), shape, dtype)
+        size += math.ceil(nbytes / _ALIGNMENT) * _ALIGNMENT
+    block = allocate(size)
+    return {name: block[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in places.items()}
+
+
+UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
+
+
+class Stager:
+    """Reads versions in the background and keeps the last one until it is committed or dropped."""
+
+    def __init__(self, allocate: Callable[[int], np.ndarray] = uninitialised) -> None:
+        """`allocate` gives the block that a version is read into; it may give the same one again."""
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
+        self._job = 0
+        self._began = 0.0
+        self._path = ""
+        self._state: dict[str, Any] = {}
+        self._staged: StagedVersion | None = None
+        self.drop()
+
+    def stage(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        """Starts to read a version and returns; whatever else was being read, or was staged, is given up for it."""
+        with self._lock:
+            if self._state["state"] == "staging" and (self._path, self._state["version"]) == (path, version):
+                return
+        job = self._begin(path, version, "staging")
+        threading.Thread(target=self._read, args=(job, path, version, targets), daemon=True, name="stage").start()
+
+    def read(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        """As `stage`, and returns when `status` is staged or failed."""
+        self._read(self._begin(path, version, "staging"), path, version, targets)
+
+    def _begin(self, path: str, version: int, state: str, error: str = "") -> int:
+        with self._lock:
+            self._job += 1
+            self._began, self._path, self._staged = time.perf_counter(), path, None
+            self._state = {"version": version, "state": state, "error": error, "seconds": 0.0, "bytes": 0}
+            return self._job
+
+    def _read(self, job: int, path: str, version: int, targets: Mapping[str, Target]) -> None:
+        staged, error, size = None, "", 0
+        with self._reading:
+            try:
+                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate)
+                size = staged.nbytes
+            except Exception as failure:
+                error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"
+        with self._lock:
+            if self._job == job:
+                self._staged = staged
+                seconds = time.perf_counter() - self._began
+                state = "failed" if error else "staged"
+                self._state = {"version": version, "state": state, "error": error, "seconds": seconds, "bytes": size}
+        del staged
+        give_memory_back()
+
+    def status(self) -> dict[str, Any]:
+        """version, state (idle, staging, staged or failed), error, seconds and bytes."""
+        with self._lock:
+            return dict(self._state)
+
+    def take(self, version: int) -> StagedVersion:
+        """The staged version; BadVersion where it is not this one, or is not whole."""
+        with self._lock:
+            if self._staged is None or self._state["version"] != version:
+                raise BadVersion(
+                    f"version {version} is not staged: {self._state}; stage it, and wait until it is staged"
+                )
+            return self._staged
+
+    def refuse(self, version: int, error: str) -> None:
+        """Forgets a staged version that turned out to be bad; `status` says why."""
+        self._begin("", version, "failed", error)
+
+    def drop(self) -> None:
+        """Forgets what was staged and gives its memory back."""
+        self._begin("", UNKNOWN, "idle")
+        give_memory_back()
+
+
+def give_memory_back() -> None:
+    """Returns freed pages to the system: tensorstore's threads each leave an arena of the allocator fragmented."""
+    trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,329 @@
+"""What runs inside a vLLM server: takes published weights from an orbax checkpoint while the server generates.
+
+    vllm serve MODEL --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension
+
+`stage` reads and checks a version in a thread of its own; nothing of the model is touched. `commit` loads what was staged, in the
+model's own layer order, through vLLM's loaders (`reload_weights`). With vLLM 0.26 or newer the same code is also the native
+weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tensorstore beside vLLM.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cached_property
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from jaxrl_llm.publication import cuda_ipc
+from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums
+from jaxrl_llm.publication.vllm_targets import targets_of
+
+_LOG = logging.getLogger(__name__)
+ENGINE = "orbax"
+_VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
+
+
+class OrbaxWorkerExtension:
+    """Methods that vLLM mixes into its workers; each is called on every rank through POST /collective_rpc.
+
+    Arguments come as strings over HTTP. What goes wrong is in the answer and never raised: where a call raises on several ranks,
+    vLLM reads the first rank's answer alone, and takes the others' for answers to the next call.
+    """
+
+    def stage(self, path: str, version: str | int) -> dict[str, Any]:
+        """Begins to read a published version; returns at once. `stage_status` says how it went."""
+        stager = self._orbax_stager
+        try:
+            _tensor_parallel_alone(self.vllm_config.parallel_config)  # type: ignore[attr-defined]
+            stager.stage(path, int(version), targets_of(self._orbax_model))
+        except Exception as failure:
+            stager.refuse(UNKNOWN, f"version {version} cannot be staged: {failure}")
+        return stager.status()
+
+    def stage_status(self) -> dict[str, Any]:
+        """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
+        return self._orbax_stager.status()
+
+    def commit(self, version: str | int) -> dict[str, Any]:
+        """Loads the staged version into the model; every request must be paused.
+
+        Returns:
+          version: the one in the model now. -1 where loading itself failed: the model is a mixture, and the version still staged.
+            Commit again before the server resumes, or restart it.
+          error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
+            published, the model is as it was.
+          seconds: that it took.
+        """
+        return self._orbax_answer(lambda: self._orbax_commit(int(version)))
+
+    def commit_ipc(self, version: str | int, memory: str) -> dict[str, Any]:
+        """As `commit`, straight from the GPU memory of a learner on this host, which nothing was staged from.
+
+        Args:
+          version: its number.
+          memory: where it lies, as `cuda_ipc.share` says it. The learner keeps it until this returns.
+        """
+        return self._orbax_answer(lambda: self._orbax_copy(int(version), memory))
+
+    def _orbax_answer(self, load: Callable[[], None]) -> dict[str, Any]:
+        began, error = time.perf_counter(), ""
+        try:
+            load()
+        except Exception as failure:
+            error = str(failure) or repr(failure)
+        return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
+
+    def _orbax_commit(self, version: int) -> None:
+        stager, model, device = self._orbax_stager, self._orbax_model, self.device  # type: ignore[attr-defined]
+        targets = targets_of(model)
+        staged = agreed(stager, version, targets, version_of(model) == version)
+        if staged is None:
+            return
+        cure = "The version is still staged: commit again"
+        self._orbax_load(version, lambda: whole_tensors(staged.parts, targets, device), cure)
+        del staged
+        stager.drop()
+
+    def _orbax_copy(self, version: int, memory: str) -> None:
+        targets, device = targets_of(self._orbax_model), self.device  # type: ignore[attr-defined]
+        with ExitStack() as stack:
+            tensors: Callable[[], Iterator[tuple[str, Any]]] | None = None
+            error = ""
+            try:
+                tensors = reached_tensors(memory, targets, device, stack)
+            except Exception as unreached:
+                error = str(unreached) or repr(unreached)
+            divided = any(not target.whole for target in targets.values())
+            (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
+            if tensors is None or without:
+                raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
+            self._orbax_load(version, tensors, "Commit again")
+        self._orbax_stager.drop()
+
+    def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
+        model = self._orbax_model
+        set_version(model, UNKNOWN)
+        try:
+            self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
+            repack_tied_head(model)
+            wait_for(self.device)  # type: ignore[attr-defined]
+        except Exception as failure:
+            with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
+                self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
+            raise RuntimeError(
+                f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
+                f"{cure}, and do not resume the server before"
+            ) from failure
+        set_version(model, version)
+
+    def published_version(self) -> int:
+        """The version in the model, -1 before the first commit and after one that failed midway."""
+        return version_of(self._orbax_model)
+
+    @cached_property
+    def _orbax_stager(self) -> Stager:
+        return stager_for(self.device)  # type: ignore[attr-defined]
+
+    @property
+    def _orbax_model(self) -> Any:
+        return self.model_runner.get_model()  # type: ignore[attr-defined]
+
+
+class PinnedBlock:
+    """Host memory that is kept from version to version: to get its pages takes as long as to fill them.
+
+    They are locked, so that a GPU copies from them by itself, several times as fast as from other memory.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._block = np.empty(0, np.uint8)
+
+    def __call__(self, nbytes: int) -> np.ndarray:
+        """The block; a new one where the size is another."""
+        import torch
+
+        if len(self._block) == nbytes:
+            return self._block
+        runtime = torch.cuda.cudart()
+        with torch.cuda.device(self._device):
+            if len(self._block):
+                runtime.cudaHostUnregister(self._block.ctypes.data)
+            self._block = np.empty(0, np.uint8)
+            block = np.empty(nbytes, np.uint8)
+            failed = int(runtime.cudaHostRegister(block.ctypes.data, nbytes, 0))
+        if failed:
+            _LOG.warning(
+                "%d bytes of host memory cannot be locked (CUDA error %d): commits take longer", nbytes, failed
+            )
+        else:
+            self._block = block
+        return block
+
+
+def stager_for(device: Any) -> Stager:
+    """A stager whose memory suits the device."""
+    return Stager(PinnedBlock(device)) if device.type == "cuda" else Stager()
+
+
+def _tensor_parallel_alone(parallel: Any) -> None:
+    sizes = {name: getattr(parallel, name) for name in ("pipeline_parallel_size", "data_parallel_size")}
+    if any(size != 1 for size in sizes.values()):
+        raise NotImplementedError(f"{sizes}: weights are published to servers with tensor parallelism alone")
+
+
+def version_of(model: Any) -> int:
+    """The published version that a model holds, -1 for none."""
+    return getattr(model, _VERSION, UNKNOWN)
+
+
+def set_version(model: Any, version: int) -> None:
+    """Notes the published version that a model holds."""
+    setattr(model, _VERSION, version)
+
+
+def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
+    """The staged version, once every rank has it and the ranks' parts add up to the published tensors.
+
+    No rank raises before all have spoken, so none is left waiting.
+
+    Args:
+      stager: of this rank.
+      version: the one to load.
+      targets: what this rank needs.
+      loaded: whether this rank's model already holds the version.
+
+    Returns:
+      The version, or None where nothing is staged because every rank's model holds it already: a commit may be repeated.
+
+    Raises:
+      BadVersion: it is not staged on every rank, or a sum differs from the manifest's checksum.
+    """
+    divided = [name for name, target in targets.items() if not target.whole]
+    staged, missing = None, ""
+    try:
+        staged = stager.take(version)
+    except BadVersion as not_there:
+        missing = str(not_there)
+    sums = staged.sums if staged is not None else {}
+    mine = [int(staged is None), int(not loaded), *(sums.get(name, 0) for name in divided)]
+    absent, without, *totals = sum_over_ranks(mine) if divided else mine
+    if staged is None:
+        if not without:
+            return None
+        raise BadVersion(missing)
+    if absent:
+        raise BadVersion(f"version {version} is not staged on {absent} other ranks of this server: stage it again")
+    try:
+        check_sums(f"version {version}", staged.manifest, dict(zip(divided, totals)))
+    except BadVersion as damaged:
+        stager.refuse(version, str(damaged))
+        raise
+    return staged
+
+
+def sum_over_ranks(numbers: list[int]) -> list[int]:
+    """Adds the numbers over the server's tensor-parallel ranks."""
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    total = torch.tensor(numbers, dtype=torch.int64)
+    torch.distributed.all_reduce(total, group=get_tp_group().cpu_group)
+    return total.tolist()
+
+
+def whole_tensors(
+    parts: Mapping[str, np.ndarray], targets: Mapping[str, Target], device: Any
+) -> Iterator[tuple[str, Any]]:
+    """torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
+
+    Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all.
+    """
+    import torch
+
+    for name, part in parts.items():
+        tensor, target = torch_tensor(part), targets[name]
+        if not target.whole:
+            whole = torch.empty(target.shape, dtype=tensor.dtype, device=device)
+            whole[target.box] = tensor.to(device)
+            tensor = whole
+        yield name, tensor
+
+
+def torch_tensor(array: np.ndarray) -> Any:
+    """A NumPy array as torch's, sharing memory."""
+    import torch
+
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def gpu_memory(device: Any) -> cuda_ipc.Memory:
+    """CUDA's driver, with this rank's GPU current; BadVersion where there is none."""
+    if device.type != "cuda":
+        raise BadVersion(f"the server runs on {device}: weights reach it through a checkpoint, not through GPU memory")
+    driver = cuda_ipc.Cuda()
+    driver.use(device.index or 0)
+    return driver
+
+
+def reached_tensors(
+    memory: str, targets: Mapping[str, Target], device: Any, stack: ExitStack
+) -> Callable[[], Iterator[tuple[str, Any]]]:
+    """What gives the learner's tensors as torch's own, one after the other; its memory stays mapped as long as the stack.
+
+    Raises:
+      BadVersion: they are not the model's.
+      OSError: the memory is out of reach.
+    """
+    driver, weights = gpu_memory(device), cuda_ipc.parse(memory)
+    cuda_ipc.check(weights, targets)
+    bases = stack.enter_context(cuda_ipc.opened(weights, driver))
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        import torch
+
+        for name in targets:
+            tensor = weights.tensors[name]
+            whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+            wait_for(device)  # the memory may have been another tensor's, whose work is still queued
+            cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+            yield name, whole
+
+    return tensors
+
+
+def wait_for(device: Any) -> None:
+    """Returns when a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize(device)
+
+
+def repack_tied_head(model: Any) -> None:
+    """On CPU vLLM multiplies by a packed copy of the output head; a reload leaves the copy of a tied head as it was."""
+    for module in model.modules():
+        if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
+            module.quant_method.process_weights_after_loading(module)
+
+
+def register() -> None:
+    """Entry point `vllm.general_plugins`: offers the native weight-transfer engine `orbax` where vLLM is 0.26 or newer.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "orbax"}'
+    """
+    try:
+        from vllm.distributed.weight_transfer.base import WeightTransferEngine
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    except ImportError:
+        return
+    native = hasattr(WeightTransferEngine, "finish_weight_update")
+    if native and ENGINE not in WeightTransferEngineFactory._registry:
+        module = "jaxrl_llm.publication.vllm_engine"
+        WeightTransferEngineFactory.register_engine(ENGINE, module, "OrbaxWeightTransferEngine")

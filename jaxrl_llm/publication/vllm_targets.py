@@ -1,0 +1,123 @@
+"""What one rank of a vLLM server loads of each Hugging Face tensor, asked of the server's own model.
+
+vLLM fuses layers (q, k and v; gate and up) and divides them over tensor-parallel ranks; its loaders take whole tensors and cut
+this rank's part out of them. The parts follow from attributes of vLLM's layers, so that only they need to be read. A layer of a
+kind that is not known here is refused: its tensors could go missing unnoticed.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jaxrl_llm.publication.reader import Target, whole_box
+
+
+def targets_of(model: Any) -> dict[str, Target]:
+    """By Hugging Face name, in the order of the model's layers: the shape, and the part that this rank loads.
+
+    Args:
+      model: the torch module that vLLM serves (`worker.model_runner.get_model()`).
+
+    Raises:
+      NotImplementedError: a layer's kind or one of its parameters is not known here.
+    """
+    fused = getattr(model, "packed_modules_mapping", {})
+    found: dict[str, Target] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in seen}
+        seen |= {id(p) for p in own.values()}
+        if own:
+            found |= _targets_of_layer(path, module, own, fused)
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def _targets_of_layer(
+    path: str, layer: Any, own: Mapping[str, Any], fused: Mapping[str, Sequence[str]]
+) -> dict[str, Target]:
+    kind = type(layer).__name__
+    unknown = sorted(own.keys() - {"weight", "bias"})
+    if unknown:
+        raise NotImplementedError(
+            f"layer {path!r} ({kind}) has the parameters {unknown}: weights are published to unquantized models only"
+        )
+    if kind.endswith("Norm"):
+        return {f"{path}.{name}": Target(shape=tuple(p.shape), box=whole_box(p.shape)) for name, p in own.items()}
+    if kind not in _PARTS:
+        raise NotImplementedError(f"layer {path!r} is of kind {kind}, not one of {', '.join(_PARTS)} or a norm")
+    parent, _, leaf = path.rpartition(".")
+    names = [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
+    return {
+        f"{name}.{parameter}": target
+        for parameter in own
+        for name, target in zip(names, _PARTS[kind](layer, parameter), strict=True)
+    }
+
+
+def _rows(rows: int, start: int, stop: int, columns: int | None, counted: bool = True) -> Target:
+    """Some rows of a matrix, or some elements of a bias where `columns` is None."""
+    shape = (rows,) if columns is None else (rows, columns)
+    return Target(shape=shape, box=(slice(start, stop), *whole_box(shape[1:])), counted=counted)
+
+
+def _qkv(layer: Any, parameter: str) -> Iterator[Target]:
+    columns = layer.input_size if parameter == "weight" else None
+    replicas = layer.num_kv_head_replicas
+    kv_heads = layer.total_num_kv_heads
+    per_rank = layer.num_heads * layer.head_size
+    first = layer.tp_rank * per_rank
+    yield _rows(layer.total_num_heads * layer.head_size, first, first + per_rank, columns)
+    for width in (layer.head_size, getattr(layer, "v_head_size", layer.head_size)):
+        first = layer.tp_rank // replicas * layer.num_kv_heads * width
+        counted = layer.tp_rank % replicas == 0
+        yield _rows(kv_heads * width, first, first + layer.num_kv_heads * width, columns, counted)
+
+
+def _merged(layer: Any, parameter: str) -> Iterator[Target]:
+    for rows in layer.output_sizes:
+        yield _share_of_rows(layer, parameter, rows)
+
+
+def _column_parallel(layer: Any, parameter: str) -> Iterator[Target]:
+    yield _share_of_rows(layer, parameter, layer.output_size)
+
+
+def _share_of_rows(layer: Any, parameter: str, rows: int) -> Target:
+    share = rows // layer.tp_size
+    first = layer.tp_rank * share
+    return _rows(rows, first, first + share, layer.input_size if parameter == "weight" else None)
+
+
+def _row_parallel(layer: Any, parameter: str) -> Iterator[Target]:
+    if parameter == "bias":
+        yield Target(shape=(layer.output_size,), box=whole_box((layer.output_size,)))
+        return
+    share = layer.input_size // layer.tp_size
+    columns = slice(layer.tp_rank * share, (layer.tp_rank + 1) * share)
+    yield Target(shape=(layer.output_size, layer.input_size), box=(slice(0, layer.output_size), columns))
+
+
+def _replicated(layer: Any, parameter: str) -> Iterator[Target]:
+    shape = (layer.output_size, layer.input_size) if parameter == "weight" else (layer.output_size,)
+    yield Target(shape=shape, box=whole_box(shape))
+
+
+def _vocabulary(layer: Any, parameter: str) -> Iterator[Target]:
+    indices = layer.shard_indices
+    columns = layer.embedding_dim if parameter == "weight" else None
+    rows = _rows(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index, columns)
+    # Rows are padded first, so that the first rank may have all of a small vocabulary.
+    yield replace(rows, divided=layer.tp_size > 1)
+
+
+_PARTS = {
+    "QKVParallelLinear": _qkv,
+    "MergedColumnParallelLinear": _merged,
+    "ColumnParallelLinear": _column_parallel,
+    "RowParallelLinear": _row_parallel,
+    "ReplicatedLinear": _replicated,
+    "VocabParallelEmbedding": _vocabulary,
+    "ParallelLMHead": _vocabulary,
+}

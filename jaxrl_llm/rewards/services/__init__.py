@@ -1,0 +1,1 @@
+"""Processes behind rewards: the sandbox, a classifier server, workers of verifiers."""

@@ -1,0 +1,1 @@
+"""From prompts to scored groups: generation with an environment's turns, rewards, filters, buffers."""

@@ -1,0 +1,227 @@
+"""Rollouts sampled ahead of the step that learns from them, while the steps before it are being learned.
+
+With max_staleness k, step s learns under policy version s - 1, and the batches of steps s + 1 to s + k are sampled meanwhile. What
+is older than k versions by its own step is dropped and counted. The buffer is part of a checkpoint: batches that were whole come
+back as they were; those in the making are asked again, for the same prompts.
+"""
+
+import asyncio
+import base64
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
+from jaxrl_llm.rollouts.collect import Collector
+
+_ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
+
+
+@dataclass(kw_only=True, eq=False)
+class PendingBatch:
+    """A batch that a later step learns from.
+
+    Attributes:
+      step: which step.
+      draws: places in the data stream that its prompts were drawn from.
+      again: those that a resumed batch draws from first.
+      task: samples and scores it.
+    """
+
+    step: int
+    draws: list[int] = field(default_factory=list)
+    again: list[int] = field(default_factory=list)
+    task: asyncio.Future[list[Group]] | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class RolloutBuffer:
+    """Rollouts of the present policy and of those up to `max_staleness` versions before it.
+
+    Attributes:
+      stream: encoded prompts.
+      collector: samples and scores them.
+      prompts: prompts of a step.
+      max_staleness: batches that are sampled ahead, and versions that a token may be behind.
+      batches: steps of the stage.
+      least: fewest rollouts of a group that are worth learning from.
+    """
+
+    stream: PromptStream[Prompt]
+    collector: Collector
+    prompts: int
+    max_staleness: int
+    batches: int
+    least: int = 1
+
+    def __post_init__(self) -> None:
+        self._coming: list[PendingBatch] = []
+        self._started = 0
+        self._counters: Counter[str] = Counter()
+        self._waited_s = 0.0
+
+    async def next(self, step: int) -> list[Group]:
+        """The batch of `step`; those of the steps after it are on their way when this returns."""
+        begin = time.perf_counter()
+        first = step - (self._coming[0].step if self._coming else step)
+        if first:
+            raise RuntimeError(f"step {step} was asked for where the buffer begins with step {step - first}")
+        while len(self._coming) <= self.max_staleness and self._started < self.batches:
+            self._coming.append(PendingBatch(step=step + len(self._coming)))
+            self._started += 1
+        for coming in self._coming:
+            if coming.task is None:
+                coming.task = asyncio.ensure_future(self._batch(coming))
+                coming.task.add_done_callback(_seen)
+        task = self._coming[0].task
+        assert task is not None
+        groups = await task
+        self._coming.pop(0)
+        self._waited_s += time.perf_counter() - begin
+        return self._fresh(groups, step - 1 - self.max_staleness)
+
+    async def _batch(self, coming: PendingBatch) -> list[Group]:
+        return await self.collector.batch(lambda n: self._draw(coming, n), self.prompts, coming.step)
+
+    def _draw(self, coming: PendingBatch, n: int) -> list[Prompt]:
+        """The next prompts of the stream, or those that the batch drew before the run was resumed."""
+        here = self.stream.position
+        place = coming.again.pop(0) if coming.again else here
+        coming.draws.append(place)
+        self.stream.position = place
+        drawn = self.stream.next_batch(n)
+        if place != here:
+            self.stream.position = here
+        return drawn
+
+    def _fresh(self, groups: Sequence[Group], oldest: int) -> list[Group]:
+        """The groups without rollouts that hold a token of a version before `oldest`."""
+        kept = []
+        for group in groups:
+            stays = [i for i, r in enumerate(group.rollouts) if not np.any(r.versions[r.mask] < oldest)]
+            self._counters["stale"] += len(group.rollouts) - len(stays)
+            if len(stays) == len(group.rollouts):
+                kept.append(group)
+            elif len(stays) >= self.least:
+                kept.append(_part(group, stays))
+            else:
+                self._counters["stale_rest"] += len(stays)
+        if groups and not kept:
+            raise RuntimeError(
+                f"every rollout of a step was older than version {oldest}: a server lags behind, or set Stage.max_staleness higher"
+            )
+        return kept
+
+    def state(self) -> dict[str, Any]:
+        """The stream's place and the batches on their way, JSON-like."""
+        return {
+            "stream": self.stream.state(),
+            "started": self._started,
+            "coming": [
+                {"step": c.step, "draws": c.draws + c.again, "groups": None if (g := _whole(c)) is None else [stored(x) for x in g]}
+                for c in self._coming
+            ],
+        }  # fmt: skip
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `state`; raises ValueError where the data is another, or the state one of a run without a buffer."""
+        if "coming" not in state:
+            self.stream.restore(state)
+            raise ValueError(
+                "the checkpoint was made with Stage.max_staleness = 0: set MAX_STALENESS as it was, or start a new run folder"
+            )
+        self.stream.restore(state["stream"])
+        self._started = int(state["started"])
+        rows = {(prompt.source, prompt.id): prompt for prompt in self.stream.rows}
+        self._coming = []
+        for entry in state["coming"]:
+            coming = PendingBatch(step=entry["step"])
+            if entry["groups"] is None:
+                coming.again = list(entry["draws"])
+            else:
+                coming.draws = list(entry["draws"])
+                coming.task = asyncio.get_running_loop().create_future()
+                coming.task.set_result([restored(group, rows) for group in entry["groups"]])
+            self._coming.append(coming)
+
+    def take(self) -> dict[str, float]:
+        """Counters and times since the last call; the sampling time is what steps waited for their batches."""
+        counts = {f"count/{name}": float(count) for name, count in self._counters.items()}
+        taken = self.collector.take() | {"time/sample_s": self._waited_s}
+        self._counters.clear()
+        self._waited_s = 0.0
+        ready = sum(_whole(coming) is not None for coming in self._coming)
+        return {**taken, **counts, "data/epoch": self.stream.epoch, "buffer/whole": float(ready)}
+
+
+def _whole(coming: PendingBatch) -> list[Group] | None:
+    """The groups of a batch that is whole."""
+    task = coming.task
+    done = task is not None and task.done() and not task.cancelled() and task.exception() is None
+    return task.result() if task is not None and done else None
+
+
+def _seen(task: asyncio.Future[list[Group]]) -> None:
+    """Looks at the error of a batch that nobody waits for any more, when a run ends."""
+    if not task.cancelled():
+        task.exception()
+
+
+def _part(group: Group, rows: Sequence[int]) -> Group:
+    """Some rollouts of a group, with their scores."""
+    index, scores = list(rows), group.scores
+    parts = {name: np.asarray(x)[index] for name, x in scores.parts.items()}
+    valid = {name: np.asarray(x)[index] for name, x in scores.valid.items()}
+    return Group(rollouts=[group.rollouts[i] for i in rows], scores=replace(scores, parts=parts, valid=valid))
+
+
+def stored(group: Group) -> dict[str, Any]:
+    """A scored group as JSON-like values; its prompt by source and id."""
+    prompt, scores = group.rollouts[0].prompt, group.scores
+    return {
+        "prompt": [prompt.source, prompt.id],
+        "rollouts": [_stored_rollout(rollout) for rollout in group.rollouts],
+        "parts": {name: np.asarray(x, float).tolist() for name, x in scores.parts.items()},
+        "valid": {name: np.asarray(x, bool).tolist() for name, x in scores.valid.items()},
+        "weights": dict(scores.weights),
+    }
+
+
+def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
+    found: dict[str, Any] = {name: _text(getattr(rollout, name), kind) for name, kind in _ARRAYS.items()}
+    spans = {name: _text(span, np.bool_) for name, span in rollout.spans.items()}
+    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans}
+
+
+def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:
+    """The group that `stored` wrote; raises ValueError for a prompt that the data lacks."""
+    source, name = content["prompt"]
+    if (source, name) not in rows:
+        raise ValueError(
+            f"the checkpoint's buffer holds prompt {name!r} of {source!r}, which the data lacks: restore DATA"
+        )
+    rollouts = [_restored_rollout(entry, rows[source, name]) for entry in content["rollouts"]]
+    scores = Scores(
+        parts={part: np.asarray(x, np.float64) for part, x in content["parts"].items()},
+        valid={part: np.asarray(x, bool) for part, x in content["valid"].items()}, weights=content["weights"],
+    )  # fmt: skip
+    return Group(rollouts=rollouts, scores=scores)
+
+
+def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    arrays = {name: _array(entry[name], kind) for name, kind in _ARRAYS.items()}
+    spans = {name: _array(span, np.bool_) for name, span in entry["spans"].items()}
+    return Rollout(prompt=prompt, finish=entry["finish"], text=entry["text"], role=entry["role"], spans=spans, **arrays)
+
+
+def _text(array: np.ndarray, kind: Any) -> str:
+    return base64.b64encode(np.ascontiguousarray(array, kind).tobytes()).decode()
+
+
+def _array(text: str, kind: Any) -> np.ndarray:
+    return np.frombuffer(base64.b64decode(text), kind).copy()

@@ -1,0 +1,295 @@
+"""From encoded prompts to scored groups: sampling with an environment's answers in between, rewards, filters, until a batch is full.
+
+Token ids and log-probs are the sampler's, never re-tokenised; text that an environment adds is encoded once, appended and
+masked out. Groups are scored while others are still being sampled.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm import components
+from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.distributed.processes import Processes
+from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
+from jaxrl_llm.protocols import Environment, Filter, Marker, Reward, Sampler
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutGenerator:
+    """Asks a sampler for groups of rollouts.
+
+    Attributes:
+      sampler: the running sampler.
+      tokenizer: decodes responses, and encodes what an environment says.
+      environment: answers between turns; None for a single turn.
+      marker: names ranges of a response's tokens; None names none.
+      max_turns: most turns of the policy.
+      counters: what was counted: rollouts by the way they ended.
+      processes: those that ask together, one sampler on the devices of all; process 0 alone has them scored.
+    """
+
+    sampler: Sampler
+    tokenizer: Any
+    environment: Environment | None = None
+    marker: Marker | None = None
+    max_turns: int = 8
+    counters: Counter[str] = field(default_factory=Counter)
+    processes: Processes = field(default_factory=Processes)
+
+    async def groups(
+        self, prompts: Sequence[Prompt], n: int, settings: SamplingParams, seeds: Sequence[int], role: Role = "sample"
+    ) -> AsyncIterator[tuple[int, list[Rollout]]]:
+        """Yields (index of the prompt, its n rollouts) as they finish; a prompt's group depends on its seed alone."""
+        prefixes = [p.prefix for p in prompts]
+        talking: set[asyncio.Task[tuple[int, list[Rollout]]]] = set()
+        try:
+            async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
+                rollouts = [self._first(prompts[index], c, role) for c in completions]
+                if self.environment is None:
+                    yield self._finished(index, rollouts)
+                else:
+                    talking.add(asyncio.ensure_future(self._talk(index, rollouts, settings, seeds[index])))
+            for talk in asyncio.as_completed(talking):
+                yield self._finished(*await talk)
+        finally:
+            for task in talking:
+                task.cancel()
+            await asyncio.gather(*talking, return_exceptions=True)
+
+    async def _talk(
+        self, index: int, rollouts: Sequence[Rollout], settings: SamplingParams, seed: int
+    ) -> tuple[int, list[Rollout]]:
+        """A group's further turns; all groups talk at the same time."""
+        talks = [self._converse(r, settings, seed_of(seed, i)) for i, r in enumerate(rollouts)]
+        return index, list(await asyncio.gather(*talks))
+
+    def _finished(self, index: int, rollouts: list[Rollout]) -> tuple[int, list[Rollout]]:
+        texts = self.tokenizer.batch_decode([r.tokens for r in rollouts], skip_special_tokens=True)
+        self.counters.update(f"finish/{r.finish}" for r in rollouts)
+        self.counters["empty"] += sum(not t.strip() for t in texts)
+        named = [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
+        if self.marker is not None:
+            named = [replace(r, spans=self.marker.mark(r, self.tokenizer)) for r in named]
+        return index, named
+
+    def _first(self, prompt: Prompt, completion: Completion, role: Role) -> Rollout:
+        return Rollout(
+            prompt=prompt, tokens=completion.tokens, sampler_logprobs=completion.logprobs,
+            mask=np.ones(len(completion.tokens), bool), versions=completion.versions, finish=completion.finish, role=role,
+        )  # fmt: skip
+
+    async def _converse(self, rollout: Rollout, settings: SamplingParams, seed: int) -> Rollout:
+        """The further turns of one rollout, until the environment is done or the token limit is reached."""
+        assert self.environment is not None
+        state: Any = None
+        for turn in range(1, self.max_turns):
+            if rollout.finish != "stop":
+                break
+            text = self.tokenizer.decode(rollout.tokens, skip_special_tokens=True)
+            answer, state = self.environment.step(replace(rollout, text=text), state)
+            if answer is None:
+                break
+            said = np.asarray(self.tokenizer.encode(answer, add_special_tokens=False), np.int32)
+            room = settings.max_tokens - len(rollout.tokens) - len(said)
+            if room < 1:
+                return replace(rollout, finish="length")
+            rollout = _append(
+                rollout,
+                said,
+                np.zeros(len(said), np.float32),
+                np.full(len(said), self.sampler.version, np.int32),
+                learned=False,
+            )
+            prefix = np.concatenate([rollout.prompt.prefix, rollout.tokens]).astype(np.int32)
+            limits = replace(settings, max_tokens=room, min_tokens=min(settings.min_tokens, room))
+            async for _, (completion,) in self.sampler.sample([prefix], 1, limits, [seed_of(seed, turn)]):
+                rollout = _append(rollout, completion.tokens, completion.logprobs, completion.versions, learned=True)
+                rollout = replace(rollout, finish=completion.finish)
+        return rollout
+
+
+def _append(
+    rollout: Rollout, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, *, learned: bool
+) -> Rollout:
+    return replace(
+        rollout,
+        tokens=np.concatenate([rollout.tokens, tokens]).astype(np.int32),
+        sampler_logprobs=np.concatenate([rollout.sampler_logprobs, logprobs]).astype(np.float32),
+        mask=np.concatenate([rollout.mask, np.full(len(tokens), learned)]),
+        versions=np.concatenate([rollout.versions, versions]).astype(np.int32),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Collector:
+    """Draws prompts until a batch of groups is full.
+
+    Attributes:
+      generator: asks the sampler.
+      reward: scores a group; a reward that needs the learner's statistics is asked later, by `rescore`.
+      settings: how tokens are drawn.
+      group_size: rollouts of a prompt.
+      greedy: adds one greedy rollout a prompt, which is scored but leaves statistics and loss.
+      filter: which groups are learned from; None keeps all.
+      seed: seed of the run.
+      counters: groups filtered out, surplus groups, invalid rewards.
+      seconds: where the time went: sampling and waiting for rewards.
+      unfiltered: the rewards of all samples, where `filter` keeps some groups only.
+    """
+
+    generator: RolloutGenerator
+    reward: Reward
+    settings: SamplingParams
+    group_size: int
+    greedy: bool = False
+    filter: Filter | None = None
+    seed: int = 0
+    counters: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=lambda: {"sample": 0.0, "reward": 0.0})
+    unfiltered: list[float] = field(default_factory=list)
+
+    async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[Group]:
+        """`count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not give them.
+
+        Args:
+          draw: the next prompts of the data stream.
+          step: the number that, with the seed of the run and the place in the batch, seeds the sampling.
+        """
+        kept: list[Group] = []
+        for attempt in range(self.filter.max_draws if self.filter else 1):
+            groups = await self.score(draw(count), (self.seed, step, attempt))
+            good = [g for g in groups if self.filter is None or self.filter.keep(g)]
+            self._note(groups)
+            self.counters["groups/filtered"] += len(groups) - len(good)
+            kept += good
+            if len(kept) >= count:
+                break
+        self.counters["groups/surplus"] += max(len(kept) - count, 0)
+        self.counters["groups/missing"] += max(count - len(kept), 0)
+        return kept[:count]
+
+    def _note(self, groups: Sequence[Group]) -> None:
+        """What the samples were worth before the filter, which leaves out what is too easy or too hard."""
+        for group in groups if self.filter is not None else ():
+            self.unfiltered.extend(_totals(group).tolist())
+
+    async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[Group]:
+        """The scored group of every prompt, in their order."""
+        seeds = [seed_of(*seed, i) for i in range(len(prompts))]
+        begin = time.perf_counter()
+        rollouts: list[list[Rollout]] = [[] for _ in prompts]
+        scoring: dict[int, asyncio.Task[Scores]] = {}
+        if self.greedy:
+            async for i, greedy in self.generator.groups(prompts, 1, self.settings.greedy(), seeds, role="greedy"):
+                rollouts[i] += greedy
+        async with _ended(scoring):
+            async for i, group in self.generator.groups(prompts, self.group_size, self.settings, seeds):
+                rollouts[i] = group + rollouts[i]
+                scoring[i] = asyncio.ensure_future(self._scores(rollouts[i]))
+            sampled = time.perf_counter()
+            scores = [await scoring[i] for i in range(len(prompts))]
+        self.seconds["sample"] += sampled - begin
+        self.seconds["reward"] += time.perf_counter() - sampled
+        groups = [Group(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
+        self._count_invalid(groups)
+        return self.generator.processes.broadcast(groups)
+
+    async def rescore(self, groups: Sequence[Group], stats: Sequence[dict[str, np.ndarray]]) -> list[Group]:
+        """The groups scored by a reward that needs the learner's statistics, {name: [G]} of each group."""
+        asked = [self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)]
+        async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
+            scores = [await task for task in scoring.values()]
+        scored = [Group(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
+        self._count_invalid(scored)
+        return scored
+
+    async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
+        if self.reward.needs_stats or not self.generator.processes.main:
+            return Scores(parts={}, valid={})
+        return await self.reward.score(rollouts)
+
+    def _count_invalid(self, groups: Sequence[Group]) -> None:
+        for group in groups:
+            for name, valid in group.scores.valid.items():
+                self.counters[f"invalid/{name}"] += int(np.sum(~np.asarray(valid, bool)))
+
+    def take(self) -> dict[str, float]:
+        """Counters since the last call, and starts them anew."""
+        counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.generator.counters}.items()}
+        counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
+        if self.unfiltered:
+            counts["reward/unfiltered"] = float(np.mean(self.unfiltered))
+        self.unfiltered.clear()
+        self.counters.clear()
+        self.generator.counters.clear()
+        self.seconds.update(dict.fromkeys(self.seconds, 0.0))
+        return counts
+
+
+@contextlib.asynccontextmanager
+async def _ended(tasks: Mapping[int, asyncio.Task[Scores]]) -> AsyncIterator[None]:
+    """Leaves no task behind, whatever ends the block."""
+    try:
+        yield
+    finally:
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicSampling:
+    """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): keeps groups whose rewards differ.
+
+    Attributes:
+      max_draws: most batches of prompts drawn for one step.
+    """
+
+    max_draws: int = 4
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 1, "max_draws")
+
+    def keep(self, group: Group) -> bool:
+        totals = _totals(group)
+        return len(totals) > 0 and bool(np.ptp(totals) > 0)
+
+
+def _totals(group: Group) -> np.ndarray:
+    """Rewards of the group's samples that have one, [at most G]; greedy rollouts left out."""
+    sampled = np.array([r.role == "sample" for r in group.rollouts])
+    return group.total()[group.valid() & sampled]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SampledGroups:
+    """Rollouts of the present policy.
+
+    Attributes:
+      stream: encoded prompts.
+      collector: samples and scores them.
+      prompts: prompts of a step.
+    """
+
+    stream: PromptStream[Prompt]
+    collector: Collector
+    prompts: int
+
+    async def next(self, step: int) -> list[Group]:
+        return await self.collector.batch(self.stream.next_batch, self.prompts, step)
+
+    def state(self) -> dict[str, Any]:
+        return self.stream.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.stream.restore(state)
+
+    def take(self) -> dict[str, float]:
+        return {**self.collector.take(), "data/epoch": self.stream.epoch}

@@ -1,0 +1,81 @@
+"""Groups in one global order on all processes of a run: rows held in parts, or sampled by process 0 for all."""
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.distributed.preemption import Preemption, Stopping
+from jaxrl_llm.distributed.processes import Processes
+from jaxrl_llm.experience import Group, Prompt
+from jaxrl_llm.protocols import GroupLoader
+
+Row = TypeVar("Row", Prompt, Group)
+
+
+class SharedStream(PromptStream[Row]):
+    """Encoded rows in one global order, of which each process of a run holds a part; all ask for the same batches.
+
+    A batch is the same on any number of processes, which is why the processes exchange what each of them holds of it.
+
+    Args:
+      part: this process's rows; those of all processes, one after the other, are the rows.
+      processes: those of the run.
+      seed: names the order.
+
+    Raises:
+      ValueError: no process has a row.
+    """
+
+    def __init__(self, part: Sequence[Row], processes: Processes, *, seed: int) -> None:
+        self._part: Sequence[Row] = part
+        self._processes = processes
+        self._starts = np.cumsum([0, *processes.gathered(len(part))]).tolist()
+        super().__init__(range(self._starts[-1]), seed=seed)  # type: ignore[arg-type]
+
+    def next_batch(self, n: int) -> list[Row]:
+        """The next `n` rows, whole on every process."""
+        wanted: list[Any] = super().next_batch(n)
+        first, end = self._starts[self._processes.index : self._processes.index + 2]
+        held = [[i, self._part[i - first]] for i in wanted if first <= i < end]
+        found = {i: row for part in self._processes.gathered(held) for i, row in part}
+        return [found[i] for i in wanted]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BroadcastGroups:
+    """The groups of process 0, which alone asks a sampler, on every process.
+
+    Attributes:
+      loader: that of process 0; None on the others.
+      preemption: of signals, at which process 0 gives up what it is sampling.
+    """
+
+    loader: GroupLoader | None
+    preemption: Preemption
+
+    async def next(self, step: int) -> list[Group]:
+        """The groups of a step; raises Stopping on every process where a signal came first."""
+        groups: list[Group] | None = None
+        if self.loader is not None:
+            with contextlib.suppress(Stopping):
+                groups = await self.preemption.unless(self.loader.next(step))
+        # The thread leaves the event loop to what is being published and sampled.
+        groups = await asyncio.to_thread(self.preemption.processes.broadcast, groups)
+        if groups is None:
+            raise Stopping
+        return groups
+
+    def state(self) -> dict[str, Any]:
+        return {} if self.loader is None else self.loader.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        if self.loader is not None:
+            self.loader.restore(state)
+
+    def take(self) -> dict[str, float]:
+        return {} if self.loader is None else self.loader.take()

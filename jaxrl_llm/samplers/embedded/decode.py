@@ -1,0 +1,266 @@
+"""The device programs of the embedded sampler: prefill of prompts, their copy into slots, and a chunk of decode steps.
+
+Small per-slot arrays live on the host and travel with each call; the cache and the table of seen tokens stay on the
+device and are donated from call to call. Shapes are fixed, so each program compiles once for each bucket.
+
+A token is chosen in this order, each step on what the step before left: repetition penalty (https://arxiv.org/abs/1909.05858),
+temperature, top-k, top-p (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082), then one draw by the Gumbel
+maximum. The penalty counts the prompt's tokens too. Entries whose logit equals the last one kept are kept as well. A greedy row
+(temperature 0) takes the largest logit after the penalty and reports its log-prob under the untempered, unfiltered softmax.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
+
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.models.policy import CACHE_AXES, Params, Policy
+from jaxrl_llm.models.transformer import Cache
+
+HostOrDevice = Any  # a NumPy array, and under jit its tracer
+
+
+class Choice(NamedTuple):
+    """How each slot draws: arrays [S], traced, so that other values compile nothing."""
+
+    temperature: HostOrDevice  # float32, 0 is greedy
+    top_k: HostOrDevice  # int32, 0 keeps all
+    top_p: HostOrDevice  # float32
+    min_p: HostOrDevice  # float32
+    repetition_penalty: HostOrDevice  # float32
+
+    @classmethod
+    def empty(cls, slots: int) -> "Choice":
+        """Host arrays of the plain softmax for `slots` slots."""
+        one = np.ones(slots, np.float32)
+        return cls(one, np.zeros(slots, np.int32), one.copy(), np.zeros(slots, np.float32), one.copy())
+
+    def set(self, slot: int, settings: SamplingParams) -> None:
+        """Writes one slot of host arrays."""
+        for name, values in self._asdict().items():
+            values[slot] = getattr(settings, name)
+
+
+def filters(settings: SamplingParams) -> bool:
+    """Whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
+    return settings.temperature > 0 and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
+
+
+def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Logits of tokens seen before: divided by the penalty where positive, multiplied by it where negative."""
+    scaled = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    return jnp.where(seen, scaled, logits)
+
+
+def tempered(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Logits over the temperature; greedy rows are left as they are."""
+    return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]:
+    """Tempered logits with -inf outside the support that top-k, top-p and min-p leave; greedy rows keep all."""
+    vocabulary = logits.shape[-1]
+    ordered = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(vocabulary)
+    kept = rank < jnp.where(choice.top_k > 0, choice.top_k, vocabulary)[:, None]
+    ordered = jnp.where(kept, ordered, -jnp.inf)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    top_p = jnp.asarray(choice.top_p)[:, None]
+    kept &= (
+        (before < top_p) | (top_p >= 1) | (rank == 0)
+    )  # a rounded sum may reach 1 early: top_p = 1 keeps all the same
+    kept &= probability >= jnp.asarray(choice.min_p)[:, None] * probability[:, :1]
+    last = jnp.take_along_axis(ordered, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)
+    greedy = (jnp.asarray(choice.temperature) == 0)[:, None]
+    return jnp.where((logits >= last) | greedy, logits, -jnp.inf)
+
+
+def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S V"]:
+    """Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours."""
+    return jax.vmap(lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), (vocabulary,), jnp.float32))(
+        keys, drawn
+    )
+
+
+def draw(
+    logits: Float[Array, "S V"],
+    gumbel: Float[Array, "S V"],
+    choice: Choice,
+    seen: Bool[Array, "S V"] | None,
+    *,
+    cut: bool,
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """One token of each slot, and its log-prob under the distribution that it was drawn from.
+
+    Args:
+      logits: float32 of the next token.
+      gumbel: standard Gumbel noise; argmax(logits + noise) is a draw from the softmax.
+      choice: per-slot settings.
+      seen: tokens of the prompt and the response so far, or None where no slot is penalised.
+      cut: static; False skips the filters where no slot has one (`filters`).
+    """
+    temperature = jnp.asarray(choice.temperature)
+    if seen is not None:
+        logits = penalise(logits, seen, jnp.asarray(choice.repetition_penalty))
+    logits = tempered(logits, temperature)
+    if cut:
+        logits = filtered(logits, choice)
+    token = jnp.argmax(jnp.where(temperature[:, None] > 0, logits + gumbel, logits), axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+NO_TOKEN = -1
+
+
+class Slots(NamedTuple):
+    """What the host knows of each slot: arrays [S], and [S, E] stop ids.
+
+    `last` is the token to feed next, `position` its place; `drawn` counts the response's tokens, `limit` bounds them.
+    """
+
+    last: HostOrDevice
+    position: HostOrDevice
+    drawn: HostOrDevice
+    limit: HostOrDevice
+    min_tokens: HostOrDevice
+    sample: HostOrDevice
+    done: HostOrDevice
+    stop_ids: HostOrDevice
+    seed: HostOrDevice  # uint32 [S, 2]: high and low half
+    choice: Choice
+
+    @classmethod
+    def empty(cls, slots: int, stop_ids: int) -> "Slots":
+        """`slots` free slots, with room for `stop_ids` stop ids each."""
+        counters = {name: np.zeros(slots, np.int32) for name in cls._fields[:6]}
+        return cls(
+            **counters,
+            done=np.ones(slots, bool),
+            stop_ids=np.full((slots, stop_ids), NO_TOKEN, np.int32),
+            seed=np.zeros((slots, 2), np.uint32),
+            choice=Choice.empty(slots),
+        )
+
+
+class Chunk(NamedTuple):
+    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]."""
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    drawn: jax.Array
+    done: jax.Array
+
+
+@partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype"))
+def empty(
+    *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None
+) -> tuple[Cache, Bool[Array, "S V"]]:
+    """An empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
+    vocabulary = policy.architecture.vocabulary_size if penalised else 0
+    seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
+    return _constrained(policy, policy.cache(slots, length, dtype)), seen
+
+
+@partial(jax.jit, static_argnames=("policy", "dtype"))
+def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None) -> Cache:
+    """Keys and values of right-padded prompts."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
+    return policy.extend(params, cache, tokens, positions, fresh=True)[1]
+
+
+@partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
+def place(
+    cache: Cache,
+    seen: Bool[Array, "S W"],
+    block: Cache,
+    tokens: Int[Array, "N T"],
+    source: Int[Array, " S"],
+    *,
+    policy: Policy,
+) -> tuple[Cache, Bool[Array, "S W"]]:
+    """Copies prefilled row source[s] into slot s; -1 leaves the slot alone. `tokens` is padded with -1."""
+    fresh, rows = source >= 0, jnp.maximum(source, 0)
+
+    def copied(old: jax.Array, new: jax.Array) -> jax.Array:
+        length = new.shape[2]
+        return old.at[:, :, :length].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[:, :, :length]))
+
+    cache = {name: copied(entries, block[name]) for name, entries in cache.items()}
+    width = seen.shape[1]
+    index = jnp.where(tokens < 0, width, tokens)
+    table = jnp.zeros((tokens.shape[0], width), bool).at[jnp.arange(len(tokens))[:, None], index].set(True, mode="drop")
+    seen = policy.partitioner.constrain(jnp.where(fresh[:, None], table[rows], seen), ("batch", "vocabulary"))
+    return _constrained(policy, cache), seen
+
+
+@partial(jax.jit, static_argnames=("policy", "steps", "cut"), donate_argnames=("cache", "seen"))
+def decode(
+    params: Params, cache: Cache, seen: Bool[Array, "S W"], slots: Slots, *, policy: Policy, steps: int, cut: bool
+) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
+    """Up to `steps` draws of each slot that is not done; ends early where all are.
+
+    The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
+    """
+    count = len(slots.last)
+    keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
+    head = policy.head(params).astype(policy.compute_dtype)
+    rows = jnp.arange(count)
+
+    def step(carry: tuple) -> tuple:
+        i, cache, seen, last, chunk = carry
+        position = slots.position + chunk.drawn - slots.drawn
+        hidden, cache = policy.extend(params, cache, last[:, None], position[:, None])
+        logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
+        logits = policy.partitioner.constrain(logits, ("batch", "vocabulary"))
+        gumbel = noise(keys, chunk.drawn, logits.shape[1])
+        token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
+        token = jnp.where(chunk.done, last, token)
+        seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
+        drawn = chunk.drawn + ~chunk.done
+        stopped = jnp.any(slots.stop_ids == token[:, None], axis=1) & (drawn >= slots.min_tokens)
+        chunk = Chunk(
+            chunk.tokens.at[:, i].set(token),
+            chunk.logprobs.at[:, i].set(logprob),
+            drawn,
+            chunk.done | stopped | (drawn >= slots.limit),
+        )
+        return i + 1, cache, seen, token, chunk
+
+    start = Chunk(
+        jnp.zeros((count, steps), jnp.int32),
+        jnp.zeros((count, steps), jnp.float32),
+        jnp.asarray(slots.drawn),
+        jnp.asarray(slots.done),
+    )
+    carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
+    _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
+    whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
+    return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+def lowered(
+    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
+) -> jax.stages.Lowered:
+    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+    partitioner, size = policy.partitioner, policy.architecture
+    shape = (size.layers, slots, length, size.kv_heads, size.head_width)
+    sharding = partitioner.sharding(CACHE_AXES, shape)
+    cache = {name: jax.ShapeDtypeStruct(shape, dtype or policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
+    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
+    return decode.lower(params, cache, seen, Slots.empty(slots, 4), policy=policy, steps=steps, cut=False)
+
+
+def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
+    """The key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
+    return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
+
+
+def _constrained(policy: Policy, cache: Cache) -> Cache:
+    return {name: policy.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}

@@ -1,0 +1,260 @@
+"""A batch of slots: prompts are prefilled in blocks, copied into free slots and decoded a chunk at a time; how many slots fit.
+
+    taken = keys and values + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
+
+The rest is for a block of prompts being prefilled, workspaces of libraries and fragmentation.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.policy import CACHE_AXES, Params, Policy
+from jaxrl_llm.models.transformer import Cache
+from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.requests import Decode, Draft, Request
+
+Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
+
+_SHORTEST = 16  # tokens: shorter buckets would compile more and save nothing
+_STOP_IDS = 4  # room for stop ids in every batch
+
+
+def bucket(size: int, unit: int = 1) -> int:
+    """The smallest unit x 2^k that holds `size`."""
+    return unit << max(0, -(-size // unit) - 1).bit_length()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Capacity:
+    """The fixed shapes of a batch.
+
+    Attributes:
+      slots: sequences at a time.
+      length: tokens of a slot's cache.
+      stop_ids: stop ids of a slot.
+      penalised: whether seen tokens are kept, for a repetition penalty.
+    """
+
+    slots: int
+    length: int
+    stop_ids: int
+    penalised: bool
+
+    @classmethod
+    def of(cls, requests: Sequence[Request], *, max_slots: int, shards: int) -> "Capacity":
+        """The smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
+        slots = bucket(sum(request.sequences for request in requests), shards)
+        length = bucket(max(request.length for request in requests), _SHORTEST)
+        return cls(
+            slots=min(slots, -(-max_slots // shards) * shards),
+            length=min(length, max(request.max_length for request in requests)),
+            stop_ids=bucket(max(len(request.settings.stop_token_ids) for request in requests), _STOP_IDS),
+            penalised=any(request.settings.repetition_penalty != 1 for request in requests),
+        )
+
+    def holds(self, other: "Capacity") -> bool:
+        return (
+            self.slots >= other.slots
+            and self.length >= other.length
+            and self.stop_ids >= other.stop_ids
+            and self.penalised >= other.penalised
+        )
+
+
+@dataclass(kw_only=True)
+class Block:
+    """Prefilled prompts: rows of `cache` and `tokens` (padded with -1), and the sequences that still want a copy."""
+
+    cache: Cache
+    tokens: np.ndarray
+    version: int
+    drafts: deque[tuple[int, Draft]]
+
+
+class SlotBatch:
+    """Sequences that are decoded together, and the prompts prefilled for those that follow."""
+
+    def __init__(self, policy: Policy, capacity: Capacity, programs: set[tuple], dtype: str | None = None):
+        """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's."""
+        self.policy, self.capacity, self._programs, self._dtype = policy, capacity, programs, dtype
+        self._slots = decode.Slots.empty(capacity.slots, capacity.stop_ids)
+        self._drafts: list[Draft | None] = [None] * capacity.slots
+        self._block: Block | None = None
+        self._programs.add(("empty", capacity))
+        self._cache, self._seen = decode.empty(
+            policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
+        )
+
+    @property
+    def busy(self) -> bool:
+        return self._block is not None or any(draft is not None for draft in self._drafts)
+
+    def free(self) -> list[int]:
+        """Free slots; those whose request was given up are freed here."""
+        for slot, draft in enumerate(self._drafts):
+            if draft is not None and not draft.request.open:
+                self._release(slot)
+        return [slot for slot, draft in enumerate(self._drafts) if draft is None]
+
+    def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
+        """Rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
+        length = min(bucket(longest, _SHORTEST), self.capacity.length)
+        return bucket(rows, self.policy.partitioner.batch_shards), length
+
+    def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> None:
+        """Prefills prompts, one block at a time; their sequences take slots at the next `place`."""
+        longest = max(len(request.prefixes[index]) for request, index in prefixes)
+        tokens = np.full(self.block_shape(len(prefixes), longest), decode.NO_TOKEN, np.int32)
+        drafts: deque[tuple[int, Draft]] = deque()
+        for row, (request, index) in enumerate(prefixes):
+            tokens[row, : len(request.prefixes[index])] = request.prefixes[index]
+            drafts.extend((row, draft) for draft in request.drafts(index))
+        self._block = Block(cache=self._prefilled(params, tokens), tokens=tokens, version=version, drafts=drafts)
+
+    def place(self, params: Params, version: int) -> bool:
+        """Gives free slots to sequences of the block; False where there is none left to place."""
+        block, free = self._block, self.free()
+        if block is None or not free:
+            return block is not None
+        if block.version != version:  # the prompts' keys and values follow the newest weights
+            block.cache, block.version = self._prefilled(params, block.tokens), version
+        source = np.full(self.capacity.slots, -1, np.int32)
+        while free and block.drafts:
+            row, draft = block.drafts.popleft()
+            if draft.request.open:
+                source[free[0]] = row
+                self._assign(free.pop(0), draft)
+        self._programs.add(("place", self.capacity, block.tokens.shape))
+        self._cache, self._seen = decode.place(
+            self._cache, self._seen, block.cache, block.tokens, source, policy=self.policy
+        )
+        if not block.drafts:
+            self._block = None
+        return self._block is not None
+
+    def step(self, params: Params, steps: int) -> decode.Chunk:
+        """Starts a chunk of decode steps on the device."""
+        cut = any(draft is not None and decode.filters(draft.request.settings) for draft in self._drafts)
+        self._programs.add(("decode", self.capacity, steps, cut))
+        self._cache, self._seen, chunk = decode.decode(
+            params, self._cache, self._seen, self._slots, policy=self.policy, steps=steps, cut=cut
+        )
+        return chunk
+
+    def collect(self, chunk: decode.Chunk, version: int, text: Decode) -> tuple[int, int]:
+        """Takes a chunk's draws and hands on what finished; returns the tokens kept and the steps run."""
+        tokens, logprobs, drawn, done = jax.device_get(chunk)
+        slots = self._slots
+        new = drawn - slots.drawn
+        slots.last[:] = np.where(new > 0, tokens[np.arange(len(new)), new - 1], slots.last)
+        slots.position[:] += new
+        slots.drawn[:] = drawn
+        kept = 0
+        for slot, draft in enumerate(self._drafts):
+            if draft is None:
+                continue
+            before = draft.count
+            stopped = draft.extend(tokens[slot, : new[slot]], logprobs[slot, : new[slot]], version, text)
+            kept += draft.count - before
+            if stopped or done[slot]:
+                draft.request.finish(draft, "stop" if stopped or draft.ended_by_id() else "length")
+                self._release(slot)
+        return kept, int(new.max())
+
+    def _prefilled(self, params: Params, tokens: np.ndarray) -> Cache:
+        self._programs.add(("prefill", tokens.shape))
+        return decode.prefill(params, np.maximum(tokens, 0), policy=self.policy, dtype=self._dtype)
+
+    def _assign(self, slot: int, draft: Draft) -> None:
+        slots, request, settings = self._slots, draft.request, draft.request.settings
+        seed, stops = request.seeds[draft.index], settings.stop_token_ids
+        slots.last[slot], slots.position[slot] = draft.prefix[-1], len(draft.prefix) - 1
+        slots.drawn[slot], slots.limit[slot] = 0, request.limit(draft.index)
+        slots.min_tokens[slot], slots.done[slot] = settings.min_tokens, False
+        slots.stop_ids[slot], slots.stop_ids[slot, : len(stops)] = decode.NO_TOKEN, stops
+        slots.seed[slot], slots.sample[slot] = (seed >> 32, seed & 0xFFFFFFFF), draft.sample
+        slots.choice.set(slot, settings)
+        self._drafts[slot] = draft
+
+    def _release(self, slot: int) -> None:
+        self._slots.done[slot], self._drafts[slot] = True, None
+
+
+SHARE = 0.9
+COPIES = 4  # of a step's logits: as they are, noise, and sorted where a choice is cut
+MIB, GIB = 2**20, 2**30
+
+_log = logging.getLogger(__name__)
+
+
+def free_bytes(devices: Sequence[Any]) -> int | None:
+    """Bytes that the fullest of the devices has left, of all processes; None where the backend keeps no account, as a CPU's."""
+    stats = [device.memory_stats() or {} for device in devices]
+    known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
+    if not known:
+        return None
+    least = max(min(known), 0)
+    if jax.process_count() == 1:
+        return least
+    from jax.experimental import multihost_utils  # all processes decode the same shapes
+
+    return MIB * int(np.min(multihost_utils.process_allgather(np.int32(least // MIB))))
+
+
+def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) -> int:
+    """Bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
+    size, slots = policy.architecture, capacity.slots
+    vocabulary = (slots, size.vocabulary_size)
+    entries = (size.layers, slots, capacity.length, size.kv_heads, size.head_width)
+
+    def on_a_device(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int:
+        return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
+
+    logits = on_a_device(("batch", "vocabulary"), vocabulary)
+    cache = 2 * on_a_device(CACHE_AXES, entries) * jnp.dtype(dtype or policy.compute_dtype).itemsize
+    return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
+
+
+def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
+    """`wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
+
+    Raises:
+      MemoryError: not even one slot a shard fits.
+    """
+    if free is None or taken_bytes(policy, wanted, dtype) <= SHARE * free:
+        return wanted
+    shards = policy.partitioner.batch_shards
+    smaller = replace(wanted, slots=bucket(wanted.slots, shards))
+    while taken_bytes(policy, smaller, dtype) > SHARE * free:
+        if smaller.slots <= shards:
+            raise MemoryError(
+                f"the cache of one sequence of {wanted.length} tokens takes {_gib(taken_bytes(policy, smaller, dtype))} on a device, "
+                f"where {_gib(SHARE * free)} may be taken: shorten prompts and responses (PROMPT_LIMIT, RESPONSE_LIMIT, or the stage's "
+                "max_prompt_tokens and SamplingParams.max_tokens), set embedded.EmbeddedSampler.cache = 'float8_e4m3fn', spread "
+                "over more devices by train.MeshConfig.tensor, or give JAX more by XLA_PYTHON_CLIENT_MEM_FRACTION"
+            )
+        smaller = replace(smaller, slots=smaller.slots // 2)
+    return smaller
+
+
+def announce(policy: Policy, wanted: Capacity, given: Capacity, free: int, dtype: str | None = None) -> None:
+    """Says that fewer slots are had than were wanted, and why."""
+    _log.warning(
+        "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots, %s. Set "
+        "embedded.EmbeddedSampler.slots to that, shorten prompts or responses, or give JAX more by "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        wanted.slots, wanted.length, _gib(taken_bytes(policy, wanted, dtype)), _gib(SHARE * free), given.slots,
+        _gib(taken_bytes(policy, given, dtype)),
+    )  # fmt: skip
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.3g} GiB"

@@ -1,0 +1,296 @@
+"""The running sampler over a fleet of vLLM servers: completions of token prefixes, finished in spite of failing servers.
+
+A sequence is a draft of tokens so far. A request draws what is missing; where it is cut short (a server failed, or was told to
+abort for an update), the next one, to any server, has the tokens so far as a part of its prefix.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.experience import Completion, SamplingParams, seed_of
+from jaxrl_llm.protocols import Params
+from jaxrl_llm.samplers.requests import Draft, Request, check
+from jaxrl_llm.samplers.vllm.fleet import Fleet
+from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.vllm.server_api import Ask, Piece, ServerFault
+from jaxrl_llm.samplers.vllm.server_update import Published
+
+_log = logging.getLogger(__name__)
+
+Group = tuple[int, list[Completion]]
+# Of a fleet: requests asked again, cut short, held by a pause, late, asked of a second server, answered by it sooner; servers and updates.
+COUNTED = (
+    "retries", "aborted", "held", "slow", "asked_twice", "overtaken", "set_aside", "rejoined", "joined", "left", "updates", "late_updates",
+)  # fmt: skip
+_MOST_EMPTY = 20  # requests in a row that may end without a token
+
+
+@dataclass(eq=False, kw_only=True)
+class VllmClient:
+    """A running sampler; see VllmSampler for what configures it.
+
+    Attributes:
+      publisher: writes versions of the weights.
+      connect: the fleet, opened; called once, at the first publication.
+      disconnect: stops what `connect` started besides the fleet.
+      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+      max_length: most tokens of a prefix and its completion together.
+      seeded: whether requests carry seeds.
+      remove: whether `close` removes the published versions.
+      version: the policy version that the next request is answered by; -1 before the first publication.
+      counters: tokens and clipped requests since the last call of `metrics`.
+    """
+
+    publisher: Publisher
+    connect: Callable[[], Awaitable[Fleet]]
+    disconnect: Callable[[], Awaitable[None]]
+    tokenizer: Any
+    max_length: int
+    seeded: bool = True
+    remove: bool = False
+    version: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self._fleet: Fleet | None = None
+        self._publication: asyncio.Task[None] | None = None
+        self._begun = asyncio.Event()
+        self._closed = self._told = False
+        self._generated = self._clipped = self._open = 0
+        self._busy_s, self._since = 0.0, 0.0
+
+    # Sampling goes on while the learner updates: nothing here runs on the learner's devices.
+    overlaps = True
+
+    def sample(
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
+    ) -> AsyncIterator[Group]:
+        """Yields (index of the prefix, its n completions) as groups finish.
+
+        Log-probs are those of the distribution that the token was drawn from; greedy tokens report the untempered softmax.
+        Equal seeds give equal draws as far as the server's arithmetic repeats itself and no request was cut short.
+
+        Args:
+          prefixes: int [T] token ids each, 1 to max_length - 1 of them.
+          n: completions of each prefix.
+          settings: how tokens are drawn.
+          seeds: one for each prefix, 0 <= seed < 2^64.
+
+        Raises:
+          ValueError: where an argument is not as described, or a server calls a request wrong.
+          RuntimeError: before the first `publish`, and after `close`.
+          OSError: no server could answer; names each and its cause.
+        """
+        if self._publication is None or self._closed:
+            raise RuntimeError(
+                "the sampler is closed" if self._closed else "the sampler has no weights yet: publish() first"
+            )
+        prefixes = [np.asarray(prefix) for prefix in prefixes]
+        vocabulary = self.publisher.policy.architecture.vocabulary_size
+        request = Request(
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, version=self.version
+        )
+        check(request, vocabulary, self.tokenizer)
+        return self._stream(request)
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Serves `params` as `version`: returns when the learner may change them; later requests wait for the servers.
+
+        Raises:
+          OSError: this version, or the one before it, could not be written or was taken by no server.
+          ValueError: a server is not set up for updates.
+        """
+        if self._publication is not None:
+            await self._publication
+        if self.publisher.driver is not None and self._fleet is not None:
+            # A server that holds the version before the last, or a later one, copies nothing that is overwritten now.
+            await self._fleet.settled(version - 2)
+        _, manifest = self.publisher.start(params, version)
+        self.version = version
+        self._begun.clear()
+        memory = self.publisher.described()
+        place = self.publisher.place(version)
+        published = Published(path=place, version=version, canary=manifest.canary, memory=memory)
+        self._publication = asyncio.create_task(self._deliver(published))
+
+    async def _deliver(self, published: Published) -> None:
+        try:
+            if self._fleet is None:
+                self._fleet = await self.connect()
+            await self.publisher.finish(published.version)
+            update = asyncio.ensure_future(self._fleet.publish(published))
+            try:
+                await asyncio.sleep(0)  # it has told the fleet which version requests are asked of
+            except asyncio.CancelledError:  # at `close`, which would leave it behind
+                update.cancel()
+                await asyncio.gather(update, return_exceptions=True)
+                raise
+        finally:
+            self._begun.set()
+        await update
+        await self.publisher.prune()
+
+    async def close(self) -> None:
+        """Ends what is running and stops the servers that were started; each also where another fails."""
+        self._closed = True
+        if self._publication is not None:
+            self._publication.cancel()
+            await asyncio.gather(self._publication, return_exceptions=True)
+        async with contextlib.AsyncExitStack() as closing:
+            closing.callback(self.publisher.close, remove=self.remove)
+            closing.push_async_callback(self.disconnect)
+            if self._fleet is not None:
+                closing.push_async_callback(self._fleet.close)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Counters and times since the last call, and those of the last publication."""
+        if self._open:
+            self._clock(0)
+        values = {
+            "sampler/generated_tokens": float(self._generated),
+            "sampler/tokens_per_s": self._generated / self._busy_s if self._busy_s else 0.0,
+            "sampler/seconds": self._busy_s,
+            "sampler/clipped": float(self._clipped),
+        }
+        values |= {f"publish/{name}": seconds for name, seconds in self.publisher.seconds.items()}
+        if self._fleet is not None:
+            values |= {f"publish/{name}": value for name, value in self._fleet.update.items()}
+            values |= {f"sampler/{name}": float(self._fleet.counters[name]) for name in COUNTED}
+            values["sampler/servers"] = float(len(self._fleet.turns.serving()))
+            self._fleet.counters.clear()
+        self._generated, self._clipped, self._busy_s = 0, 0, 0.0
+        return values
+
+    # -- one call of sample --------------------------------------------------------------------------------------------
+
+    async def _stream(self, request: Request) -> AsyncIterator[Group]:
+        self._clock(1)
+        tasks = [asyncio.create_task(self._group(request, index)) for index in range(len(request.prefixes))]
+        try:
+            for _ in tasks:
+                group = await request.groups.get()
+                if isinstance(group, BaseException):
+                    raise group
+                yield group
+        finally:
+            self._clock(-1)
+            request.open = False
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _clock(self, change: int) -> None:
+        """Counts the seconds in which anything is being sampled."""
+        now = time.perf_counter()
+        if self._open:
+            self._busy_s += now - self._since
+        self._since = now
+        self._open += change
+
+    async def _group(self, request: Request, index: int) -> None:
+        """Draws all completions of one prefix, or hands on the error."""
+        try:
+            drafts = request.drafts(index)
+            alone = request.settings.temperature == 0  # vLLM draws one greedy completion a request
+            await self._draw_all([[draft] for draft in drafts] if alone else [drafts])
+        except Exception as error:
+            request.groups.put_nowait(error)
+
+    async def _draw(self, drafts: list[Draft], empty: int = 0) -> None:
+        """Finishes drafts of one prefix: several that have no tokens yet, or one."""
+        fleet = await self._served()
+        first = drafts[0]
+        ask = self._ask(drafts)
+        home = hashlib.blake2b(first.prefix.tobytes(), digest_size=8).digest()
+        pieces = await fleet.ask(ask, home, first.request.version)
+        pairs = list(zip(drafts, pieces, strict=True))
+        left = [draft for draft, piece in pairs if not self._take(draft, piece, int(ask.sampling["max_tokens"]))]
+        empty = 0 if any(piece.tokens for piece in pieces) else empty + 1
+        if empty > _MOST_EMPTY:
+            raise ServerFault(
+                f"{empty} requests in a row for one prefix ended without a token: look at the servers' logs"
+            )
+        fresh = [draft for draft in left if not draft.count]
+        parts = [[draft] for draft in left if draft.count] + ([fresh] if fresh else [])
+        await self._draw_all(parts, empty)
+
+    async def _draw_all(self, parts: Sequence[list[Draft]], empty: int = 0) -> None:
+        """`_draw` of each part at the same time; where one fails, the others end."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for part in parts:
+                    group.create_task(self._draw(part, empty))
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def _served(self) -> Fleet:
+        """The fleet, once it knows of the version that requests are to be answered by."""
+        await self._begun.wait()
+        if self._closed:
+            raise RuntimeError("the sampler is closed")
+        if self._publication is not None and self._publication.done():
+            self._publication.result()
+        if self._fleet is None:
+            raise RuntimeError("no server was reached")
+        return self._fleet
+
+    def _ask(self, drafts: Sequence[Draft]) -> Ask:
+        """The request for what is missing of drafts with equally many tokens.
+
+        The tokens before `min_tokens` are asked for alone: there, no stop counts, and vLLM's own `min_tokens` would take the
+        stop ids out of the distribution.
+        """
+        draft = drafts[0]
+        settings, limit = draft.request.settings, draft.request.limit(draft.index)
+        early = draft.count < settings.min_tokens - 1
+        sampling: dict[str, Any] = {
+            "n": len(drafts), "temperature": settings.temperature, "top_k": settings.top_k, "top_p": settings.top_p,
+            "min_p": settings.min_p, "repetition_penalty": settings.repetition_penalty, "logprobs": 0, "ignore_eos": True,
+            "max_tokens": (min(settings.min_tokens - 1, limit) if early else limit) - draft.count,
+            "detokenize": bool(settings.stop_strings), "skip_special_tokens": False,
+            "stop_token_ids": [] if early else list(settings.stop_token_ids),
+        }  # fmt: skip
+        if settings.stop_strings and not early:
+            sampling["stop"] = list(settings.stop_strings)
+        if self.seeded and settings.temperature > 0:
+            # vLLM draws sample i of a request by its seed + i: where some of the samples are asked again, it is another seed.
+            again = draft.count or len(drafts) < draft.request.n
+            numbers = (draft.count, *(one.sample for one in drafts)) if again else ()
+            sampling["seed"] = seed_of(draft.request.seeds[draft.index], *numbers)
+        tokens = [*draft.prefix.tolist(), *draft.tokens.tolist()]
+        return Ask(tokens=tokens, sampling=sampling)
+
+    def _take(self, draft: Draft, piece: Piece, asked: int) -> bool:
+        """Adds what was drawn; True where the draft is finished."""
+        count = len(piece.tokens)
+        self._generated += count
+        stopped = draft.extend(
+            np.asarray(piece.tokens, np.int32), np.asarray(piece.logprobs, np.float32),
+            np.asarray(piece.versions, np.int32), self._text,
+        )  # fmt: skip
+        clipped = piece.finish == "length" and count < asked  # the server's context is shorter than ours
+        self._clipped += clipped
+        if clipped and not self._told:
+            self._told = True
+            _log.warning(
+                "a vLLM server cut a response at %d of %d tokens, because its context is shorter than the run's %d tokens: start it "
+                "with a larger --max-model-len (sampler/clipped counts such responses)",
+                count, asked, self.max_length,
+            )  # fmt: skip
+        if stopped or piece.finish == "stop":
+            draft.request.finish(draft, "stop")
+        elif clipped or draft.count >= draft.request.limit(draft.index):
+            draft.request.finish(draft, "stop" if draft.ended_by_id() else "length")
+        else:
+            return False
+        return True
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)

@@ -1,0 +1,370 @@
+"""Several vLLM servers as one: requests spread over them, the failed set aside and taken back.
+
+A request that takes far longer than the others did is asked a second time, of a free server; the first answer counts and the other
+request is ended. Both carry the same seed, so a race cannot prefer short responses.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
+from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
+from jaxrl_llm.samplers.vllm.server_api import Ask, Piece, Refused, ServerFault, TooSlow
+from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, streamed
+
+_log = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 0.5
+_STRIKES = 3  # requests in a row that took too long before a server is set aside
+_KNOWN, _ENOUGH = 512, 8  # requests whose seconds are remembered, and how many of them tell what is usual
+_CUT_S = 5.0  # seconds for a server to end what it is told to end
+
+
+class Unserved(TimeoutError):
+    """No server took requests for too long; the message names each and its cause."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Running:
+    """A request in flight.
+
+    Attributes:
+      ask: what is asked.
+      oldest: the oldest version that may answer.
+      server: who was asked first.
+      since: when, time.monotonic.
+      more: set once a second server is asked, or nobody else shall be.
+      attempts: answers on their way.
+    """
+
+    ask: Ask
+    oldest: int
+    server: Server
+    since: float
+    more: asyncio.Future[None]
+    attempts: list[asyncio.Task[list[Piece]]] = field(default_factory=list)
+
+
+@dataclass(eq=False, kw_only=True)
+class Fleet:
+    """The servers of a sampler.
+
+    Attributes:
+      servers: all of them, ready or not; `join` and `leave` change the list.
+      limits: how long and how often.
+      inflight: what becomes of requests in flight while weights change.
+      counters: what happened, by name: retries, aborted and slow requests, servers set aside and taken back, updates ...
+    """
+
+    servers: list[Server]
+    limits: Limits
+    inflight: Inflight = "recompute"
+    counters: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        limits = self.limits
+        self.turns = LoadBalancer(servers=self.servers, sequences=limits.sequences, mixed=bool(limits.at_once))
+        self.updates = Updates(
+            servers=self.servers, limits=limits, inflight=self.inflight, turns=self.turns, counters=self.counters,
+            set_aside=self._set_aside,
+        )  # fmt: skip
+        self._leaving: dict[Server, asyncio.Task[None]] = {}
+        self._running: set[Running] = set()
+        self._seconds: deque[float] = deque(maxlen=_KNOWN)
+        self.tasks: list[asyncio.Task[None]] = []  # that end with the fleet
+        self._down_since: float | None = None
+
+    async def open(self) -> None:
+        """Meets every server; those that do not answer yet may join later.
+
+        Raises:
+          Refused: a server is not set up for updates.
+          ServerFault: none answers.
+        """
+        met = await asyncio.gather(*(s.http.open() for s in self.servers), return_exceptions=True)
+        for server, error in zip(list(self.servers), met, strict=True):
+            if isinstance(error, BaseException):
+                if not isinstance(error, ServerFault):
+                    raise error
+                self._set_aside(server, error)
+            server.ready = error is None
+        if not any(server.ready for server in self.servers):
+            raise ServerFault("; ".join(s.cause for s in self.servers) or "no vLLM server is known")
+        if not self.tasks:
+            self.tasks.append(asyncio.create_task(self._watch()))
+
+    async def settled(self, oldest: int) -> None:
+        """Returns when no server that holds a version before `oldest` is late with an update; each has its limit."""
+        under_way = self.updates.under_way.items()
+        if late := [task for server, task in under_way if server.http.version < oldest and not task.done()]:
+            await asyncio.wait(late)
+
+    async def close(self) -> None:
+        tasks = [*self.tasks, *self.updates.under_way.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.turns.ended = RuntimeError("the sampler is closed")
+        self.turns.fail(self.turns.ended)
+        for server in (*self.servers, *self._leaving):
+            await server.http.close()
+
+    # -- servers that come and go --------------------------------------------------------------------------------------
+
+    def join(self, server: Server) -> None:
+        """Takes a server in: it gets the newest weights, and then requests."""
+        server.cause = "joins"
+        self.servers.append(server)
+
+    def leave(self, server: Server, within_s: float) -> None:
+        """Gives a server no more requests; what is in flight there has `within_s` to end, then it is asked elsewhere."""
+        self.servers.remove(server)
+        self.counters["left"] += 1
+        self._leaving[server] = asyncio.create_task(self._let_go(server, within_s))
+
+    def leaves(self, url: str) -> bool:
+        """Whether a server of that address is on its way out."""
+        return any(server.http.url == url for server in self._leaving)
+
+    async def _let_go(self, server: Server, within_s: float) -> None:
+        version, limit = self.turns.newest, time.monotonic() + within_s
+        while server.flights and time.monotonic() < limit and self.turns.newest == version:
+            await asyncio.sleep(_HEARTBEAT_S / 10)
+        if server.flights and not server.lock.locked():  # it answers with the tokens so far, where it still answers
+            try:
+                await server.http.pause("abort", clear_cache=True, limit_s=_CUT_S)
+                if server.flights:
+                    await asyncio.wait(server.flights, timeout=_CUT_S)
+            except (ServerFault, Refused):
+                pass
+        server.cause = "it left"
+        server.ready = False
+        for flight in list(server.flights):
+            flight.cancel()
+        while server.load > 0:
+            await asyncio.sleep(_HEARTBEAT_S / 10)
+        await server.http.close()
+        del self._leaving[server]
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def ask(self, ask: Ask, home: bytes, oldest: int) -> list[Piece]:
+        """What one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
+
+        Args:
+          ask: the request.
+          home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
+          oldest: the oldest version that may answer, where servers are updated a few at a time.
+
+        Raises:
+          Unserved: no server took requests for `wait_s`.
+          ServerFault: `tries` servers failed on it.
+          Refused: a server calls it wrong.
+        """
+        fault: ServerFault | None = None
+        for _ in range(self.limits.tries):
+            server = await self.turns.turn(ask.n, home, oldest)
+            more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            running = Running(ask=ask, oldest=oldest, server=server, since=time.monotonic(), more=more)
+            try:
+                return await self._raced(running)
+            except ServerFault as error:
+                fault = error
+        raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
+
+    async def _raced(self, running: Running) -> list[Piece]:
+        """The answer of the server that was asked, or of the second one where that is sooner."""
+        first = self._attempt(running, running.server)
+        awaited: list[asyncio.Future[Any]] = [first, running.more]
+        self._running.add(running)
+        try:
+            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            running.more.cancel()
+            pending, fault = set(running.attempts), None
+            while pending:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for attempt in sorted(done, key=running.attempts.index):
+                    error = attempt.exception()
+                    if error is None:
+                        self._overtaken(running, first)
+                        return attempt.result()
+                    if not isinstance(error, ServerFault):
+                        raise error
+                    fault = error
+            assert fault is not None
+            raise fault
+        finally:
+            self._running.discard(running)
+            running.more.cancel()
+            for attempt in running.attempts:
+                attempt.cancel()
+            await asyncio.gather(*running.attempts, return_exceptions=True)
+
+    def _attempt(self, running: Running, server: Server) -> asyncio.Task[list[Piece]]:
+        """Asks a server whose room is taken already, and gives the room back however it ends."""
+        attempt = asyncio.ensure_future(self._answered(server, running.ask))
+        attempt.add_done_callback(lambda _: self.turns.release(server, running.ask.n))
+        running.attempts.append(attempt)
+        return attempt
+
+    def _overtaken(self, running: Running, first: asyncio.Task[list[Piece]]) -> None:
+        """Counts it where the second server answered before the first."""
+        if not first.done():
+            self.counters["overtaken"] += 1
+            self._blame(running.server, TooSlow(f"{running.server.http.url}: others answered its requests sooner"))
+
+    async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
+        """What a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
+        pieces, begin = [Piece() for _ in range(ask.n)], time.monotonic()
+        try:
+            if not await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces):
+                self.counters["held"] += 1
+                return [Piece(finish="abort") for _ in pieces]
+            await self._approved(server)
+        except ServerFault as error:
+            self._blame(server, error)
+            self.counters["retries"] += 1
+            if sum(_cut(piece, server.suspect) for piece in pieces) == 0:
+                raise
+            return pieces
+        server.strikes = 0
+        self.counters["aborted"] += sum(piece.finish == "abort" for piece in pieces)
+        self._seconds.append(time.monotonic() - begin)
+        return pieces
+
+    async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> bool:
+        """The request, which ends too where the server is set aside; False where a pause held it and it was cut off."""
+        flight = asyncio.ensure_future(server.http.generate(ask, pieces))
+        server.flights.add(flight)
+        try:
+            await asyncio.wait({flight})
+        finally:
+            server.flights.discard(flight)
+            flight.cancel()
+        if flight in server.held:
+            server.held.discard(flight)
+            return False
+        if flight.cancelled():
+            raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
+        flight.result()
+        return True
+
+    async def _approved(self, server: Server) -> None:
+        """Waits for the verdict where an answer came in the middle of an update."""
+        if server.shut:
+            async with server.lock:
+                pass
+            if server.suspect is not None:
+                raise ServerFault(server.cause)
+
+    def _blame(self, server: Server, error: ServerFault) -> None:
+        """A failed server is set aside; a slow one after some requests in a row."""
+        if isinstance(error, TooSlow):
+            self.counters["slow"] += 1
+            server.strikes += 1
+            if server.strikes < _STRIKES:
+                return
+        self._set_aside(server, error)
+
+    def _hurry(self, now: float) -> None:
+        """Finds a second server for each request that is late, the latest first."""
+        if not self.limits.straggler or len(self._seconds) < _ENOUGH:
+            return
+        usual = float(np.quantile(self._seconds, 0.95))
+        late = now - max(self.limits.straggler * usual, self.limits.straggler_s)
+        for running in sorted((r for r in self._running if r.since < late), key=lambda r: r.since):
+            server = self.turns.free(running.ask.n, running.oldest, running.server)
+            if server is None or running.more.done() or running.server.shut:
+                continue
+            server.load += running.ask.n
+            self._attempt(running, server)
+            running.more.set_result(None)
+            self.counters["asked_twice"] += 1
+
+    # -- updates -------------------------------------------------------------------------------------------------------
+
+    async def publish(self, published: Published) -> None:
+        """Brings every server that answers to the version; those that are late against the others go on by themselves.
+
+        Raises:
+          ServerFault, Refused: every server answered and none took it; says what each said.
+        """
+        await self.updates.publish(published)
+
+    @property
+    def update(self) -> dict[str, float]:
+        """Seconds and canary of the last update, by name."""
+        return self.updates.seconds
+
+    # -- servers that failed -------------------------------------------------------------------------------------------
+
+    def _set_aside(self, server: Server, error: Exception) -> Exception:
+        """No requests until it holds the newest weights again; what is in flight there is asked elsewhere."""
+        server.cause = str(error)
+        if server.ready:
+            self.counters["set_aside"] += 1
+            _log.warning("vLLM server set aside: %s", error)
+        server.ready, server.http.version = False, -1
+        for flight in list(server.flights):
+            flight.cancel()
+        return error
+
+    async def _rejoin(self, server: Server) -> None:
+        """Brings a server back, or a new one in, if it answers."""
+        try:
+            if server.revive is not None:
+                await server.revive()
+            await server.http.open()
+        except (ServerFault, Refused, TimeoutError, OSError) as error:
+            server.cause = str(error)
+            self._told(server)
+            return
+        served = server.served
+        if await self.updates.bring(server) is not None:
+            self._told(server)
+            return
+        server.strikes, server.told = 0, ""
+        self.counters["rejoined" if served else "joined"] += 1
+        _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
+
+    def _told(self, server: Server) -> None:
+        """Warns, once for each cause, of a server that cannot be taken in."""
+        if server.told != server.cause:
+            server.told = server.cause
+            _log.warning("vLLM server %s gets no requests yet: %s", server.http.url, server.cause)
+
+    async def _watch(self) -> None:
+        """Tries to bring failed servers back, hurries late requests, and ends waits that have become hopeless."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            if self.turns.newest is None:
+                continue
+            for server in self.servers:
+                if not server.ready and not self.updates.busy(server):
+                    self.updates.under_way[server] = asyncio.create_task(self._rejoin(server))
+            now = time.monotonic()
+            self.turns.dispatch()
+            self._hurry(now)
+            self._down_since = None if self.turns.serving() or not self.turns.waiting else self._down_since or now
+            if self._down_since is not None and now - self._down_since > self.limits.wait_s:
+                causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
+                self.turns.fail(
+                    Unserved(
+                        f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes}): start them, or raise VllmSampler.wait_s"
+                    )
+                )
+
+
+def _cut(piece: Piece, suspect: int | None) -> int:
+    """Ends a piece where its server failed, without tokens of a suspect version; the number of tokens left."""
+    kept = next((i for i, version in enumerate(piece.versions) if version == suspect), len(piece.tokens))
+    if piece.finish is None or kept < len(piece.tokens):
+        piece.finish = "abort"
+    del piece.tokens[kept:], piece.logprobs[kept:], piece.versions[kept:]
+    return kept

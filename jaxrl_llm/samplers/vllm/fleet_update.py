@@ -1,0 +1,158 @@
+"""Updates of a fleet's servers to published weights: all at once or a few at a time, without waiting long for the slow."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
+from jaxrl_llm.samplers.vllm.server_api import Refused, ServerFault, TooSlow, Unreached
+from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long and how often, for a fleet; `VllmSampler` has the defaults.
+
+    Attributes:
+      sequences: most sequences in flight on a server.
+      update_s: most seconds of an update of one server, and of the drain before it.
+      wait_s: most seconds that requests wait while no server takes any.
+      tries: most servers that one request is asked of.
+      at_once: most servers that are paused for an update at a time; 0 for all.
+      straggler: a request, or an update, is late after so many times what the others took; 0 never asks twice.
+      straggler_s: fewest seconds after which it is.
+    """
+
+    sequences: int
+    update_s: float
+    wait_s: float
+    tries: int
+    at_once: int
+    straggler: float
+    straggler_s: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Updates:
+    """Brings servers to the newest version.
+
+    Attributes:
+      servers: all of the fleet's.
+      limits: how long and how often.
+      inflight: what becomes of requests in flight while weights change.
+      turns: told of the newest version, and when a server takes requests again.
+      counters: of the fleet.
+      set_aside: takes a server that failed out of service.
+      published: the newest version; None before the first.
+      seconds: seconds and canary of the last update, by name.
+      under_way: updates that nobody waits for: of servers that are late, come back or are new.
+    """
+
+    servers: list[Server]
+    limits: Limits
+    inflight: Inflight
+    turns: LoadBalancer
+    counters: Counter[str]
+    set_aside: Callable[[Server, Exception], Exception]
+    published: Published | None = None
+    seconds: dict[str, float] = field(default_factory=dict)
+    under_way: dict[Server, asyncio.Task[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.limits.at_once) if self.limits.at_once else None
+
+    async def publish(self, published: Published) -> None:
+        """Brings every server that answers to the version; those that are late against the others go on by themselves.
+
+        Raises:
+          ServerFault, Refused: every server answered and none took it; says what each said.
+        """
+        self.published, self.turns.newest, self.turns.shared_until = published, published.version, float("inf")
+        begin = time.monotonic()
+        able = [s for s in self.servers if s.ready and not self.busy(s)]
+        jobs = {asyncio.create_task(self.bring(server)): server for server in able}
+        try:
+            await self._most(set(jobs), begin)
+        except asyncio.CancelledError:
+            for job in jobs:
+                job.cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+            raise
+        late = {server: job for job, server in jobs.items() if not job.done()}
+        self.under_way |= late
+        self.counters["late_updates"] += len(late)
+        self.seconds["total_s"] = time.monotonic() - begin
+        self.counters["updates"] += 1
+        ended = {server: job.result() for job, server in jobs.items() if job.done()}
+        failed = [error for server in self.servers if (error := ended.get(server)) is not None]  # others left meanwhile
+        if failed and len(failed) == len(self.servers) and not any(isinstance(e, Unreached) for e in failed):
+            causes = "; ".join(str(error) for error in failed)
+            error = type(failed[0])(f"no server took version {published.version} of the weights: {causes}")
+            self.turns.fail(error)
+            raise error
+
+    async def _most(self, pending: set[asyncio.Task[Exception | None]], begin: float) -> None:
+        """Returns when all updates have ended, or when the last of them are late against more than half."""
+        count, limits, limit = len(pending), self.limits, float("inf")
+        while pending:
+            left = None if limit == float("inf") else max(0.0, limit - time.monotonic())
+            done, pending = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                return
+            now = time.monotonic()
+            if self.turns.shared_until == float("inf"):
+                self.turns.shared_until = now + (now - begin) + 1.0
+            if limits.straggler and limit == float("inf") and 2 * len(pending) < count:
+                limit = now + max((limits.straggler - 1) * (now - begin), limits.straggler_s)
+
+    async def bring(self, server: Server) -> Exception | None:
+        """Brings one server to the newest version, or sets it aside and says why."""
+        limit = self.limits.update_s
+        async with server.lock:
+            try:
+                while (wanted := self.published) is not None and server.http.version != wanted.version:
+                    begin = time.perf_counter()
+                    await asyncio.wait_for(stage(server, wanted), limit)
+                    self.seconds["stage_s"] = time.perf_counter() - begin
+                    server.cause = "waiting for the updates of others"
+                    async with self._slot():
+                        if wanted is self.published:
+                            self.seconds |= await asyncio.wait_for(swap(server, wanted, self.inflight, limit), limit)
+                server.ready, server.shut, server.suspect, server.served = True, False, None, True
+            except TimeoutError:
+                return self.set_aside(server, self._overdue(server))
+            except (ServerFault, Refused) as error:
+                return self.set_aside(server, error)
+        self.turns.dispatch()
+        return None
+
+    @asynccontextmanager
+    async def _slot(self) -> AsyncIterator[None]:
+        """A place among the servers that may be paused; whoever keeps it for too long keeps nobody else from it."""
+        if self._slots is None:
+            yield
+            return
+        await self._slots.acquire()
+        held = [self._slots]
+        timer = asyncio.get_running_loop().call_later(self.limits.straggler_s, lambda: held.pop().release())
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if held:
+                held.pop().release()
+
+    def busy(self, server: Server) -> bool:
+        """Whether an update of the server goes on."""
+        job = self.under_way.get(server)
+        return server.lock.locked() or (job is not None and not job.done())
+
+    def _overdue(self, server: Server) -> TooSlow:
+        return TooSlow(
+            f"{server.http.url} was not on the new weights within {self.limits.update_s:g} s (it was at: {server.cause}): look at "
+            "its log, or raise vllm.VllmSampler.update_s"
+        )

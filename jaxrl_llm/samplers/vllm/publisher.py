@@ -1,0 +1,289 @@
+"""The learner's side of an update: weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
+
+FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears whole or not at all: orbax
+renames it when everything is written. In object storage (gs://, s3://) a version is a copy of such a folder, whose marker comes last.
+Export, cast, checksums and canary are computed on the devices; each host writes the shards that it holds, nothing is gathered.
+"""
+
+import asyncio
+import hashlib
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.distributed.mesh import to_host
+from jaxrl_llm.distributed.tree_sums import word_sum
+from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.models import hf_format
+from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.publication.cuda_ipc import Memory, share
+from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
+from jaxrl_llm.publication.object_store import Store, is_stored
+
+DTYPES = ("bfloat16", "float32", "float16")
+# Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
+# 1/8 apart; in float32, which servers from 0.26 on are asked for, 0.5B with bfloat16 weights shows 0.017 and at most 0.41 on an H200.
+TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.03, 0.5), "float16": (0.03, 0.5)}
+_NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax warns so of each version that is to have no database
+_CANARY_ROW = 128  # positions; the sequence is padded to a multiple of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """How far apart the canary's log-probs may be.
+
+    Attributes:
+      mean: largest mean absolute difference, nats.
+      max: largest absolute difference, nats.
+    """
+
+    mean: float
+    max: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Publisher:
+    """Writes versions of a policy's weights.
+
+    Attributes:
+      policy: the policy, without adapters.
+      folder: where versions lie; whatever versions an earlier run left there are removed at the first one.
+      address: where they are copied to in object storage, for samplers to read them there; empty leaves them in `folder`.
+      dtype: element type that the samplers serve.
+      keep: newest versions kept.
+      canary: token ids of the fixed sequence, at least two; empty for none.
+      tolerance: of the canary.
+      driver: by which samplers on this host copy the weights out of GPU memory; None writes checkpoints.
+      seconds: of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
+    """
+
+    policy: Policy
+    folder: Path
+    dtype: str
+    keep: int
+    canary: np.ndarray
+    tolerance: Tolerance
+    driver: Memory | None = None
+    address: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
+        self._begin = 0.0
+        self._described = ""
+        # Of several processes of a learner, one copies what all have written.
+        self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
+        self._stored: list[str] | None = None
+        self._storing = threading.Lock()  # a thread goes on where nobody waits for it any more
+        if self.driver is None:
+            try:  # an error now is sooner than one when data and servers are there
+                self.folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise self._unwritten("the first version", error) from error
+
+    def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
+        """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
+
+        Raises:
+          OSError: the folder cannot be written, or is full; earlier versions are whole.
+        """
+        self._begin = time.perf_counter()
+        path = self._path(version)
+        tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
+        if self.driver is not None:
+            # The version before stays too: a server that is late may be copying it, and its canary will tell.
+            self._described = share(jax.block_until_ready(tensors), self.driver, version % 2)
+            self.seconds["blocked_s"] = time.perf_counter() - self._begin
+            return path, self._manifest(version, params, tensors, sums)
+        try:
+            self._make_room(path, sum(x.nbytes for x in tensors.values()))
+            manifest = self._manifest(version, params, tensors, sums)
+            if jax.process_index() == 0:
+                (path / FILE).write_text(manifest.to_json())
+            self._writer().save(path / WEIGHTS, args=ocp.args.PyTreeSave(nested(tensors)))
+        except (OSError, ValueError) as error:
+            raise self._unwritten(f"version {version}", error) from error
+        self.seconds["blocked_s"] = time.perf_counter() - self._begin
+        return path, manifest
+
+    async def finish(self, version: int) -> None:
+        """Returns when the version is whole on disk; raises as `start` does."""
+        if self.driver is not None:
+            return
+        try:
+            await asyncio.to_thread(self._writer().wait_until_finished)
+            if self._store is not None:
+                await asyncio.to_thread(self._copy, self._store, self._path(version))
+        except (OSError, ValueError) as error:
+            raise self._unwritten(f"version {version}", error) from error
+        self.seconds["save_s"] = time.perf_counter() - self._begin
+
+    def _copy(self, store: Store, path: Path) -> None:
+        """Moves a version that is whole to object storage."""
+        with self._storing:
+            if self._stored is None:
+                for old in store.versions():
+                    store.remove(old)
+                self._stored = []
+            self._stored.append(path.name)  # first, for what is there of a copy that breaks off
+            store.upload(path, path.name)
+            shutil.rmtree(path, ignore_errors=True)
+
+    def place(self, version: int) -> str:
+        """Where samplers find a version."""
+        return f"{self.address}/{self._path(version).name}" if self.address else str(self._path(version))
+
+    def _path(self, version: int) -> Path:
+        return self.folder / f"v{version:08d}"
+
+    def described(self) -> str:
+        """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
+        return self._described
+
+    async def prune(self) -> None:
+        """Removes all but the newest versions: seconds for large ones, in which requests go on."""
+        await asyncio.to_thread(self._remove_old)
+
+    def _remove_old(self) -> None:
+        for path in self._versions()[: -self.keep]:
+            shutil.rmtree(path, ignore_errors=True)
+        with self._storing:
+            while self._store is not None and self._stored is not None and len(self._stored) > self.keep:
+                self._store.remove(self._stored[0])
+                del self._stored[0]
+
+    def close(self, *, remove: bool) -> None:
+        """Ends what is being written; with `remove`, no version stays."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+        if remove:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if self._store is not None:
+                with self._storing:
+                    for name in self._stored or ():
+                        self._store.remove(name)
+
+    def _versions(self) -> list[Path]:
+        return sorted(self.folder.glob("v" + "[0-9]" * 8))
+
+    def _writer(self) -> ocp.AsyncCheckpointer:
+        if self._checkpointer is None:
+            for path in self._versions() if jax.process_index() == 0 else ():
+                shutil.rmtree(path)
+            # A file a shard is written by many threads, and a database by one; of object storage the latter spares requests.
+            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=bool(self.address), use_zarr3=True, use_compression=False)
+            self._checkpointer = ocp.AsyncCheckpointer(handler)
+            logging.getLogger("absl").addFilter(_worth_saying)
+        return self._checkpointer
+
+    def _make_room(self, path: Path, size: int) -> None:
+        self._writer()
+        path.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < size:
+            raise OSError(f"it takes {size / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free")
+
+    def _manifest(
+        self, version: int, params: Params, tensors: Mapping[str, Array], sums: Mapping[str, Array]
+    ) -> Manifest:
+        sizes = self.policy.architecture
+        found = jax.device_get(dict(sums))
+        entries = {
+            name: TensorEntry(shape=tuple(x.shape), dtype=x.dtype.name, checksum=digits(int(found[name])))
+            for name, x in tensors.items()
+        }
+        return Manifest(
+            version=version, model_type=str(hf_format.write(sizes)["model_type"]), tied=sizes.tied, tensors=entries,
+            canary=self._canary(params),
+        )  # fmt: skip
+
+    def _canary(self, params: Params) -> Canary | None:
+        tokens = self.canary
+        if len(tokens) < 2:
+            return None
+        logprobs = to_host(scored(params, self._row(tokens), policy=self.policy))[: len(tokens) - 1]
+        return Canary(
+            tokens=tuple(tokens.tolist()), logprobs=tuple(logprobs.astype(float).tolist()),
+            mean_tolerance=self.tolerance.mean, max_tolerance=self.tolerance.max,
+        )  # fmt: skip
+
+    def _row(self, tokens: np.ndarray) -> np.ndarray:
+        return np.pad(tokens.astype(np.int32), (0, -len(tokens) % _CANARY_ROW), constant_values=-1)
+
+    def _unwritten(self, version: str, error: Exception) -> OSError:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        return OSError(
+            f"{version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
+            "space and allow writing there, or set vllm.VllmSampler.publication to another folder that the samplers see"
+        )
+
+
+def _worth_saying(record: logging.LogRecord) -> bool:
+    return _NO_DATABASE not in str(record.msg)
+
+
+def default_folder(publication: str | None, run_dir: Path) -> Path:
+    """Where a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
+    if publication is None or is_stored(publication):
+        return run_dir.absolute() / "publication"
+    return Path(publication).expanduser().absolute() / f"{run_dir.name}-{os.stat(run_dir).st_ino}"
+
+
+def default_address(publication: str | None, run_dir: Path) -> str:
+    """Where a run's versions are copied to: a folder of the run's own in object storage; empty where `publication` is none."""
+    if publication is None or not is_stored(publication):
+        return ""
+    mark = hashlib.blake2b(f"{socket.gethostname()}:{run_dir.absolute()}".encode(), digest_size=4).hexdigest()
+    return f"{publication.rstrip('/')}/{run_dir.name}-{mark}"
+
+
+def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a.b": x} as {"a": {"b": x}}: orbax names the arrays of a nested dict by its keys joined with dots."""
+    tree: dict[str, Any] = {}
+    for name, x in tensors.items():
+        *folders, last = name.split(".")
+        place = tree
+        for folder in folders:
+            place = place.setdefault(folder, {})
+        place[last] = x
+    return tree
+
+
+@partial(jax.jit, static_argnames=("policy", "dtype"))
+def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (samplers.manifest)."""
+    del policy  # two policies of one shape compile apart
+    tensors = {name: x.astype(dtype) for name, x in hf_format.export(params).items()}
+    return tensors, {name: word_sum(x) for name, x in tensors.items()}
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def scored(params: Params, row: Int[Array, " T"], *, policy: Policy) -> Float[Array, " T"]:
+    """Log-prob of each next token of one sequence at temperature 1, 0 beyond its end; `row` is padded with -1."""
+    targets = jnp.append(row[1:], -1)
+    rows = policy.partitioner.batch_shards  # equal rows, one a shard, so that any mesh divides them
+    tokens = jnp.broadcast_to(jnp.maximum(row, 0), (rows, len(row)))
+    places = jnp.broadcast_to(jnp.arange(len(row), dtype=jnp.int32), tokens.shape)
+    segments = jnp.broadcast_to((row >= 0).astype(jnp.int32), tokens.shape)
+    hidden = policy.hidden(params, tokens, places, segments, max_segments=1)
+    mesh = policy.partitioner.mesh
+    stats = token_stats(
+        hidden.reshape(-1, hidden.shape[-1]), policy.head(params), jnp.tile(targets, rows), outputs=("logprob",),
+        mesh=mesh if mesh.size > 1 else None,
+    )  # fmt: skip
+    return stats["logprob"].reshape(rows, -1)[0]

@@ -1,0 +1,290 @@
+"""Rollouts from unmodified vLLM servers: local ones that are started here, a list of addresses, or those that are found.
+
+On several hosts process 0 alone asks them; every process writes its own shards of what is published.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxrl_llm import components
+from jaxrl_llm.experience import Completion, SamplingParams
+from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Params
+from jaxrl_llm.publication.cuda_ipc import Cuda
+from jaxrl_llm.publication.object_store import is_stored
+from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
+from jaxrl_llm.samplers.vllm.fleet import Fleet
+from jaxrl_llm.samplers.vllm.fleet_update import Limits
+from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
+from jaxrl_llm.samplers.vllm.publisher import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
+from jaxrl_llm.samplers.vllm.server_api import VllmHttp
+from jaxrl_llm.samplers.vllm.server_update import PAUSES, Inflight, Server
+
+
+@dataclass(eq=False, kw_only=True)
+class FollowingSampler:
+    """Publishes together with process 0.
+
+    Attributes:
+      publisher: writes versions of the weights; all processes have one.
+      version: the policy version that was published last; -1 before the first.
+    """
+
+    publisher: Publisher
+    version: int = field(default=-1, init=False)
+
+    def __post_init__(self) -> None:
+        self._written: asyncio.Task[None] | None = None
+
+    overlaps = True
+
+    def sample(
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        """Raises RuntimeError: process 0 samples."""
+        raise RuntimeError("process 0 alone asks the servers")
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Writes this process's shards; returns when the learner may change them, and raises as the publisher does."""
+        if self._written is not None:
+            await self._written
+        self.publisher.start(params, version)
+        self.version = version
+        self._written = asyncio.create_task(self.publisher.finish(version))
+
+    async def close(self) -> None:
+        """Ends what is being written."""
+        if self._written is not None:
+            await asyncio.gather(self._written, return_exceptions=True)
+        self.publisher.close(remove=False)
+
+    def metrics(self) -> Mapping[str, float]:
+        return {}
+
+
+MODEL = "policy"  # the name that servers know the policy by
+CANARY = (
+    "Natalia sold 48 clips in April, and half as many in May. In May she sold 48 / 2 = 24 clips. Altogether she sold "
+    "48 + 24 = 72 clips in April and May. The answer is 72. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmSampler:
+    """Asks vLLM servers, and brings the learner's weights to them through published checkpoints.
+
+    Attributes:
+      spawn: start local servers as `local` says; False asks those of `urls`.
+      local: how local servers are started.
+      urls: servers, or proxies before them, that run already.
+      discovery: where further ones are found, which come and go during the run.
+      proxied: `urls` are proxies of ours.
+      api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
+      model: the name under which the servers of `urls` serve the policy.
+      dtype: element type that is served, "bfloat16", "float32" or "float16".
+      transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
+      publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
+        "s3://BUCKET/PATH"); None is a folder of the run.
+      keep: published versions kept.
+      inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
+        "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
+      sequences: most sequences in flight on a server.
+      seeded: requests carry seeds; False where a server's sampler cannot have them (vLLM 0.32 on a CPU fails now and then).
+      request_s: most seconds of one request.
+      control_s: most seconds of one step of an update.
+      update_s: most seconds of a server's whole update.
+      wait_s: most seconds that requests wait while no server takes any.
+      tries: most servers that one request is asked of.
+      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
+        a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
+      straggler: a request is asked of a second server after so many times the seconds that 95 % of the others took, and an
+        update is no longer waited for after so many times what half of the others took; 0 waits. Needs `seeded`.
+      straggler_s: fewest seconds before that.
+      canary: text whose log-probs servers and learner are compared on after each update; empty for none.
+      canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.03 in 16 bits.
+      canary_max: largest difference, nats; None is 1e-4 in float32, 0.5 in 16 bits.
+    """
+
+    spawn: bool = True
+    local: LocalServers = field(default_factory=LocalServers)
+    urls: Sequence[str] = ()
+    discovery: Discovery = field(default_factory=Discovery)
+    proxied: bool = False
+    api_key_variable: str = ""
+    model: str = MODEL
+    dtype: str = "bfloat16"
+    transfer: Literal["orbax", "cuda_ipc"] = "orbax"
+    publication: str | None = None
+    keep: int = 2
+    inflight: Inflight = "recompute"
+    sequences: int = 1024
+    seeded: bool = True
+    request_s: float = 600.0
+    control_s: float = 60.0
+    update_s: float = 300.0
+    wait_s: float = 300.0
+    tries: int = 8
+    at_once: int = 0
+    straggler: float = 4.0
+    straggler_s: float = 10.0
+    canary: str = CANARY
+    canary_mean: float | None = None
+    canary_max: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.spawn == bool(self.urls or self.discovery):
+            cure = "set VLLM_SPAWN = False, or leave the others empty"
+            if not self.spawn:
+                cure = "name servers by VLLM_URLS, VLLM_URLS_FILE or VLLM_URLS_DNS, or set VLLM_SPAWN = True"
+            raise ValueError(
+                f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
+                f"{self.discovery}): {cure}"
+            )
+        components.listed(self, "('http://127.0.0.1:8000',)", "urls")
+        if not all(url.startswith(("http://", "https://")) for url in self.urls):
+            components.refuse(self, "urls", "addresses like http://HOST:PORT")
+        if is_stored(self.publication or "") and not (self.publication or "").partition("://")[2].strip("/"):
+            components.refuse(self, "publication", "a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH")
+        components.one_of(self, PAUSES, "inflight")
+        if self.transfer not in ("orbax", "cuda_ipc") or (self.transfer == "cuda_ipc" and self.proxied):
+            raise ValueError(
+                f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
+                f"with proxied={self.proxied})"
+            )
+        components.one_of(self, DTYPES, "dtype")
+        components.above(self, 0, "keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries")
+        if self.at_once < 0 or self.straggler_s < 0 or not (self.straggler == 0 or self.straggler > 1):
+            raise ValueError(
+                "VllmSampler.at_once and straggler_s must be >= 0, straggler 0 or > 1 "
+                f"(got {self.at_once}, {self.straggler_s} and {self.straggler})"
+            )
+
+    def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
+        """The running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
+
+        Raises:
+          FileNotFoundError: no vLLM where local servers are to be started.
+          ValueError: lengths that the model does not have, or an API key's variable that is not set.
+        """
+        if not 2 <= max_length <= policy.architecture.max_positions:
+            raise ValueError(
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
+                f"(got {max_length}): set the lengths of prompt and response"
+            )
+        if jax.process_index() > 0:
+            return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir))
+        children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
+        http = [self._http(child.url, child.key, policy) for child in children]
+        http += [self._http(url, self._key(), policy) for url in self.urls]
+        servers = [Server(http=h) for h in http]
+        for server, child in zip(servers, children):
+            server.revive = child.revive
+
+        async def connect() -> Fleet:
+            await all_ready(children)
+            for one, child in zip(http, children):
+                one.url = child.url
+            fleet = Fleet(servers=servers, limits=self._limits(), inflight=self.inflight)
+            if not self.discovery:
+                await fleet.open()
+                return fleet
+            make = lambda url: Server(http=self._http(url, self._key(), policy))  # noqa: E731
+            fixed = [h.url for h in http]
+            await Membership(fleet=fleet, discovery=self.discovery, make=make, fixed=fixed).open(self.wait_s)
+            return fleet
+
+        async def disconnect() -> None:
+            ends = [*(child.stop() for child in children), *(one.close() for one in http)]
+            for error in await asyncio.gather(*ends, return_exceptions=True):
+                if isinstance(error, BaseException):
+                    raise error
+
+        publisher = self._publisher(policy, tokenizer, max_length, run_dir)
+        jax.block_until_ready(
+            jax.numpy.zeros(1)
+        )  # JAX takes its share of a GPU now, not while vLLM measures what is free
+        for child in children:
+            child.start()
+        return VllmClient(
+            publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
+            seeded=self.seeded, remove=self.spawn,
+        )  # fmt: skip
+
+    def _limits(self) -> Limits:
+        return Limits(
+            sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries, at_once=self.at_once,
+            straggler=self.straggler if self.seeded else 0.0, straggler_s=self.straggler_s,
+        )  # fmt: skip
+
+    def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
+        mean, largest = TOLERANCES[self.dtype]
+        if policy.compute_dtype != "float32":
+            mean, largest = TOLERANCES[policy.compute_dtype]
+        tolerance = Tolerance(
+            mean=mean if self.canary_mean is None else self.canary_mean,
+            max=largest if self.canary_max is None else self.canary_max,
+        )
+        vocabulary = policy.architecture.vocabulary_size
+        tokens = canary_tokens(self.canary, tokenizer, vocabulary)[: max_length - 1]
+        folder = default_folder(self.publication, run_dir)
+        return Publisher(
+            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance,
+            driver=Cuda() if self.transfer == "cuda_ipc" else None,
+            address=default_address(self.publication, run_dir),
+        )  # fmt: skip
+
+    def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:
+        return VllmHttp(
+            url=url, api_key=key, model=MODEL if self.spawn else self.model, proxied=self.proxied,
+            vocabulary=policy.architecture.vocabulary_size, request_s=self.request_s, control_s=self.control_s,
+        )  # fmt: skip
+
+    def _key(self) -> str:
+        if not self.api_key_variable:
+            return ""
+        if not os.environ.get(self.api_key_variable):
+            raise ValueError(
+                f"the environment variable {self.api_key_variable} that VllmSampler.api_key_variable names is not set: it holds the "
+                "servers' key"
+            )
+        return os.environ[self.api_key_variable]
+
+    def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
+        """The local servers, not started yet, with the folder of their model written."""
+        folder = (run_dir / "vllm").absolute()
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        hf_weights.describe(policy, model, tokenizer, dtype=self.dtype)
+        scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
+        # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
+        head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
+        arguments = (
+            "--served-model-name", MODEL, "--dtype", self.dtype, *head, "--max-model-len", str(max_length),
+            "--max-num-seqs", str(self.sequences), *scale_out,
+        )  # fmt: skip
+        return [
+            LocalServer(config=self.local, number=i, model=model, log=folder / f"server{i}.log", arguments=arguments)
+            for i in range(self.local.count)
+        ]
+
+
+def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
+    """The ids of the canary's text, int32 [T]; of a tokenizer without its characters, fixed random ids; empty for no text."""
+    if not text:
+        return np.zeros(0, np.int32)
+    try:
+        ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    except Exception:  # the tokenizers library raises bare Exception for a character outside an alphabet
+        ids = np.zeros(0, np.int32)
+    if len(ids) < 2:
+        ids = np.random.default_rng(0).integers(0, vocabulary, 64).astype(np.int32)
+    return ids

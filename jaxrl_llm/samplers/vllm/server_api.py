@@ -1,0 +1,390 @@
+"""One vLLM server over HTTP: token ids in, token ids with log-probs out, and the steps of a weight update (aiohttp).
+
+Requests go to our own route (`vllm_route`) where the server has it, else to `/inference/v1/generate`, else to `/v1/completions`; streams and
+scores do not go to the first. Versions of tokens are
+the server's own spans where it gives them (vLLM 0.32), else `version` of this object when the tokens arrive: whoever commits new
+weights changes it while the server is paused and nothing is on its way.
+"""
+
+import contextlib
+import json
+import uuid
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import aiohttp
+import numpy as np
+from jaxtyping import Float
+
+from jaxrl_llm.publication import vllm_route
+
+GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_CONNECT_S = 5.0
+_KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, which would close a connection that is about to be used
+_FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
+_TEXT = 400  # characters of a server's answer that an error repeats
+
+
+class ServerFault(ConnectionError):
+    """A server failed; the message names it and the cause, and another server may be asked."""
+
+
+class Unreached(ServerFault):
+    """No connection, or one that broke."""
+
+
+class TooSlow(Unreached):
+    """A server did not answer within its limit."""
+
+
+class Refused(ValueError):
+    """A server answered 4xx: the request or the server's set-up is wrong, and no other server would do better.
+
+    Attributes:
+      status: of the answer; 0 where there was none.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False, kw_only=True)
+class Piece:
+    """What one request drew for one sample, so far.
+
+    Attributes:
+      tokens: token ids.
+      logprobs: log-prob of each under the distribution it was drawn from, nats.
+      versions: policy version that drew each.
+      finish: "stop", "length", "abort" (ended by the server before its time), or None while it is being drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request: n continuations of one token prefix.
+
+    Attributes:
+      tokens: the prefix.
+      sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
+      stream: take the tokens as they are drawn.
+    """
+
+    tokens: Sequence[int]
+    sampling: Mapping[str, Any]
+    stream: bool = False
+
+    @property
+    def n(self) -> int:
+        return int(self.sampling["n"])
+
+
+@dataclass(eq=False, kw_only=True)
+class VllmHttp:
+    """A server, or a proxy before it.
+
+    Attributes:
+      url: "http://host:port".
+      api_key: sent as a bearer token; empty sends none.
+      model: the name that the server serves the policy under.
+      proxied: `url` is a proxy of ours, which offers what is needed here and nothing else.
+      vocabulary: token ids are below it.
+      request_s: most seconds of one generation.
+      control_s: most seconds of one step of an update.
+      version: the policy version that the server serves; -1 before the first.
+      release: vLLM's version as (major, minor); (0, 0) before `open`.
+      route: where generations are asked, of vLLM's own routes; found by `open`.
+      tokens: our own route.
+      lists: whether the server has it; found by `open`.
+      arrivals: answers and events of streams so far.
+    """
+
+    url: str
+    api_key: str = ""
+    model: str = "policy"
+    proxied: bool = False
+    vocabulary: int = 2**31 - 1
+    request_s: float = 600.0
+    control_s: float = 60.0
+    version: int = -1
+    release: tuple[int, int] = (0, 0)
+    route: str = GENERATE
+    tokens: str = vllm_route.ROUTE
+    lists: bool = False
+    arrivals: int = 0
+
+    def __post_init__(self) -> None:
+        self.url = self.url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+
+    # -- connection ----------------------------------------------------------------------------------------------------
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        if self._session is None or self._session.closed:
+            headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S)
+            self._session = aiohttp.ClientSession(connector=connector, headers=headers, read_bufsize=2**20)
+        return self._session
+
+    async def close(self) -> None:
+        """Closes the connections, which ends what is being generated over them."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def open(self) -> None:
+        """Finds out what the server offers.
+
+        Raises:
+          ServerFault: it does not answer.
+          Refused: it lacks what an update needs.
+        """
+        try:
+            health = await self._call("GET", "/health", limit_s=_CONNECT_S)
+        except Refused as refused:
+            if refused.status not in (401, 403):
+                raise
+            raise Refused(
+                f"{refused}: set vllm.VllmSampler.api_key_variable to the environment variable that holds the server's key "
+                "or the proxy's token, and VllmSampler.proxied = True for a proxy",
+                refused.status,
+            ) from refused
+        if self.proxied:
+            if not health:
+                raise Refused(
+                    f"{self.url} is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied = True"
+                )
+            self.release, self.route, self.tokens = _release(self.url, health), "/generate", "/tokens"
+            self.lists = await self._refusal(self.tokens) == 400
+            return
+        self.release = _release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
+        if await self._refusal("/collective_rpc") in (404, 405):
+            raise Refused(
+                f"{self.url} runs without its development endpoints, through which weights are updated: start it with the "
+                "environment variable VLLM_SERVER_DEV_MODE=1 (on loopback alone: an API key does not protect them)"
+            )
+        self.route = COMPLETIONS if await self._refusal(GENERATE) in (403, 404, 405) else GENERATE
+        self.lists = await self._refusal(self.tokens) == 400
+
+    async def _refusal(self, route: str) -> int:
+        """The status that an empty request is refused with: 404 where there is no such route, 400 or 422 where there is."""
+        try:
+            await self._call("POST", route, {}, limit_s=_CONNECT_S)
+        except Refused as refused:
+            return refused.status
+        return 200
+
+    @property
+    def spans(self) -> bool:
+        """Whether the server says which version drew each token."""
+        return self.release >= (0, 32)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    async def generate(self, ask: Ask, pieces: list[Piece]) -> None:
+        """Fills `pieces`, one for each of the n samples; what arrived before an error stays in them.
+
+        Raises:
+          ServerFault: the server failed, or its answer is not what was asked for.
+          Refused: the server calls the request wrong.
+        """
+        body, route = self._body(ask), self.tokens if self._by_lists(ask) else self.route
+        try:
+            if ask.stream:
+                async for choice in self._events(body):
+                    self._take(choice, pieces, ask)
+                for piece in pieces:  # before 0.32 the end of an aborted stream says nothing
+                    piece.finish = piece.finish or "abort"
+            else:
+                answer = json.loads(await self._call("POST", route, body, limit_s=self.request_s))
+                for choice in answer["choices"]:
+                    self._take(choice, pieces, ask)
+                if any(piece.finish is None for piece in pieces):
+                    raise ValueError(f"{len(answer['choices'])} samples of the {len(pieces)} that were asked for")
+        except (KeyError, IndexError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as wrong:
+            raise ServerFault(f"{self.url} answered something else than samples: {wrong!r}") from wrong
+        except ValueError as wrong:
+            if isinstance(wrong, Refused):
+                raise
+            raise ServerFault(f"{self.url} answered something else than was asked for: {wrong}") from wrong
+
+    async def score(self, tokens: Sequence[int]) -> Float[np.ndarray, " T"]:
+        """Log-prob of each token but the first, given those before it, at temperature 1; raises as `generate` does."""
+        sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+        body = self._body(Ask(tokens=tokens, sampling=sampling))
+        text = await self._call("POST", self.route, body, limit_s=self.control_s)
+        try:
+            answer = json.loads(text)
+            listed = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
+            found = [at[str(token)]["logprob"] for at, token in zip(listed[1:], list(tokens)[1:], strict=True)]
+            return np.asarray(found, np.float64)
+        except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as wrong:
+            raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
+
+    def _by_lists(self, ask: Ask) -> bool:
+        """Whether our own route answers it."""
+        return self.lists and not ask.stream and "prompt_logprobs" not in ask.sampling
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        """The request in the words of the endpoint."""
+        common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
+        tokens = [int(token) for token in ask.tokens]
+        if self.route != COMPLETIONS or self._by_lists(ask):
+            # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
+            sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
+            return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}
+        sampling = {name: value for name, value in ask.sampling.items() if name != "detokenize"}
+        return {**common, "prompt": tokens, "return_token_ids": True, **sampling}
+
+    def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask) -> None:
+        """Adds what one answer, or one event of a stream, says of one sample."""
+        self.arrivals += 1
+        piece = pieces[choice["index"]]
+        tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs") or {}
+        if isinstance(logprobs, list):
+            drawn = logprobs
+        elif "content" in logprobs:
+            drawn = [entry["logprob"] for entry in logprobs["content"] or ()]
+        else:
+            drawn = list(logprobs.get("token_logprobs") or ())
+        if len(drawn) != len(tokens) or not all(isinstance(x, float | int) and x == x for x in drawn):
+            raise ValueError(f"{len(tokens)} tokens with log-probs {drawn[:3]}... of {len(drawn)}")
+        if len(piece.tokens) + len(tokens) > ask.sampling["max_tokens"]:
+            raise ValueError(f"more than the {ask.sampling['max_tokens']} tokens that were asked for")
+        if not all(0 <= token < self.vocabulary for token in tokens):
+            raise ValueError(f"token ids outside 0..{self.vocabulary - 1}")
+        finish = choice.get("finish_reason")
+        if finish not in (None, "stop", "length", "abort"):
+            raise ServerFault(f"{self.url} ended a request with {finish!r}")
+        piece.versions += self._versions(choice.get("weight_versions"), len(tokens))
+        piece.tokens += tokens
+        piece.logprobs += drawn
+        piece.finish = finish
+
+    def _versions(self, spans: Sequence[Mapping[str, Any]] | None, count: int) -> list[int]:
+        if not spans:
+            return [self.version] * count
+        found = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+        if len(found) < count:
+            raise ValueError(f"spans of versions over {len(found)} tokens of {count}")
+        return found[len(found) - count :]  # a stream's spans reach back to its first token
+
+    async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
+        """The choices of a stream of server-sent events."""
+        with self._faults(self.route, self.request_s):
+            async with self.session.post(self.url + self.route, json=body, timeout=_timeout(self.request_s)) as answer:
+                await self._good(answer, "POST", self.route)
+                async for line in answer.content:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    event = json.loads(data)
+                    if "choices" not in event:
+                        raise ServerFault(f"{self.url} broke a stream off: {str(event)[:_TEXT]}")
+                    for choice in event["choices"]:
+                        yield choice
+        raise Unreached(f"{self.url} closed a stream before its end")
+
+    # -- the steps of an update ----------------------------------------------------------------------------------------
+
+    async def stage(self, path: str, version: int) -> None:
+        """Starts reading a published version in the background."""
+        await self._step("stage", "/stage", path=path, version=version)
+
+    async def stage_status(self) -> list[dict[str, Any]]:
+        """How far each rank is: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes."""
+        return await self._step("stage_status", "/stage_status")
+
+    async def commit(self, version: int) -> list[dict[str, Any]]:
+        """Loads the staged version on every rank; the server is paused. Each rank says the version it holds."""
+        return await self._step("commit", "/commit", version=version)
+
+    async def commit_memory(self, version: int, memory: str) -> list[dict[str, Any]]:
+        """As `commit`, of weights that nothing staged: they lie in GPU memory of a process on the server's host."""
+        return await self._step("commit_ipc", "/commit_ipc", version=version, memory=memory)
+
+    async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
+        """Stops generation: "keep" freezes what is in flight, "wait" finishes it, "abort" ends it."""
+        query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
+        await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
+
+    async def resume(self) -> None:
+        await self._call("POST", "/resume", limit_s=self.control_s)
+
+    async def label(self, version: int) -> None:
+        """Tells the server the number of the weights it holds, where it keeps one (vLLM 0.30 and later)."""
+        if not self.proxied and self.release >= (0, 30):
+            await self._call("POST", "/update_weight_version", {"new_version": str(version)}, limit_s=self.control_s)
+
+    async def _step(self, method: str, route: str, **arguments: Any) -> list[dict[str, Any]]:
+        """A method of the worker extension on every rank, directly or by the proxy's route of that name."""
+        try:
+            if self.proxied:
+                text = await self._call("POST", route, arguments, limit_s=self.control_s)
+            else:
+                # Without vLLM's own "timeout": the ranks would read a late answer as that of the next call.
+                body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
+                text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
+        except ServerFault as fault:
+            if "is not implemented" not in str(fault):
+                raise
+            raise Refused(
+                f"{self.url} runs without the extension that loads published weights: start it with "
+                f"--worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension ({fault})"
+            ) from fault
+        try:
+            ranks = [dict(result or {}) for result in json.loads(text or '{"results": []}')["results"]]
+            return [rank | {n: int(rank[n]) for n in ("version",) if n in rank} for rank in ranks]
+        except (KeyError, TypeError, ValueError, RecursionError) as wrong:
+            raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
+
+    # -- HTTP ----------------------------------------------------------------------------------------------------------
+
+    async def _call(self, verb: str, route: str, body: Any = None, *, limit_s: float) -> str:
+        """The text of an answer with status 200."""
+        with self._faults(route, limit_s):
+            async with self.session.request(verb, self.url + route, json=body, timeout=_timeout(limit_s)) as answer:
+                await self._good(answer, verb, route)
+                return await answer.text(errors="replace")
+
+    async def _good(self, answer: aiohttp.ClientResponse, verb: str, route: str) -> None:
+        if answer.status == 200:
+            return
+        text = " ".join((await answer.text(errors="replace")).split())[:_TEXT]
+        said = f"{self.url} answered {verb} {route} with {answer.status}: {text}"
+        raise Refused(said, answer.status) if 400 <= answer.status < 500 else ServerFault(said)
+
+    @contextlib.contextmanager
+    def _faults(self, route: str, limit_s: float) -> Iterator[None]:
+        """Turns what aiohttp raises into a ServerFault that names the server."""
+        where = f"{self.url} ({route})"
+        try:
+            yield
+        except (ServerFault, Refused):
+            raise
+        except TimeoutError as error:
+            raise TooSlow(f"{where} did not answer within {limit_s:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise Unreached(f"{where} is not reached: {type(error).__name__} {error}") from error
+
+
+def _timeout(limit_s: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_S, limit_s))
+
+
+def _release(url: str, text: str) -> tuple[int, int]:
+    """(major, minor) of what /version says."""
+    try:
+        major, minor = str(json.loads(text)["version"]).split(".")[:2]
+        return int(major), int(minor)
+    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
+        raise Refused(f"{url} is no vLLM server: its /version says {text[:_TEXT]!r}") from wrong

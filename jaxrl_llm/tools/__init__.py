@@ -1,0 +1,1 @@
+"""Commands beside a run, `python -m jaxrl_llm.tools.NAME`: plan, doctor, bench, chat, export, migrate."""

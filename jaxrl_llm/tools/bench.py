@@ -1,0 +1,283 @@
+"""Measures the update, scoring, sampling and a whole step at the shapes of real models, with random weights.
+
+    python -m jaxrl_llm.tools.bench --work=update --model=qwen2.5-1.5b --rows=8 --row_tokens=4096 --remat=full,attention
+
+It runs the project's own Learner, Policy and EmbeddedSampler, and prints one JSON line a work and configuration. Several
+values of a flag, separated by commas, are measured one after the other, each combination in a process of its own, so that
+the peak of memory is its own and one that fails leaves the others. Times are medians of calls that wait for their result;
+tokens/s and MFU follow flops.py: causal attention, real head width, head counted, embedding not, nothing recomputed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm import command_line
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.distributed.mesh import to_host
+from jaxrl_llm.experience import Group, Prompt, SamplingParams
+from jaxrl_llm.kernels.attention import api as attention
+from jaxrl_llm.kernels.decode_attention import api as decode_attention
+from jaxrl_llm.kernels.token_stats import api as token_stats
+from jaxrl_llm.learner.batch import bare, to_device
+from jaxrl_llm.metrics import flops, profiling, run_folder
+from jaxrl_llm.models.policy import Params
+from jaxrl_llm.models.sizes import SHAPES
+from jaxrl_llm.samplers.embedded.sampler import Engine
+from jaxrl_llm.tools import memory
+from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
+
+# -- the works ---------------------------------------------------------------------------------------------------------
+
+
+def timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of the first call, which compiles, of each that follows, and the median, the least and the most of those."""
+    seconds = []
+    for _ in range(case.repeats + 1):
+        start = time.perf_counter()
+        jax.block_until_ready(call())
+        seconds.append(time.perf_counter() - start)
+    later = seconds[1:]
+    found: dict[str, Any] = {"first_s": seconds[0], "calls_s": later, "s": float(np.median(later))}
+    found |= {"least_s": min(later), "most_s": max(later)}
+    return found | ({"profile": traced(case.profile, call)} if case.profile else {})
+
+
+def traced(folder: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The summary of a trace of one call."""
+    with jax.profiler.trace(folder):
+        jax.block_until_ready(call())
+    return profiling.summary(profiling.newest(Path(folder)))
+
+
+def rates(case: Case, lengths: Sequence[int], seconds: float, count: Callable[..., float]) -> dict[str, float]:
+    """Tokens/s over all devices, and model FLOP/s and MFU of each."""
+    model_flops, devices = count(case.policy.architecture, lengths), case.policy.partitioner.mesh.size
+    found = {"tokens_per_s": sum(lengths) / seconds, "tflops": model_flops / seconds / devices / 1e12}
+    peak = flops.peak(jax.devices()[0].device_kind)
+    return found if peak is None else found | {"mfu": flops.mfu(model_flops, seconds, devices, peak)}
+
+
+def update(case: Case) -> dict[str, Any]:
+    """One update: forward, backward and AdamW over all micro-batches, the state donated."""
+    learner, batch = case.learner, full_rows(case)
+    batches = micro_batches(case, batch, {})
+    account = compiled(case, batches[0], len(batches))
+    state = learner.init({"policy": case.policy.init(jax.random.key(0))})
+
+    def call() -> Any:
+        nonlocal state
+        state, metrics = learner.update(state, batches)
+        return state.step, metrics
+
+    times = timed(case, call)
+    if int(to_host(state.skipped)):
+        raise FloatingPointError("the updates had gradients that are not finite")
+    found = {"micro_batches": len(batches), "compilations": learner.compilations}
+    return times | rates(case, lengths_of(batch), times["s"], flops.update) | found | account
+
+
+def score(case: Case) -> dict[str, Any]:
+    """Log-probs and entropies of one micro-batch, without gradient."""
+    learner, batch = case.learner, full_rows(case)
+    params = {"policy": case.policy.init(jax.random.key(0))}
+    device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
+    account = compiled(case, device[0], 0)
+    times = timed(case, lambda: [learner.score(params, rows) for rows in device])
+    return times | rates(case, lengths_of(batch), times["s"], flops.forward) | account
+
+
+async def drawn(case: Case, engine: Engine, params: Params, version: int) -> list[Group]:
+    """Publishes, and draws a group of full length for each random prompt."""
+    await engine.publish(params, version)
+    rng = np.random.default_rng(version)
+    vocabulary, limit = case.policy.architecture.vocabulary_size, case.response_tokens
+    prompts = [rng.integers(0, vocabulary, case.prompt_tokens, dtype=np.int32) for _ in range(case.prompts)]
+    groups = []
+    settings = SamplingParams(max_tokens=limit, min_tokens=limit)
+    async for index, samples in engine.sample(prompts, case.group, settings, list(range(case.prompts))):
+        prompt = Prompt(id=str(index), tokens=prompts[index], source="bench")
+        groups.append(scored([rollout(prompt, s.tokens, rng, s.logprobs) for s in samples], rng))
+    return groups
+
+
+def sample(case: Case) -> dict[str, Any]:
+    """Draws of all prompts; the floor is what a decode step must read: the weights, and the cache's filled entries."""
+
+    async def run() -> dict[str, Any]:
+        engine = case.start_sampler()
+        params, seconds = case.policy.init(jax.random.key(0)), []
+        for version in range(1 + max(case.repeats // 4, 1)):
+            start = time.perf_counter()
+            await drawn(case, engine, params, version)
+            seconds.append(time.perf_counter() - start)
+        occupancy = engine.metrics()["sampler/occupancy"]
+        await engine.close()
+        tokens, size = case.prompts * case.group * case.response_tokens, case.policy.architecture
+        median, width = float(np.median(seconds[1:])), 2 if case.dtype == "bfloat16" else 4
+        slots = min(case.slots, case.prompts * case.group)
+        step = median * slots / tokens
+        entry = 2 * size.layers * size.kv_heads * size.head_width * (width if case.cache == "auto" else 1)
+        weights = sum(x.size for x in jax.tree.leaves(case.policy.abstract())) * width
+        floor = weights + slots * (case.prompt_tokens + case.response_tokens / 2) * entry
+        return {
+            "first_s": seconds[0], "s": median, "generated_per_s": tokens / median, "step_ms": step * 1e3,
+            "floor_gb": floor / 1e9, "floor_gb_per_s": floor / step / 1e9, "occupancy": occupancy,
+        }  # fmt: skip
+
+    return asyncio.run(run())
+
+
+def step(case: Case) -> dict[str, Any]:
+    """Whole steps: publish and sample, score, assign credit, update; seconds of each, of the last step."""
+
+    async def run() -> dict[str, Any]:
+        learner, engine = case.learner, case.start_sampler()
+        state = learner.init({"policy": case.policy.init(jax.random.key(0))})
+        for version in range(2 + (case.repeats > 4)):
+            marks = [time.perf_counter()]
+            batch = packed(case, await drawn(case, engine, state.policy, version))
+            marks.append(time.perf_counter())
+            device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
+            scored = [learner.score(state.params, rows)["policy"] for rows in device]
+            streams = {
+                field: batch.unpack([to_host(s[name]) for s in scored])
+                for name, field in (("logprob", "old_logprobs"), ("entropy", "entropy"))
+            }
+            mini = micro_batches(case, batch, streams)
+            marks.append(time.perf_counter())
+            state, metrics = learner.update(state, mini)
+            jax.block_until_ready((state.step, metrics))
+            marks.append(time.perf_counter())
+        await engine.close()
+        lengths, seconds = lengths_of(batch), np.diff(marks)
+        model_flops = flops.update(case.policy.architecture, lengths) / seconds[2] / 1e12
+        return dict(zip(("sample_s", "score_s", "update_s"), seconds.tolist())) | {
+            "s": marks[-1] - marks[0], "tokens_per_s": sum(lengths) / (marks[-1] - marks[0]), "micro_batches": len(mini),
+            "fill": sum(lengths) / sum(rows.tokens.size for rows in batch.rows), "update_tflops": model_flops,
+            "gap": float(np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[batch.fields["mask"]].mean()),
+        }  # fmt: skip
+
+    return asyncio.run(run())
+
+
+WORKS: dict[str, Callable[[Case], dict[str, Any]]] = {"update": update, "score": score, "sample": sample, "step": step}
+
+
+def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, float]:
+    """Seconds to compile an update's programs (with 0 micro-batches scoring's), and the account of the one that needs most."""
+    start = time.perf_counter()
+    accounts = memory.of_learner(case.learner, batch, microbatches).values()
+    most = max(accounts, key=lambda account: account.peak)
+    there = (
+        most.peak if microbatches else most.peak - most.resident
+    )  # scoring is measured without an optimizer's moments
+    return {
+        "compile_s": time.perf_counter() - start, "predicted_gib": there / memory.GIB,
+        "arguments_gib": most.arguments / memory.GIB, "temporary_gib": most.temporary / memory.GIB,
+    }  # fmt: skip
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The row of one configuration."""
+    for api in (attention, token_stats, decode_attention):
+        name = case.flags[api.__name__.split(".")[-2]]
+        if name != "auto":
+            if name not in api.BACKENDS:
+                raise ValueError(f"unknown backend {name!r}: use auto or one of {api.BACKENDS}")
+            vars(api)["BACKENDS"] = (name, *(b for b in api.BACKENDS if b != name))
+    found = WORKS[case.work](case)
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        found["peak_gib"] = stats["peak_bytes_in_use"] / memory.GIB
+    return {n: float(f"{x:.5g}") if isinstance(x, float) else x for n, x in found.items()}
+
+
+def cases(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Every combination of the flags' values."""
+    values = [getattr(arguments, name).split(",") for name in SWEPT]
+    for combination in product(*values):
+        yield dict(zip(SWEPT, combination))
+
+
+def row(flags: dict[str, str], repeats: int, profile: str | None) -> dict[str, Any]:
+    """The JSON row of one combination, measured here."""
+    typed = {name: SWEPT[name][0](value) for name, value in flags.items()}
+    for name, known in (("work", WORKS), ("model", SHAPES)):
+        if typed[name] not in known:
+            raise ValueError(f"--{name}={typed[name]} is not one of {', '.join(known)}")
+    device = jax.devices()[0]
+    typed["devices"] = typed["devices"] or jax.device_count()
+    facts = {"device": device.device_kind, "jax": jax.__version__}
+    return {
+        **typed,
+        **facts,
+        "commit": run_folder.commit(),
+        **measure(Case(flags=typed, repeats=repeats, profile=profile)),
+    }
+
+
+def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict[str, Any]:
+    """The row of one combination, measured by a process of its own; {"error"} where it fails."""
+    command = [sys.executable, "-m", "jaxrl_llm.tools.bench", *more, *(f"--{n}={v}" for n, v in flags.items())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {**flags, "error": f"took more than {limit:g} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return {**flags, "error": " | ".join(said[-3:])[-800:]}
+
+
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; the exit code is 1 where a configuration failed."""
+    parser = command_line.parser("tools.bench", __doc__)
+    for name, (_, default, meaning) in SWEPT.items():
+        parser.add_argument(f"--{name}", default=default, help=f"{meaning} (default {default})")
+    parser.add_argument("--repeats", type=int, default=5, help="measured calls after the first")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="seconds of one configuration, where there are several"
+    )
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="trace one more update or score into the folder, and sum it up"
+    )
+    parser.add_argument("--output", help="file that rows are added to")
+    arguments = parser.parse_args(argv)
+    xla_flags.apply()
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="jaxrl_llm_bench_"))
+    # A program compiled to be looked at is found again when it is called.
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    wanted, failed = list(cases(arguments)), 0
+    more = [f"--repeats={arguments.repeats}", *([f"--profile={arguments.profile}"] if arguments.profile else [])]
+    for flags in wanted:
+        alone = len(wanted) == 1
+        found = row(flags, arguments.repeats, arguments.profile) if alone else in_process(flags, more, arguments.limit)
+        failed += "error" in found
+        print(json.dumps(found), flush=True)
+        if arguments.output:
+            with open(arguments.output, "a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.bindings_page > docs/bindings.md`.
+
+A binding is a field of a component. Components are what the files in gin/ refer to, and every frozen, keyword-only
+dataclass of the packages that a run is composed from. Types and defaults come from the code, meanings from docstrings.
+"""
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from jaxrl_llm.components import FACES, home, selector
+
+GIN = Path(__file__).parents[1] / "gin"
+# The faces, and the rooms and modules whose classes are components.
+COMPOSED_FROM = (
+    *(face.removeprefix("jaxrl_llm.") for face in FACES),
+    *("algorithms", "models", "rewards", "data", "eval", "samplers.sampled_classmate", "rollouts.environments"),
+)
+# Frozen records that code alone builds.
+INTERNAL = (
+    "data.pipeline",
+    "data.prepare",
+    "algorithms.batch",
+    "models.hf_format",
+    "models.attention",
+    "models.transformer",
+    "rewards.services.load_test",
+    "eval.viewer.query",
+    "eval.reports.jobs",
+)
+# A name that a file imports, a dot, and what it names there.
+IMPORT = re.compile(
+    r"^(?:from\s+(?P<package>[\w.]+)\s+)?import\s+(?P<name>[\w.]+)(?:\s+as\s+(?P<alias>\w+))?", re.MULTILINE
+)
+REFERENCE = re.compile(r"(?<![\w.])(?P<alias>\w+)\.(?P<name>[A-Za-z_]\w*)")
+
+Component = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Binding:
+    """A parameter of a component.
+
+    Attributes:
+      name: as gin names it, `module.Component.parameter`.
+      type: its annotation, without module names.
+      default: Python's spelling of the default, or "required".
+      meaning: what the docstring says; empty where it says nothing.
+    """
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def components() -> list[Component]:
+    """Every component, ordered by module and name."""
+    referred = set(referred_to(GIN))
+    composed = {c for name in COMPOSED_FROM for module in modules(f"jaxrl_llm.{name}") for c in defined_in(module)}
+    bases = {base for c in composed for base in c.__mro__[1:]}
+    found = referred | (composed - bases)
+    return sorted((c for c in found if bindings(c)), key=lambda c: (home(c), c.__qualname__))
+
+
+def referred_to(folder: Path) -> Iterator[Component]:
+    """Classes and functions of this package that the gin files below `folder` name."""
+    for file in sorted(folder.rglob("*.gin")):
+        text = re.sub(r"#.*", "", file.read_text())
+        imported = {}
+        for found in IMPORT.finditer(text):
+            full = ".".join(filter(None, (found["package"], found["name"])))
+            if full.startswith("jaxrl_llm"):
+                imported[found["alias"] or found["name"]] = full
+        for found in REFERENCE.finditer(text):
+            if found["alias"] in imported:
+                module = importlib.import_module(imported[found["alias"]])
+                component = getattr(module, found["name"], None)
+                if inspect.isclass(component) or inspect.isfunction(component):
+                    yield component
+
+
+def modules(name: str) -> Iterator[ModuleType]:
+    """A module or a face, or every module of another package, less those that hold no component."""
+    module = importlib.import_module(name)
+    yield module
+    if name in FACES:
+        return
+    for found in pkgutil.walk_packages(getattr(module, "__path__", ()), f"{name}."):
+        if not any(f"{found.name}.".startswith(f"jaxrl_llm.{internal}.") for internal in INTERNAL):
+            yield importlib.import_module(found.name)
+
+
+def defined_in(module: ModuleType) -> Iterator[Any]:
+    """The components a module defines, or a face hands on: public, frozen, keyword-only dataclasses."""
+    handed_on = module.__name__ in FACES
+    for name, value in vars(module).items():
+        here = inspect.isclass(value) and (handed_on or value.__module__ == module.__name__)
+        own = here and not name.startswith("_")
+        if own and dataclasses.is_dataclass(value) and is_settings(value):
+            yield value
+
+
+def is_settings(owner: Any) -> bool:
+    """A dataclass that is frozen and takes its fields by name."""
+    return owner.__dataclass_params__.frozen and all(field.kw_only for field in dataclasses.fields(owner))
+
+
+def bindings(component: Component) -> list[Binding]:
+    """What gin may set: all fields of a class; those parameters of a function that have defaults."""
+    said = meanings(component)
+    found = []
+    for name, parameter in inspect.signature(component).parameters.items():
+        default = default_of(component, parameter)
+        if default != "required" or inspect.isclass(component):
+            full = f"{selector(component)}.{name}"
+            shown = type_name(parameter.annotation)
+            found.append(Binding(name=full, type=shown, default=default, meaning=said.get(name, "")))
+    return found
+
+
+def default_of(component: Component, parameter: inspect.Parameter) -> str:
+    """Python's spelling of a parameter's default, or "required"."""
+    if dataclasses.is_dataclass(component):
+        (field,) = (f for f in dataclasses.fields(component) if f.name == parameter.name)
+        if field.default_factory is not dataclasses.MISSING:
+            return spelled(field.default_factory())
+    return "required" if parameter.default is inspect.Parameter.empty else spelled(parameter.default)
+
+
+def spelled(value: Any) -> str:
+    """A default as a reader would write it, the same at every run."""
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    if inspect.isclass(value) or inspect.isfunction(value):
+        return str(value.__name__)
+    if dataclasses.is_dataclass(value):
+        changed = [f for f in dataclasses.fields(value) if f.repr and getattr(value, f.name) != f.default]
+        return f"{type(value).__name__}({', '.join(f'{f.name}={spelled(getattr(value, f.name))}' for f in changed)})"
+    return f"{type(value).__name__}()" if " object at 0x" in repr(value) else repr(value)
+
+
+def type_name(annotation: Any) -> str:
+    """An annotation without the names of modules: `int | None`, `Sequence[Prompt]`."""
+    name = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    return re.sub(r"\b(?:[A-Za-z_]\w*\.)+([A-Za-z_]\w*)", r"\1", name)
+
+
+def meanings(component: Component) -> dict[str, str]:
+    """{parameter: meaning} of the `Attributes:` or `Args:` blocks of a docstring, those of base classes included."""
+    said: dict[str, str] = {}
+    for owner in reversed(getattr(component, "__mro__", (component,))):
+        said |= block(inspect.cleandoc(owner.__doc__ or ""))
+    return said
+
+
+def block(docstring: str) -> dict[str, str]:
+    """The entries `  name: meaning` of a cleaned docstring's block; deeper lines go on."""
+    said: dict[str, str] = {}
+    inside, name = False, ""
+    for line in docstring.splitlines():
+        if not line.startswith(" "):
+            inside = line in ("Attributes:", "Args:") or (inside and not line)
+        elif inside and (entry := re.match(r"  (\w+): (.+)", line)):
+            name = entry[1]
+            said[name] = entry[2].strip()
+        elif inside and name:
+            said[name] += f" {line.strip()}"
+    return said
+
+
+def shared(listed: Sequence[Component]) -> list[Component]:
+    """The base classes that two or more of the components have fields of, ordered by module and name."""
+    counts = Counter(base for component in listed for base in _bases(component))
+    several = [base for base, count in counts.items() if count > 1 and base not in listed]
+    return sorted((c for c in several if given(c, several)), key=lambda c: (home(c), c.__qualname__))
+
+
+def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]:
+    """The bindings that the nearest of its bases among `elsewhere` does not have as they are."""
+    field = lambda b: dataclasses.replace(b, name=b.name.rpartition(".")[2])  # noqa: E731
+    bases = [base for base in _bases(component) if base in elsewhere]
+    known = {field(b).name: field(b) for base in reversed(bases) for b in bindings(base)}
+    return [b for b in bindings(component) if known.get(field(b).name) != field(b)]
+
+
+def _bases(component: Component) -> list[Component]:
+    """Its base classes that have fields, the nearest first."""
+    return [base for base in getattr(component, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
+
+
+def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
+    """One component: where it lies, what it is, its bindings but for those of the bases that have sections of their own."""
+    package, _, module = home(component).rpartition(".")
+    first = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
+    names = [base.__name__ for base in _bases(component) if base in elsewhere]
+    also = f" Also the fields of {', '.join(names)}." if names else ""
+    head = f"## {selector(component)}\n\n`from {package} import {module}`. {first}{also}\n"
+    rows = [(f"`{b.name}`", f"`{b.type}`", f"`{b.default}`", b.meaning) for b in given(component, elsewhere)]
+    if not rows:
+        return head
+    rows = [("binding", "type", "default", "meaning"), ("---",) * 4, *rows]
+    table = "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return f"{head}\n{table}\n"
+
+
+def page() -> str:
+    """The whole page."""
+    opening = (
+        "# gin bindings\n\n"
+        "Every hyper-parameter that a gin file or `--gin 'module.Component.field = value'` can set. Written by"
+        " `python -m jaxrl_llm.tools.bindings_page > docs/bindings.md`; edit the docstrings, not this page.\n"
+    )
+    between = (
+        "# Fields that several components have\n\nThey are set of the component, as `grpo.GRPO.kl_coef` is of"
+        " `PolicyGradient.kl_coef` here.\n"
+    )
+    listed = components()
+    bases = shared(listed)
+    sections = [[section(component, bases) for component in part] for part in (listed, bases)]
+    return "\n".join([opening, *sections[0], between, *sections[1]])
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,233 @@
+"""Seconds, memory and cost of an RL step on a fleet of chips, from rates measured on one H200.
+
+An update of T tokens on a device is a sum of parts, each work over a rate that is a share of the chip's peak (RATES):
+
+    products    (3 + r) 2 W L T          W weights of a layer, r the share of a forward that rematerialisation repeats
+    log-probs   8 T D V                  as kernels/token_stats computes them; scoring takes 2 T D V
+    attention   (1 + r' + 2.5) F         F FLOPs of the causal halves forward, r' 1 where its forward is repeated
+    memory      T L (18 M + 90 D) + copies of kept values + optimizer, over the memory's bandwidth
+    exchange    weights gathered, gradients scattered over fsdp, gradients summed over data: bytes over the links, HIDDEN of
+                them behind computation
+
+Sampling is bound by the memory: a decode step reads weights and filled cache. What is measured and what is assumed is said
+with every table. TPU rows take the H200's shares of their own peaks: they are extrapolation, as is all beyond four GPUs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxrl_llm.metrics import flops
+from jaxrl_llm.models.architecture import Architecture
+
+GIB = 2**30
+HIDDEN = 0.5  # assumed share of exchanges behind computation
+MEASURED_CHIPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """A kind of chip, by its data sheet.
+
+    Attributes:
+      peak: dense bfloat16 FLOP/s.
+      memory: bytes.
+      bandwidth: of the memory, bytes/s.
+      link: bytes/s that a chip gathers within a group.
+      group: chips that links join.
+      network: bytes/s a chip between groups.
+      dollars: assumed price of an hour.
+    """
+
+    peak: float
+    memory: float
+    bandwidth: float
+    link: float
+    group: int
+    network: float
+    dollars: float
+
+
+CHIPS: Mapping[str, Chip] = {
+    # link: all-gathers of 0.5 GB by JAX on one host; network: 400 Gb/s a GPU.
+    "h200": Chip(peak=989e12, memory=139.8 * GIB, bandwidth=4.8e12, link=138e9, group=8, network=50e9, dollars=10.0),
+    # Half of the interconnect's two directions; 200 Gb/s and 4 x 200 Gb/s of a host's chips.
+    "v5p": Chip(peak=459e12, memory=95e9, bandwidth=2.765e12, link=300e9, group=8960, network=6e9, dollars=4.2),
+    "v6e": Chip(peak=918e12, memory=32e9, bandwidth=1.64e12, link=224e9, group=256, network=12e9, dollars=2.7),
+}
+
+# Shares of peak or bandwidth on one H200, Qwen2.5-1.5B's shape: docs/speed.md. Launches cost seconds.
+RATES: Mapping[str, float] = {
+    "products": 0.70, "logprob update": 0.62, "logprob": 0.70, "attention": 0.50, "attention backward": 0.385,
+    "memory": 0.83, "decode": 0.23, "launch": 4e-6,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What an update is made of, beside its tokens.
+
+    Attributes:
+      sizes: the model.
+      remat: what the backward computes again, of models/remat.py.
+      unrolled: whether all layers are one step of the scan.
+      moments: bytes of both moments of a parameter.
+      fsdp: shards of parameters and state.
+      data: replicas.
+    """
+
+    sizes: Architecture
+    remat: str
+    unrolled: bool = False
+    moments: int = 8
+    fsdp: int = 1
+    data: int = 1
+
+    @property
+    def layer(self) -> int:
+        return flops.layer_weights(self.sizes)
+
+    @property
+    def weights(self) -> int:
+        """Parameters: layers, embedding, and a head where it is another."""
+        tables = 1 if self.sizes.tied else 2
+        return self.sizes.layers * self.layer + tables * self.sizes.vocabulary_size * self.sizes.width
+
+    @property
+    def repeated(self) -> float:
+        """The share of a forward's products that the backward computes again."""
+        mlp = self.sizes.width * self.sizes.mlp_width / self.layer
+        whole = 1 - mlp  # of all but the last product
+        return {"none": 0.0, "dots": 0.0, "gate": mlp, "projections": 2 * mlp}.get(self.remat, whole)
+
+    @property
+    def kept(self) -> int:
+        """Bytes that the forward keeps of a token and layer on the device."""
+        size = self.sizes
+        heads, keys = size.heads * size.head_width, size.kv_heads * size.head_width
+        attention = 2 * size.width + 2 * heads + 4 * size.heads
+        projections = attention + 2 * size.width + 2 * heads + 4 * keys
+        known = {"offload": 0, "full": 2 * size.width, "attention": attention, "projections": projections}
+        known["gate"] = projections + 2 * size.mlp_width
+        return known.get(self.remat, 18 * size.width + 4 * size.mlp_width)
+
+
+def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times: int = 1) -> dict[str, float]:
+    """Seconds of one update by part, of `times` micro-batches of `tokens` a device in sequences of `length` tokens."""
+    size, n = setting.sizes, times * tokens
+    causal = 2 * size.layers * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
+    again = 1.0 if setting.remat in ("full", "offload") else 0.0
+    moved = 1.0 * n * size.layers * (18 * size.mlp_width + 90 * size.width)
+    if not setting.unrolled:
+        moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # written and read once more
+    casts = 12 if setting.repeated == 0 else 18
+    moved += setting.weights / setting.fsdp * (2 * (4 + setting.moments) + 12) + times * setting.weights * casts
+    launches = times * (size.layers * (70 if setting.unrolled else 125) + 200)
+    return {
+        "products": (3 + setting.repeated) * 2 * setting.layer * size.layers * n / (chip.peak * RATES["products"]),
+        "log-probs": 8 * n * size.width * size.vocabulary_size / (chip.peak * RATES["logprob update"]),
+        "attention": causal * (1 + again) / (chip.peak * RATES["attention"])
+        + 2.5 * causal / (chip.peak * RATES["attention backward"]),
+        "memory": moved / (chip.bandwidth * RATES["memory"]),
+        "launches": launches * RATES["launch"],
+        "exchange": (1 - HIDDEN) * exchange_seconds(chip, setting, times),
+    }
+
+
+def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
+    """Seconds of an update's exchanges were nothing hidden: weights in bfloat16, gradients in float32."""
+    weights, ways = setting.weights, setting.fsdp
+    gathers = 2 if setting.repeated == 0 else 3
+    over = (ways - 1) / ways
+    link = chip.link if ways <= chip.group else chip.network
+    seconds = times * weights * over * (2 * gathers + 4) / link
+    if setting.data > 1:
+        across = chip.network if ways * setting.data > chip.group else chip.link
+        seconds += 2 * 4 * weights / ways * (setting.data - 1) / setting.data / across
+    return seconds
+
+
+def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> float:
+    """Seconds of log-probs and entropies of so many tokens a device, without gradient."""
+    size = setting.sizes
+    causal = 2 * size.layers * tokens * length * size.heads * size.head_width
+    moved = tokens * size.layers * (6 * size.mlp_width + 36 * size.width) + 6 * setting.weights
+    return (
+        2 * setting.layer * size.layers * tokens / (chip.peak * RATES["products"])
+        + 2 * tokens * size.width * size.vocabulary_size / (chip.peak * RATES["logprob"])
+        + causal / (chip.peak * RATES["attention"])
+        + moved / (chip.bandwidth * RATES["memory"])
+        + (1 - HIDDEN) * 2 * setting.weights * (setting.fsdp - 1) / setting.fsdp / chip.link
+    )
+
+
+def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, response: int, slots: int) -> float:
+    """Seconds to sample so many sequences on a device: full slots, each step reading bfloat16 weights and filled cache."""
+    size = setting.sizes
+    slots = max(min(slots, sequences), 1)
+    entry = 4 * size.layers * size.kv_heads * size.head_width
+    step = (2 * setting.weights + slots * (prompt + response / 2) * entry) / (chip.bandwidth * RATES["decode"])
+    return math.ceil(sequences / slots) * response * step
+
+
+def memory_bytes(setting: Setting, tokens: int) -> float:
+    """The most bytes of a device in an update of `tokens` at a time."""
+    size = setting.sizes
+    state = setting.weights / setting.fsdp * (4 + setting.moments + 4)  # parameters, moments, gradients
+    working = tokens * (12 * size.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
+    gathered = 0 if setting.fsdp == 1 else 3 * 2 * setting.layer + 4 * size.vocabulary_size * size.width
+    return state + tokens * size.layers * setting.kept + working + gathered
+
+
+def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, int]:
+    """(setting, tokens a device, length) of a row of `bench --work=update` or `score`."""
+    width = {"float32": 4, "bfloat16": 2}
+    moments = width[row["moments_dtype"]] + width[row.get("second_moment_dtype", "float32")]
+    devices = row["devices"]
+    fsdp = devices // (row["tensor"] * row["context"]) if row["fsdp"] == -1 else row["fsdp"]
+    setting = Setting(
+        sizes=sizes, remat=row["remat"], unrolled=row["unroll"] >= sizes.layers, moments=moments, fsdp=fsdp
+    )
+    return setting, row["rows"] * row["row_tokens"] // devices, row["row_tokens"] // row["segments"]
+
+
+def fleet(
+    chip: Chip, base: Setting, chips: int, step: Mapping[str, int], most: float = 0.92
+) -> dict[str, float] | None:
+    """An RL step on so many chips that sample and learn in turn; None where no layout fits the memory.
+
+    Args:
+      chip: the kind.
+      base: the setting but for its mesh.
+      chips: how many.
+      step: "sequences", "prompt" and "response" tokens (means), "row_tokens", "updates" of a step, "forwards" that score,
+        "slots".
+      most: share of the memory that a program may take.
+    """
+    tokens = step["sequences"] * (step["prompt"] + step["response"])
+    rows = max(math.ceil(tokens / step["row_tokens"]), 1)
+    busy = min(chips, rows)  # a row is not split
+    fsdp = 1
+    while fsdp <= chips:
+        setting = replace(base, fsdp=fsdp, data=chips // fsdp)
+        at_once = min(math.ceil(rows / step["updates"] / busy), 8)
+        while at_once and memory_bytes(setting, at_once * step["row_tokens"]) > most * chip.memory:
+            at_once //= 2
+        if at_once:
+            break
+        fsdp *= 2
+    else:
+        return None
+    length, each = step["prompt"] + step["response"], at_once * step["row_tokens"]
+    times = math.ceil(rows / step["updates"] / busy / at_once)
+    update = step["updates"] * sum(update_seconds(chip, setting, each, length, times).values())
+    score = step["forwards"] * score_seconds(chip, setting, math.ceil(rows / busy) * step["row_tokens"], length)
+    share = math.ceil(step["sequences"] / chips)
+    sample = sample_seconds(chip, setting, share, step["prompt"], step["response"], step["slots"])
+    total = sample + score + update
+    return {
+        "fsdp": fsdp, "data": chips // fsdp, "rows": at_once, "sample": sample, "score": score, "update": update,
+        "step": total, "ratio": sample / (score + update), "gib": memory_bytes(setting, each) / GIB,
+        "dollars": total * chips * chip.dollars / 3600, "busy": busy / chips,
+    }  # fmt: skip

@@ -1,0 +1,250 @@
+"""Checks whether a run can work here: `python -m jaxrl_llm.tools.doctor [--run_dir DIR] [--model FOLDER] [--server URL]`.
+
+Prints one line for each check, with what to do where something is not right; the exit code is 1 where a check failed.
+"""
+
+import importlib.metadata
+import importlib.util
+import json
+import shutil
+import sys
+import tempfile
+import time
+import tomllib
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from jaxrl_llm import command_line
+from jaxrl_llm.distributed import xla_flags
+
+PYTHON_LEAST = (3, 11)
+VLLM_LEAST, VLLM_NEWEST = (0, 18), (0, 32)
+FREE_FAIL, FREE_WARN = 1e9, 20e9  # bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What a check found.
+
+    Attributes:
+      status: "OK", "WARN" (works, or may) or "FAIL".
+      check: what was looked at.
+      found: what is there.
+      advice: what to do; empty where all is well.
+    """
+
+    status: Literal["OK", "WARN", "FAIL"]
+    check: str
+    found: str
+    advice: str = ""
+
+
+Check = Callable[[], Iterator[Finding]]
+
+
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
+    found, least = ".".join(map(str, version)), ".".join(map(str, PYTHON_LEAST))
+    if version < PYTHON_LEAST:
+        yield Finding(status="FAIL", check="Python", found=found, advice=f"use Python {least} or newer")
+    else:
+        yield Finding(status="OK", check="Python", found=found)
+
+
+def requirements() -> list[str]:
+    """What the project needs: of the checkout where there is one, else of the installed distribution."""
+    project = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    if project.is_file():
+        return list(tomllib.loads(project.read_text())["project"]["dependencies"])
+    return [r for r in importlib.metadata.requires("jaxrl-llm") or () if "extra ==" not in r]
+
+
+def check_packages(required: Sequence[str] | None = None) -> Iterator[Finding]:
+    """Every requirement that is missing or out of its range, and the versions of the others."""
+    from packaging.requirements import Requirement
+
+    advice = "pip install -U jaxrl-llm, or pip install -e . in a checkout"
+    fitting = []
+    for line in requirements() if required is None else required:
+        need = Requirement(line)
+        try:
+            version = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(status="FAIL", check=need.name, found="not installed", advice=advice)
+            continue
+        if need.specifier.contains(version, prereleases=True):
+            fitting.append(f"{need.name} {version}")
+        else:
+            wanted = f"{version}, needs {need.specifier}"
+            yield Finding(status="FAIL", check=need.name, found=wanted, advice=advice)
+    if fitting:
+        yield Finding(status="OK", check="packages", found=", ".join(fitting))
+
+
+def check_gin() -> Iterator[Finding]:
+    """`import gin` must find gin-config: where it is absent, a folder named gin answers."""
+    spec = importlib.util.find_spec("gin")
+    if spec is None or spec.origin is None:
+        where = "nothing" if spec is None else f"the folder {next(iter(spec.submodule_search_locations or []), 'gin')}"
+        yield Finding(status="FAIL", check="gin", found=f"import gin finds {where}", advice="pip install gin-config")
+    else:
+        yield Finding(status="OK", check="gin", found="import gin finds gin-config")
+
+
+def check_devices() -> Iterator[Finding]:
+    """The devices JAX sees, and accelerators of this machine that it does not see."""
+    import jax
+
+    devices = jax.devices()
+    kinds = sorted({device.device_kind for device in devices})
+    found = f"{len(devices)} x {', '.join(kinds)} ({devices[0].platform}), {jax.process_count()} process(es)"
+    advice = ""
+    if devices[0].platform == "cpu":
+        if shutil.which("nvidia-smi"):
+            advice = "this machine has NVIDIA's tools: pip install 'jaxrl-llm[gpu]' to use its GPUs"
+        elif xla_flags.tpus():
+            advice = "this machine has TPU devices: pip install 'jaxrl-llm[tpu]' to use them"
+    yield Finding(status="WARN" if advice else "OK", check="devices", found=found, advice=advice)
+    for device in devices:
+        stats = device.memory_stats() or {}
+        if "bytes_limit" in stats:
+            size = f"{stats['bytes_limit'] / 1e9:.1f} GB, {stats.get('bytes_in_use', 0) / 1e9:.1f} GB in use"
+            yield Finding(status="OK", check=f"memory of {device}", found=size)
+
+
+def check_compile() -> Iterator[Finding]:
+    """Compiles and runs a small program on every device."""
+    import jax
+    import jax.numpy as jnp
+
+    begin = time.perf_counter()
+    program = jax.jit(lambda x: (x @ x).sum())
+    # Entries of 1/16 make every sum exact, at any precision of the product.
+    values = [float(program(jax.device_put(jnp.full((256, 256), 1 / 16), device))) for device in jax.devices()]
+    seconds = time.perf_counter() - begin
+    if all(value == 256.0**3 / 256 for value in values):
+        yield Finding(status="OK", check="jit", found=f"compiled and ran on {len(values)} device(s) in {seconds:.1f} s")
+    else:
+        advice = "reinstall jax and the accelerator's driver so that their versions match"
+        yield Finding(status="FAIL", check="jit", found=f"wrong result: {values}", advice=advice)
+
+
+def check_disk(run_dir: Path) -> Iterator[Finding]:
+    """Whether a run may write to its folder, and how much fits there."""
+    place = run_dir.expanduser().absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            file.write(b"x")
+    except OSError as error:
+        found = f"{place} is not writable ({error.strerror})"
+        yield Finding(status="FAIL", check="run folder", found=found, advice="set RUN_DIR to a folder you may write to")
+        return
+    free = shutil.disk_usage(place).free
+    status: Literal["OK", "WARN", "FAIL"] = "OK"
+    if free < FREE_WARN:
+        status = "FAIL" if free < FREE_FAIL else "WARN"
+    advice = "free space, or set RUN_DIR elsewhere: a checkpoint takes 12 bytes a parameter" if status != "OK" else ""
+    yield Finding(status=status, check="run folder", found=f"{place}: {free / 1e9:.1f} GB free", advice=advice)
+
+
+def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
+    """A vLLM server: does it answer, and is its version one that is known to work."""
+    url = url.rstrip("/")
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("no address that begins with http:// or https://")
+        with urllib.request.urlopen(f"{url}/health", timeout=timeout_s):  # nosec B310
+            pass
+        with urllib.request.urlopen(f"{url}/version", timeout=timeout_s) as answer:  # nosec B310
+            version = str(json.load(answer)["version"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        advice = "start it (vllm serve MODEL --host 127.0.0.1 --port PORT), or correct the URL"
+        yield Finding(status="FAIL", check="vLLM", found=f"{url}: {error}", advice=advice)
+        return
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if VLLM_LEAST <= numbers <= VLLM_NEWEST:
+        yield Finding(status="OK", check="vLLM", found=f"{url}: version {version}")
+    else:
+        least, newest = (".".join(map(str, v)) for v in (VLLM_LEAST, VLLM_NEWEST))
+        advice = f"versions {least} to {newest} are known to work"
+        yield Finding(status="WARN", check="vLLM", found=f"{url}: version {version}", advice=advice)
+
+
+def check_model(folder: Path) -> Iterator[Finding]:
+    """A Hugging Face folder: architecture, weights, tokenizer, chat template."""
+    from jaxrl_llm.data.tokenizer import PretrainedTokenizer
+    from jaxrl_llm.models import hf_weights
+
+    architecture = hf_weights.architecture(folder)
+    described = f"{architecture.layers} layers of width {architecture.width}"
+    yield Finding(status="OK", check="model", found=f"{folder}: {type(architecture).__name__}, {described}")
+    weights = list(folder.glob("*.safetensors"))
+    if weights:
+        size = sum(file.stat().st_size for file in weights)
+        yield Finding(status="OK", check="weights", found=f"{len(weights)} safetensors file(s), {size / 1e9:.2f} GB")
+    else:
+        advice = "save the model with safe_serialization=True"
+        yield Finding(status="FAIL", check="weights", found="no *.safetensors", advice=advice)
+    tokenizer = PretrainedTokenizer(path=str(folder)).load()
+    found = f"{len(tokenizer)} tokens"
+    if tokenizer.chat_template:
+        yield Finding(status="OK", check="tokenizer", found=f"{found}, with a chat template")
+    else:
+        advice = "set tokenizer.PretrainedTokenizer.chat_template, or use a data template that gives plain text"
+        yield Finding(status="WARN", check="tokenizer", found=f"{found}, no chat template", advice=advice)
+
+
+def examine(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
+    """The findings of all checks; one that raises has failed, and the others go on."""
+    for name, check in checks:
+        try:
+            yield from check()
+        except Exception as error:
+            found = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            yield Finding(status="FAIL", check=name, found=found, advice="see the message; the other checks went on")
+
+
+def table(findings: Sequence[Finding]) -> str:
+    """One line a finding, its advice below it."""
+    width = max(len(finding.check) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{finding.status:4}  {finding.check:{width}}  {finding.found}")
+        if finding.advice:
+            lines.append(f"{'':{width + 8}}-> {finding.advice}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the checks and prints the table; 1 where one failed."""
+    parser = command_line.parser("tools.doctor", __doc__)
+    parser.add_argument("--run_dir", type=Path, default=Path("runs"), help="where a run would write")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at")
+    parser.add_argument("--server", action="append", default=[], metavar="URL", help="a vLLM server; may be repeated")
+    arguments = parser.parse_args(argv)
+    checks: list[tuple[str, Check]] = [
+        ("Python", check_python),
+        ("packages", check_packages),
+        ("gin", check_gin),
+        ("devices", check_devices),
+        ("jit", check_compile),
+        ("run folder", partial(check_disk, arguments.run_dir)),
+    ]
+    if arguments.model:
+        checks.append(("model", partial(check_model, arguments.model)))
+    checks += [("vLLM", partial(check_server, url)) for url in arguments.server]
+    findings = list(examine(checks))
+    print(table(findings))
+    counts = {status: sum(finding.status == status for finding in findings) for status in ("OK", "WARN", "FAIL")}
+    print(", ".join(f"{count} {status}" for status, count in counts.items()))
+    return 1 if counts["FAIL"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
+
+Adapters are merged into the model's weights, or written alone in PEFT's format with --adapters. --model reward_model writes
+the reward model that a stage trained, as a sequence classifier with one label.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import command_line
+from jaxrl_llm.models.hf_weights import save, save_adapters
+from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.train.build import new_key
+from jaxrl_llm.train.checkpoint import read_host, read_model
+from jaxrl_llm.train.load import Saved, saved
+
+
+def value_model(found: Saved, name: str) -> tuple[Any, Any]:
+    """The value model `name` ("critic" or "reward_model") that the checkpoint's stage trained, and its parameters.
+
+    Raises:
+      ValueError: the stage trained none.
+    """
+    number = read_host(found.folder, found.step)["stage"]
+    stage = found.run.stages[number]
+    if name not in stage.value_models:
+        raise ValueError(
+            f"checkpoint {found.step} is of stage {stage.name!r}, which has no {name} (it has {['policy', *stage.value_models]}): "
+            "give --step of another stage's checkpoint, or another --model"
+        )
+    source = stage.value_models[name]
+    model = source.model(found.policy)
+    params = read_model(found.folder, found.step, model.abstract(), name)
+    return model.plain, model.merged(params, source.base(model, new_key(found.run.seed, number)))
+
+
+def write_adapters(found: Saved, out: Path, dtype: str) -> None:
+    """Writes the adapters alone, in PEFT's format.
+
+    Raises:
+      ValueError: the run trained none.
+      OSError: `out` exists or cannot be written.
+    """
+    if not isinstance(found.policy, AdaptedPolicy):
+        raise ValueError("the run trained all weights and has no adapters: leave out --adapters")
+    save_adapters(found.policy, found.trained(), out, base_name=found.run.policy.pretrained, dtype=dtype)
+
+
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.parser("tools.export", __doc__)
+    parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
+    parser.add_argument("--step", type=int, help="checkpoint to export (default: the last)")
+    parser.add_argument("--best", action="store_true", help="export the best checkpoint")
+    parser.add_argument(
+        "--model", default="policy", choices=("policy", "critic", "reward_model"), help="which to export"
+    )
+    parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    arguments = parser.parse_args(argv)
+    if arguments.out.exists():
+        raise FileExistsError(f"{arguments.out} exists: give a new folder")
+    found = saved(arguments.run, step=arguments.step, best=arguments.best)
+    if arguments.adapters:
+        write_adapters(found, arguments.out, arguments.dtype)
+    else:
+        named = arguments.model == "policy"
+        model, params = (found.policy.plain, found.merged()) if named else value_model(found, arguments.model)
+        save(model, params, arguments.out, tokenizer=found.run.tokenizer.load(), dtype=arguments.dtype)
+    print(f"wrote {arguments.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""The most memory that a stage takes on one device, from the programs that XLA compiles for it; no array is made.
+
+A program's own account is its arguments, its outputs that reuse no argument, and its temporaries. Beside them lies what is
+alive and not its argument: the moments while a gradient is made, the reference and the sampler's weights throughout.
+What the account leaves out is the allocator's fragmentation and the libraries' workspaces, which are small.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.experience import Group, Prompt, Rollout, Scores, unscored
+from jaxrl_llm.learner import offload
+from jaxrl_llm.learner.batch import PACKED, Batch, filled
+from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
+from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.samplers.embedded.slots import Capacity
+from jaxrl_llm.samplers.requests import Request
+from jaxrl_llm.train.stage import Stage
+
+GIB = 2**30
+STREAMS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_logprobs"}
+
+
+def size(tree: Any) -> int:
+    """Bytes of a tree of shapes with shardings on one device; what lies in the host's memory counts nothing."""
+    return sum(offload.bytes_of(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != offload.HOST)
+
+
+class NoAccount(RuntimeError):
+    """The backend does not say how much memory a compiled program takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What one program needs on a device, in bytes.
+
+    Attributes:
+      resident: alive meanwhile and none of its arguments.
+      arguments: its arguments.
+      outputs: its outputs that take no argument's place.
+      temporary: what it holds while it runs.
+    """
+
+    resident: int = 0
+    arguments: int
+    outputs: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        return self.resident + self.arguments + self.outputs + self.temporary
+
+
+def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
+    """Compiles a program and reads its account.
+
+    Raises:
+      NoAccount: the backend keeps none.
+    """
+    found = program.compile().memory_analysis()
+    if found is None:
+        raise NoAccount(
+            f"the backend {jax.default_backend()!r} gives no account of a compiled program's memory (memory_analysis() is None)"
+        )
+    return Account(
+        resident=resident,
+        arguments=found.argument_size_in_bytes,
+        outputs=max(found.output_size_in_bytes - found.alias_size_in_bytes, 0),
+        temporary=found.temp_size_in_bytes,
+    )
+
+
+def streaming(params: Mapping[str, Any], moments: Any) -> int:
+    """The most bytes of gradient and of visiting moments while an offloaded optimizer works (`offload.streamed`)."""
+    slopes = [size(offload.pruned(params, paths)) for paths in offload.groups(params)]
+    return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
+
+
+def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:
+    """The programs of an update with so many micro-batches, or with 0 of scoring; the whole state is alive in each."""
+    moments = size(learner.abstract) - size(learner.abstract.params)
+    programs = learner.lowered(batch, microbatches, bases)
+    found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
+    away = [n for n, o in learner.optimizers.items() if o.offload]
+    if away and microbatches:
+        state, trained = learner.abstract, learner.trained(learner.abstract.params)
+        visiting = max(streaming(trained[n], state.moments[n]) for n in away)
+        kept = size([gradient for n, gradient in trained.items() if n not in away])
+        found["apply"] = Account(resident=moments, arguments=size(state.params), outputs=0, temporary=kept + visiting)
+    return found
+
+
+def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:
+    """Bytes of the sampler's weights, where they are a copy, and the account of a chunk of decoding, cache and all."""
+    served = cast(policy, policy.compute_dtype)
+    request = Request(
+        prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
+        settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
+    )  # fmt: skip
+    capacity = Capacity.of([request], max_slots=sampler.slots, shards=policy.partitioner.batch_shards)
+    program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
+    copied = policy.compute_dtype != "float32" or not sampler.share_weights
+    return size(served) if copied else 0, account(program)
+
+
+def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
+    """A micro-batch of the stage as shapes, with every stream that its algorithm has."""
+    if stage.algorithm.learns_from == "pairs":
+        groups = [unscored([_rollout(), _rollout()], sides=(1, -1)) for _ in range(stage.prompts_per_step)]
+    else:
+        each = stage.sequences // stage.prompts_per_step
+        groups = [_scored([_rollout() for _ in range(each)]) for _ in range(stage.prompts_per_step)]
+    batch = Batch.build(
+        groups, stage.packing, minibatches=stage.minibatches, sources=["plan"],
+        response_tokens=stage.response_tokens, capacity=stage.sequences,
+    )  # fmt: skip
+    zeros = np.zeros((batch.capacity, batch.response_tokens), np.float32)
+    needs = stage.needs
+    streams = {field: zeros for need, field in STREAMS.items() if need in needs}
+    streams |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
+    sequences = batch.sequences(streams, stage.algorithm.controls, stage.prompts_per_step)
+    advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(learner.advantages, sequences))
+    return abstract(filled(batch.minibatches[0], sequences, advantages, 1.0)[0], learner.partitioner)
+
+
+def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
+    """Shapes and shardings of a batch on the mesh."""
+
+    def described(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated
+        return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding)
+
+    return jax.tree.map(described, batch)
+
+
+def frozen(learner: Learner) -> Bases:
+    """Shapes of what lies frozen under the adapters of the models that have these."""
+    bases: dict[str, Any] = {}
+    for name, model in learner.models.items():
+        policy = getattr(model, "backbone", model)
+        if isinstance(policy, AdaptedPolicy):
+            bases[name] = cast(policy.plain, policy.lora.base_dtype)
+    return bases
+
+
+def cast(policy: Policy, dtype: str) -> Any:
+    """Shapes of the parameters in another dtype, the norms' scales in float32."""
+
+    def leaf(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+    return jax.tree_util.tree_map_with_path(leaf, policy.abstract())
+
+
+def _rollout() -> Rollout:
+    prompt = Prompt(id="plan", tokens=np.zeros(1, np.int32), source="plan")
+    one = np.ones(1, np.float32)
+    return Rollout(
+        prompt=prompt, tokens=np.zeros(1, np.int32), sampler_logprobs=-one, mask=one > 0,
+        versions=np.zeros(1, np.int32), finish="stop",
+    )  # fmt: skip
+
+
+def _scored(rollouts: list[Rollout]) -> Group:
+    parts: Mapping[str, np.ndarray] = {"r": np.zeros(len(rollouts))}
+    return Group(rollouts=rollouts, scores=Scores(parts=parts, valid={"r": np.ones(len(rollouts), bool)}))

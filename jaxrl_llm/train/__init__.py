@@ -1,0 +1,39 @@
+"""A run is composed here: stages, the loop, one step, evaluation and checkpoints.
+
+`from jaxrl_llm import train` is all that a gin file of a run needs of the framework.
+"""
+
+from jaxrl_llm.distributed.mesh import MeshConfig
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.metrics.console import Console
+from jaxrl_llm.metrics.prometheus import Prometheus
+from jaxrl_llm.metrics.watchdog import Watchdog
+from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB
+from jaxrl_llm.rollouts.collect import DynamicSampling
+from jaxrl_llm.train.checkpoint import Checkpointing
+from jaxrl_llm.train.load import TrainedModel
+from jaxrl_llm.train.phases import BuPO, TokenBuncher
+from jaxrl_llm.train.run import Run
+from jaxrl_llm.train.stage import Stage
+
+__all__ = [
+    "BuPO",
+    "Checkpointing",
+    "Console",
+    "DynamicSampling",
+    "Hosts",
+    "Jsonl",
+    "MeshConfig",
+    "Optimizer",
+    "Packing",
+    "Prometheus",
+    "Run",
+    "Stage",
+    "TensorBoard",
+    "TokenBuncher",
+    "TrainedModel",
+    "WandB",
+    "Watchdog",
+]

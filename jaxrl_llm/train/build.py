@@ -1,0 +1,194 @@
+"""A StageTrainer from a Stage: its data is read and encoded, its learner and its frozen models are made."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
+from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed.processes import Processes
+from jaxrl_llm.experience import Group, Prompt
+from jaxrl_llm.learner import score
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import GroupLoader, Params
+from jaxrl_llm.rollouts.buffer import RolloutBuffer
+from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator, SampledGroups
+from jaxrl_llm.rollouts.multihost import BroadcastGroups, SharedStream
+from jaxrl_llm.rollouts.offline import OfflineGroups, given
+from jaxrl_llm.train.evaluation import HeldOut
+from jaxrl_llm.train.frozen_models import FrozenModels, auxiliary_models
+from jaxrl_llm.train.stage import Stage
+from jaxrl_llm.train.step import StageTrainer
+
+
+def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
+    """Reads and encodes the data of a stage and prepares its learner; nothing is compiled yet.
+
+    Args:
+      config: the stage.
+      trainer: the run in progress: its policy, tokenizer, sampler and processes.
+      number: the place of the stage in the run.
+
+    Raises:
+      ValueError: the sampler cannot sample ahead, or the processes of the run have other rows.
+    """
+    if config.max_staleness and not getattr(trainer.sampler, "overlaps", False):
+        raise ValueError(
+            f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
+            "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
+        )
+    encoder = Encoder(
+        tokenizer=trainer.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
+        truncation=config.truncation, template_kwargs=config.template_kwargs,
+    )  # fmt: skip
+    rows = config.data.rows()
+    ends = [[row.source, row.id] for row in (*rows[:1], *rows[-1:])]
+    trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), ends])
+    generator = generator_of(config, trainer)
+    collector = collector_of(config, generator, trainer)
+    loader = loader_of(config, encoder, rows, collector, trainer)
+    say(f"stage {config.name}: {len(rows)} rows", trainer.processes.summed(encoder.counts()))
+    unseen = [] if config.held_out is None else list(config.held_out.rows())
+    held_out = held_out_of(config, encoder, unseen, generator, trainer)
+    learner = learner_of(config, trainer.policy, trainer.config.seed)
+    return StageTrainer(
+        config=config, number=number, offset=trainer.config.starts[number], learner=learner, loader=loader, collector=collector,
+        frozen=frozen_of(config, learner, trainer), held_out=held_out, sources=sorted({r.source for r in (*rows, *unseen)}),
+        bases=dict(trainer.bases) | value_bases(config, learner, new_key(trainer.config.seed, number)),
+        preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
+    )  # fmt: skip
+
+
+# -- where groups come from --------------------------------------------------------------------------------------------
+
+
+def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
+    """Asks the sampler; all processes do where it works on the devices of all."""
+    together = trainer.processes if getattr(trainer.sampler, "everywhere", False) else Processes()
+    return RolloutGenerator(
+        sampler=trainer.sampler, tokenizer=trainer.tokenizer, environment=config.environment, marker=config.marker,
+        max_turns=config.max_turns, processes=together,
+    )  # fmt: skip
+
+
+def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Collector | None:
+    """Collects the groups that are sampled; None for an algorithm that learns from given responses."""
+    if not config.samples:
+        return None
+    assert config.reward is not None  # by Stage
+    return Collector(
+        generator=replace(generator, counters=Counter()), reward=config.reward,
+        settings=with_stop_ids(config.settings, trainer.tokenizer), group_size=config.group_size,
+        greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=trainer.config.seed,
+    )  # fmt: skip
+
+
+def loader_of(
+    config: Stage, encoder: Encoder, rows: Sequence[Prompt], collector: Collector | None, trainer: Any
+) -> GroupLoader:
+    """Gives the groups that the algorithm learns from.
+
+    Each process encodes its part of the rows; where process 0 alone asks the sampler, it encodes all of them.
+    """
+    count, seed, processes = config.prompts_per_step, trainer.config.seed, trainer.processes
+    if collector is None:
+        whole = config.algorithm.learns_from == "documents"  # these join rows, so that each process needs all
+        groups = part_of(processes, lambda: given_groups(config, encoder, processes.part(rows, whole=whole), seed))
+        groups = processes.part(groups) if whole else groups
+        return OfflineGroups(stream=SharedStream(groups, processes, seed=seed), rows=count)
+    if processes.count == collector.generator.processes.count and not config.max_staleness:
+        prompts = part_of(processes, lambda: encoder.prompts(processes.part(rows)))
+        return SampledGroups(stream=SharedStream(prompts, processes, seed=seed), collector=collector, prompts=count)
+    if not processes.main:
+        return BroadcastGroups(loader=None, preemption=trainer.preemption)
+    loader: GroupLoader
+    stream = PromptStream(encoder.prompts(rows), seed=seed)
+    if config.max_staleness:
+        loader = RolloutBuffer(
+            stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
+            least=config.algorithm.group_size_at_least,
+        )  # fmt: skip
+    else:
+        loader = SampledGroups(stream=stream, collector=collector, prompts=count)
+    return loader if processes.count == 1 else BroadcastGroups(loader=loader, preemption=trainer.preemption)
+
+
+def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:
+    """This process's part of the encoded rows, which may be none of them where other processes have some."""
+    try:
+        return encode()
+    except NoRows:
+        if processes.count == 1:
+            raise
+        return []
+
+
+def given_groups(config: Stage, encoder: Encoder, rows: Sequence[Prompt], seed: int) -> list[Group]:
+    """The groups that the rows of a dataset give."""
+    return given(encoder, rows, config.algorithm, row_tokens=config.packing.row_tokens, seed=seed)
+
+
+def held_out_of(
+    config: Stage, encoder: Encoder, unseen: Sequence[Prompt], generator: RolloutGenerator, trainer: Any
+) -> HeldOut:
+    """The prompts of the evaluations of a stage and its held-out responses, encoded."""
+    prompts = []
+    for evaluation in config.evaluations:
+        other = replace(encoder, max_response_tokens=None)
+        prompts.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
+        say(f"evaluation {evaluation.name}: {len(prompts[-1])} prompts", other.counts())
+    responses = given_groups(config, encoder, unseen, trainer.config.seed) if unseen else []
+    return HeldOut(config=config, prompts=prompts, given=responses, generator=generator, processes=trainer.processes)
+
+
+def say(what: str, counts: Mapping[str, int]) -> None:
+    """Prints what the encoder cut or dropped, where it did."""
+    lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
+    print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+
+def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
+    """The learner of a stage, with the value models that its algorithm asks for."""
+    models: dict[str, Any] = {"policy": policy}
+    models |= {name: source.model(policy) for name, source in config.value_models.items()}
+    optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
+    warmup = 0
+    if "critic" in models:
+        assert config.critic_optimizer is not None  # by Stage
+        optimizers["critic"] = config.critic_optimizer
+        warmup = config.critic_warmup_steps * config.minibatches * config.epochs
+    return Learner(
+        models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
+        temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
+    )  # fmt: skip
+
+
+def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
+    """The frozen models that the algorithm and the rewards of a stage ask for; the teacher speaks the policy's tokens."""
+    teacher = None
+    if "teacher" in config.algorithm.needs:
+        assert config.teacher is not None  # by Stage
+        opened = score.found(config.teacher, trainer.tokenizer, learner.partitioner)
+        teacher = score.Teacher.open(opened, learner)
+    return FrozenModels(
+        policy=trainer.policy, base=trainer.bases.get("policy"), refers="reference" in config.needs,
+        offloads=config.offload_reference, teacher=teacher, auxiliary=auxiliary_models(config, trainer),
+    )  # fmt: skip
+
+
+def value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
+    """The parameters that lie frozen under the adapters of value models."""
+    bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
+    return {name: base for name, base in bases.items() if base is not None}
+
+
+def new_key(seed: int, number: int) -> jax.Array:
+    """The key of the new parameters of stage `number`."""
+    return jax.random.fold_in(jax.random.key(seed), number)

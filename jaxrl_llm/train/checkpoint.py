@@ -1,0 +1,226 @@
+"""Atomic checkpoints of everything that a bit-exact resume needs, by orbax.
+
+A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
+place, controllers, best evaluation. A save that was cut off leaves no checkpoint; the last whole one is found. The JSON holds a
+checksum of every array and one of itself, which are compared when a checkpoint is read.
+"""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxrl_llm import components
+from jaxrl_llm.distributed import tree_sums
+from jaxrl_llm.distributed.out_of_memory import ran_out
+from jaxrl_llm.distributed.tree_sums import Damaged
+
+_TORN = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpointing:
+    """When to save and what to keep.
+
+    Attributes:
+      every: steps between saves; the last step of a stage is always saved.
+      keep: last checkpoints kept.
+      best: evaluation metric whose highest value's checkpoint is kept too, such as "eval/heldout/greedy"; None keeps none.
+    """
+
+    every: int = 50
+    keep: int = 2
+    best: str | None = None
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 1, "every", "keep")
+
+
+class Checkpoints:
+    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP."""
+
+    def __init__(self, run_dir: Path, config: Checkpointing) -> None:
+        self.config = config
+        self.folder = (run_dir / "checkpoints").absolute()
+        self._last = _manager(self.folder, config.keep)
+        self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
+        self._managers = [manager for manager in (self._last, self._best) if manager]
+
+    def latest(self) -> int | None:
+        """Step of the last whole checkpoint, or None."""
+        return self._last.latest_step()
+
+    def host(self, step: int) -> dict[str, Any]:
+        """The host's state of the checkpoint at `step`; raises ValueError where it is damaged."""
+        return _host(self._last, step)[0]
+
+    def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+        """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).
+
+        Raises:
+          ValueError: the checkpoint is of another model, optimizer or algorithm, or damaged.
+        """
+        return restore(self._last, step, abstract)
+
+    def save(
+        self, step: int, trees: dict[str, Any], host: dict[str, Any], *, last: bool = True, best: bool = False
+    ) -> None:
+        """Saves in the background after copying to the host; raises OSError of this save or the one before it.
+
+        Args:
+          trees: device pytrees by name.
+          host: the host's state, JSON-like.
+          last: save as the last checkpoint.
+          best: save as the best one.
+        """
+        wanted = [manager for manager, asked in ((self._last, last), (self._best, best)) if asked and manager]
+        if not wanted:
+            return
+        args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
+        for manager in wanted:
+            if jax.process_count() > 1:
+                self.wait()  # two managers' saves would meet at one barrier of the processes
+            with _written(manager, f"checkpoint {step}"):
+                manager.save(step, args=ocp.args.Composite(**args))
+
+    def wait(self) -> None:
+        """Returns when every save is on disk."""
+        for manager in self._managers:
+            with _written(manager):
+                manager.wait_until_finished()
+
+    def close(self) -> None:
+        """Ends what is being saved; raises OSError where that fails."""
+        with contextlib.ExitStack() as closing:
+            for manager in self._managers:
+                closing.callback(_written(manager)(manager.close))
+
+
+def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+    # What a save that was cut off left. Orbax would remove it in the background, and fail the next save where something is gone already.
+    for torn in folder.glob(f"*{_TORN}*") if jax.process_index() == 0 else ():
+        shutil.rmtree(torn, ignore_errors=True)
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
+    return ocp.CheckpointManager(folder, options=options)
+
+
+def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
+    """The trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) of one checkpoint."""
+    _, written = _host(manager, step)
+    try:
+        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        restored = manager.restore(step, args=ocp.args.Composite(**args))
+        trees = {name: restored[name] for name in abstract}
+        _same_shapes(trees, abstract)
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
+        raise ValueError(
+            f"the checkpoint {manager.directory}/{step} is of another model, optimizer or algorithm, or damaged: {_first_line(error)}. "
+            f"Give the run another RUN_DIR, or the model that the checkpoint was made with; if it is damaged, {_way_out(manager, step)}"
+        ) from error
+    try:
+        tree_sums.check(trees, written, f"{manager.directory}/{step}")
+    except Damaged as error:
+        raise Damaged(f"{error}: {_way_out(manager, step)}") from error
+    return trees
+
+
+def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """The host's state of a checkpoint and the checksums of its arrays."""
+    where = f"{manager.directory}/{step}"
+    try:
+        content = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+        return tree_sums.opened(content, where)
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
+        raise Damaged(f"{where} is damaged ({_first_line(error)}): {_way_out(manager, step)}") from error
+
+
+def _way_out(manager: ocp.CheckpointManager, step: int) -> str:
+    """What to do about a damaged checkpoint."""
+    before = [s for s in manager.all_steps() if s < step]
+    then = f"go on from step {max(before)}" if before else "begin anew"
+    return f"move {manager.directory}/{step} away, and the same command will {then}"
+
+
+def _same_shapes(trees: dict[str, Any], abstract: dict[str, Any]) -> None:
+    for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(trees), jax.tree.leaves(abstract), strict=True):
+        if got.shape != want.shape:
+            raise ValueError(f"{jax.tree_util.keystr(path)} has shape {got.shape} where the model has {want.shape}")
+
+
+def last_step(folder: Path) -> int:
+    """The last whole checkpoint's step under `folder`.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    steps = sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit()) if folder.is_dir() else []
+    if not steps:
+        raise FileNotFoundError(f"no checkpoint in {folder}: give a run folder that a run has saved to")
+    return steps[-1]
+
+
+def read_host(folder: Path, step: int) -> dict[str, Any]:
+    """The host's state of a checkpoint, read without a manager; raises ValueError where it is damaged."""
+    return _read(folder, step)[0]
+
+
+def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
+    where = folder / str(step)
+    try:
+        return tree_sums.opened(json.loads((where / "host" / "metadata").read_text()), where)
+    except (ValueError, AttributeError) as error:
+        raise Damaged(f"the checkpoint {where} is damaged: {_first_line(error)}") from error
+
+
+@contextlib.contextmanager
+def _written(manager: ocp.CheckpointManager, which: str = "a checkpoint") -> Iterator[None]:
+    """Says where a save failed, and what to do."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        folder = Path(manager.directory)
+        free = shutil.disk_usage(folder.parent if folder.parent.exists() else "/").free
+        raise OSError(
+            f"{which} could not be written to {folder} ({_first_line(error)}; {free / 2**20:.0f} MiB free). "
+            "Earlier checkpoints are whole: free some space or set RUN_DIR to another disk, and start the same command again"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return (text[0] if text else type(error).__name__)[:300]
+
+
+def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> Any:
+    """One model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
+
+    Raises:
+      ValueError: the checkpoint is of another model, or damaged.
+    """
+    written = _read(folder, step)[1]
+    item = {"params": {name: abstract}}
+    arguments = ocp.args.PyTreeRestore(
+        item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
+    )
+    path = folder.absolute() / str(step) / "state"
+    try:
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored = checkpointer.restore(path, args=arguments)["params"][name]
+        _same_shapes(restored, abstract)
+    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+        if ran_out(error):
+            raise
+        raise ValueError(f"the checkpoint {path} is of another model, or damaged: {_first_line(error)}") from error
+    tree_sums.check(restored, written, path, inside=f"['state'].params['{name}']")
+    return restored

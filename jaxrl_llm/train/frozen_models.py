@@ -1,0 +1,101 @@
+"""The models beside the policy that a stage does not train: its reference, its teacher, and those that rewards ask.
+
+A model that follows the policy holds a copy of its weights, of the stage's beginning or of a later step. The copies are part of a
+checkpoint, so that a run goes on with the same ones.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.components import parts
+from jaxrl_llm.learner import offload
+from jaxrl_llm.learner.score import Teacher
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import AuxiliaryModel, Params
+from jaxrl_llm.train.stage import Stage
+
+REFERENCE = "reference"
+
+
+@dataclass(kw_only=True, eq=False)
+class FrozenModels:
+    """The frozen models of a stage.
+
+    Attributes:
+      policy: the policy that they are beside.
+      base: what lies frozen under the policy's adapters, or None.
+      refers: whether the stage needs the reference policy.
+      offloads: whether the reference lies in the host's memory, and visits the device while a step is scored.
+      teacher: scores what the policy samples, where the algorithm asks for it.
+      auxiliary: the models that rewards ask, started.
+      params: {"reference": parameters, "companion_0": parameters of the first that follows, ...}: what a checkpoint holds.
+    """
+
+    policy: Policy
+    base: Params | None = None
+    refers: bool = False
+    offloads: bool = False
+    teacher: Teacher | None = None
+    auxiliary: Sequence[AuxiliaryModel] = ()
+    params: dict[str, Params] = field(default_factory=dict)
+    _held: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def following(self) -> dict[str, AuxiliaryModel]:
+        """The models of rewards that hold weights of the policy, by the names of their copies."""
+        return {f"companion_{i}": model for i, model in enumerate(self.auxiliary) if model.follows}
+
+    @property
+    def reference(self) -> Params | None:
+        """The reference policy's parameters on the device; the transfer, if there is one, has only begun."""
+        return offload.to_device(self.params[REFERENCE]) if REFERENCE in self.params else None
+
+    @property
+    def score(self) -> bool:
+        """Whether one of them says something of the tokens of a batch."""
+        return REFERENCE in self.params or self.teacher is not None
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """Shapes and shardings of `params`, to restore a checkpoint into."""
+        shapes = {name: self.policy.abstract() for name in self.following}
+        if self.refers:
+            whole = self.policy.abstract()
+            shapes[REFERENCE] = offload.shapes_on_host(whole) if self.offloads else whole
+        return shapes
+
+    def begin(self, params: Params) -> None:
+        """Takes copies of the policy's parameters, with which a stage begins."""
+        if self.refers:
+            self.params[REFERENCE] = offload.to_host(params) if self.offloads else jax.tree.map(jnp.copy, params)
+        self.params |= {name: jax.tree.map(jnp.copy, params) for name in self.following}
+
+    async def refresh(self, params: Params, steps: int) -> None:
+        """Gives the models of rewards the weights that are due after `steps` steps of the stage."""
+        for name, model in self.following.items():
+            due = steps > 0 and model.refresh_every > 0 and steps % model.refresh_every == 0
+            if due:
+                self.params[name] = jax.tree.map(jnp.copy, params)
+            if due or name not in self._held:
+                self._held[name] = steps
+                await model.publish(self.policy.merged(self.params[name], self.base), steps)
+
+
+def auxiliary_models(config: Stage, trainer: Any) -> list[AuxiliaryModel]:
+    """The models that the rewards of a stage ask, started; raises ValueError where the run has several processes."""
+    asked = config.samples or any(e.reward is None for e in config.evaluations)
+    rewards = [config.reward if asked else None, *(e.reward for e in config.evaluations)]
+    models = list(parts(rewards, AuxiliaryModel))
+    if models and trainer.processes.count > 1:
+        raise ValueError(
+            f"a reward of stage {config.name!r} asks a model beside the policy ({type(models[0]).__name__}), and its run has "
+            f"{trainer.processes.count} processes: run it on one host, or give REWARD a service"
+        )
+    for i, model in enumerate(models):
+        model.start(trainer.policy.plain, trainer.tokenizer, trainer.run_dir / f"{config.name}_companion_{i}")
+    trainer.auxiliary.extend(models)
+    return models

@@ -1,0 +1,273 @@
+"""What one stage of a run learns, from what, and how much of it at a time."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
+from jaxrl_llm.eval.evaluate import Evaluation
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.models.sources import ModelSource, ValueSource
+from jaxrl_llm.protocols import NEEDS, Algorithm, Dataset, Environment, Filter, Marker, Needing, Reward, Schedule
+from jaxrl_llm.train.phases import WHOLE, Phase
+
+# Needs that cost a model or rollouts, which a stage holds for all its phases.
+HELD = frozenset({"reference", "critic", "reward_model", "teacher", "greedy"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One algorithm on one dataset for a number of steps; stages of a run follow each other on the same policy.
+
+    Attributes:
+      name: names the stage in logs.
+      algorithm: the objective.
+      schedule: the phases of the stage, which differ in what is minimised, read and trained; None has one phase.
+      gap_every: steps between measurements of the policy's own output in a phase that reads another view.
+      data: the dataset.
+      optimizer: of the policy.
+      critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
+      critic_optimizer: of the critic.
+      reward_model: where the reward model comes from that an algorithm trains, by `optimizer`; the policy stays as it is.
+      teacher: the model that a distilling algorithm learns from; frozen.
+      critic_warmup_steps: first steps, in which only the critic learns.
+      steps: steps of this stage.
+      prompts_per_step: prompts of a step (demonstrations, chunks or pairs, where the algorithm learns from these).
+      group_size: rollouts of a prompt.
+      minibatches: updates that a step's prompts are split over, in whole groups.
+      epochs: passes over a step's prompts.
+      settings: how training samples are drawn; the plain tempered softmax.
+      reward: what a rollout is worth.
+      filter: which groups are learned from; None keeps all.
+      environment: answers between turns; None for a single turn.
+      max_turns: most turns of the policy.
+      marker: names ranges of a response's tokens, such as its thought; None names none.
+      max_prompt_tokens: longer prompts are treated by `truncation`.
+      truncation: "drop", "left" (loses its beginning) or "error".
+      template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
+      packing: the shape of a micro-batch.
+      old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      offload_reference: keep the reference policy in the host's pinned memory; it visits the device while a step is scored.
+      score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
+        steps need none, unless the algorithm or the reward reads the learner's statistics.
+      evaluations: held-out measurements.
+      held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
+      evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
+      gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
+      gap_stop: the gap above which the run stops.
+      max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
+      max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
+        are sampled while the learner updates, by a sampler outside of its process.
+      show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
+      show_tokens: tokens a rollout there whose log-prob, entropy and advantage are written; 0 writes none.
+    """
+
+    name: str
+    algorithm: Algorithm
+    schedule: Schedule | None = None
+    gap_every: int = 1
+    data: Dataset
+    optimizer: Optimizer
+    critic: ValueSource | None = None
+    critic_optimizer: Optimizer | None = None
+    reward_model: ValueSource | None = None
+    teacher: ModelSource | None = None
+    critic_warmup_steps: int = 0
+    steps: int
+    prompts_per_step: int = 32
+    group_size: int = 1
+    minibatches: int = 1
+    epochs: int = 1
+    settings: SamplingParams = field(default_factory=SamplingParams)
+    reward: Reward | None = None
+    filter: Filter | None = None
+    environment: Environment | None = None
+    max_turns: int = 8
+    marker: Marker | None = None
+    max_prompt_tokens: int = 512
+    truncation: Literal["drop", "left", "error"] = "drop"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    packing: Packing = field(default_factory=Packing)
+    old_logprobs: Literal["learner", "sampler"] = "learner"
+    offload_reference: bool = False
+    score_every: int = 1
+    evaluations: Sequence[Evaluation] = ()
+    held_out: Dataset | None = None
+    evaluate_every: int = 50
+    gap_warn: float = 0.05
+    gap_stop: float = 1.0
+    max_skipped: int = 5
+    max_staleness: int = 0
+    show_rollouts: int = 8
+    show_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        components.at_least(self, 1, "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "score_every")
+        components.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every")
+        if self.prompts_per_step % self.minibatches:
+            raise ValueError(
+                f"Stage.prompts_per_step ({self.prompts_per_step}) of stage {self.name!r} does not split into "
+                f"{self.minibatches} mini-batches of whole groups: set Stage.minibatches to a divisor of it"
+            )
+        if unknown := self.algorithm.needs - NEEDS:
+            raise ValueError(
+                f"{type(self.algorithm).__name__}.needs names {sorted(unknown)}; known are {sorted(NEEDS)}"
+            )
+        if "critic" in self.algorithm.needs:
+            self._check_critic()
+        if "reward_model" in self.algorithm.needs and self.reward_model is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} trains a reward model and Stage.reward_model of stage {self.name!r} is not set: "
+                "include gin/algorithms/reward_model.gin after gin/base.gin, or set REWARD_MODEL = @sources.ValueSource()"
+            )
+        if "teacher" in self.algorithm.needs and self.teacher is None:
+            raise ValueError(
+                f"{type(self.algorithm).__name__} learns from a teacher and Stage.teacher of stage {self.name!r} is not set: include "
+                "gin/algorithms/distill.gin after gin/base.gin and set TEACHER_PATH to a Hugging Face folder or a run folder"
+            )
+        if self.samples and self.held_out is not None:
+            raise ValueError(
+                f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
+                "Stage.evaluations measure samples"
+            )
+        if self.max_staleness < 0 or (self.max_staleness and not self.samples):
+            raise ValueError(
+                f"Stage.max_staleness of stage {self.name!r} must be >= 0, and 0 where nothing is sampled (got {self.max_staleness}): "
+                "set MAX_STALENESS"
+            )
+        self._check_phases()
+        if self.samples:
+            self._check_sampling()
+
+    def _check_phases(self) -> None:
+        held = self.needs & HELD
+        names = [phase.name for phase in self.phases]
+        if len(set(names)) < len(names):
+            raise ValueError(f"the phases of stage {self.name!r} need different names (got {names})")
+        for phase in self.phases:
+            loss = self.algorithm if phase.loss is None else phase.loss
+            if missing := (loss.needs & HELD) - held:
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} learns by {type(loss).__name__}, which needs "
+                    f"{sorted(missing)}, and the stage's algorithm does not: give both the same coefficients"
+                )
+            if loss.learns_from != self.algorithm.learns_from:
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} learns from {loss.learns_from} and the stage's algorithm from "
+                    f"{self.algorithm.learns_from}: make it a stage of its own"
+                )
+            if phase.view is None:
+                continue
+            if self.old_logprobs == "sampler" or (self.reward is not None and self.reward.needs_stats):
+                raise ValueError(
+                    f"phase {phase.name!r} of stage {self.name!r} reads log-probs inside the model, which neither the sampler has nor "
+                    "a reward wants: set Stage.old_logprobs = 'learner', and a reward that needs no statistics"
+                )
+
+    def _check_critic(self) -> None:
+        name = type(self.algorithm).__name__
+        for binding, value in (("critic", self.critic), ("critic_optimizer", self.critic_optimizer)):
+            if value is None:
+                raise ValueError(
+                    f"{name} learns with a critic and Stage.{binding} of stage {self.name!r} is not set: include "
+                    "gin/algorithms/ppo.gin after gin/base.gin, or set CRITIC = @sources.ValueSource()"
+                )
+        if not 0 <= self.critic_warmup_steps < self.steps:
+            raise ValueError(
+                f"Stage.critic_warmup_steps ({self.critic_warmup_steps}) of stage {self.name!r} must be at least 0 and less than its "
+                f"{self.steps} steps: set CRITIC_WARMUP_STEPS"
+            )
+
+    def _check_sampling(self) -> None:
+        name = type(self.algorithm).__name__
+        if self.reward is None:
+            raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
+        if self.filter is not None and self.reward.needs_stats:
+            raise ValueError(
+                f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
+                "set FILTER = None, or use another reward"
+            )
+        if self.group_size < self.algorithm.group_size_at_least:
+            raise ValueError(
+                f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE"
+            )
+        if not self.settings.plain:
+            raise ValueError(
+                f"training samples of stage {self.name!r} must be drawn from the plain tempered softmax, whose log-probs the learner "
+                f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingParams at their defaults "
+                "and temperature > 0; evaluations may set them"
+            )
+        if self.old_logprobs == "sampler" and isinstance(self.algorithm, PolicyGradient) and self.algorithm.selects:
+            raise ValueError(
+                f"{name} leaves out tokens by the ratio of old to sampler log-probs, and with Stage.old_logprobs = 'sampler' of stage "
+                f"{self.name!r} that ratio is 1 everywhere: set Stage.old_logprobs = 'learner', or rejections = () and a correction "
+                "that truncates"
+            )
+        needed = self.max_prompt_tokens + self.response_tokens - 1
+        if needed > self.packing.row_tokens:
+            raise ValueError(
+                f"a prompt of {self.max_prompt_tokens} tokens with a response of {self.settings.max_tokens} takes {needed} positions, "
+                f"and a row has {self.packing.row_tokens}: set train.Packing.row_tokens >= {needed}, or lower the limits"
+            )
+
+    @property
+    def samples(self) -> bool:
+        """True where the algorithm learns from the policy's own samples."""
+        return self.algorithm.learns_from == "samples"
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        """Every phase that there may be."""
+        return (WHOLE,) if self.schedule is None else self.schedule.phases
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the algorithm, the schedule and the reward ask for."""
+        asking = [x for x in (self.schedule, self.reward if self.samples else None) if isinstance(x, Needing)]
+        return self.algorithm.needs.union(*(x.needs for x in asking))
+
+    @property
+    def controls(self) -> dict[str, float]:
+        """The controllers of the algorithm and of the schedule, with the values that the stage starts from."""
+        return {**self.algorithm.controls, **({} if self.schedule is None else self.schedule.controls)}
+
+    @property
+    def sequences(self) -> int:
+        """Most sequences of a step."""
+        sampled = self.group_size + ("greedy" in self.algorithm.needs)
+        per_prompt = {"samples": sampled, "pairs": 2}.get(self.algorithm.learns_from, 1)
+        return self.prompts_per_step * per_prompt
+
+    @property
+    def response_tokens(self) -> int:
+        """Most tokens of a response, with the one that marks its end where a reward model is trained; or of a chunk."""
+        if self.algorithm.learns_from == "documents":
+            return self.packing.row_tokens
+        return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)
+
+    @property
+    def value_models(self) -> dict[str, ValueSource]:
+        """The models beside the policy that the algorithm asks for, by name."""
+        known = {"critic": self.critic, "reward_model": self.reward_model}
+        return {name: x for name, x in known.items() if x is not None and name in self.algorithm.needs}
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates of the stage."""
+        return self.steps * self.minibatches * self.epochs
+
+    def check_depth(self, layers: int) -> None:
+        """Raises ValueError where the phases do not fit a model of `layers` layers."""
+        if self.schedule is not None:
+            self.schedule.check(layers)
+
+    def check_devices(self, batch_shards: int) -> None:
+        """Raises ValueError where rows do not divide over the mesh."""
+        if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
+            raise ValueError(
+                f"train.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
+                f"data x fsdp: set them to multiples of {batch_shards}"
+            )

@@ -1,0 +1,352 @@
+"""One step of a stage: groups are collected, packed, scored by the models, given advantages and learned from."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms.batch import Advantages, Sequences
+from jaxrl_llm.distributed.mesh import Partitioner, to_host
+from jaxrl_llm.distributed.out_of_memory import explained
+from jaxrl_llm.distributed.preemption import Preemption
+from jaxrl_llm.experience import Group
+from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.learner.learner import Learner, TrainState
+from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats
+from jaxrl_llm.metrics import diagnostics, rollout_rows
+from jaxrl_llm.protocols import GroupLoader, Params
+from jaxrl_llm.rollouts.collect import Collector
+from jaxrl_llm.train.evaluation import HeldOut
+from jaxrl_llm.train.frozen_models import FrozenModels
+from jaxrl_llm.train.phases import WHOLE, Phase
+from jaxrl_llm.train.progress import Progress, part
+from jaxrl_llm.train.stage import Stage
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepResult:
+    """What a step leaves to be measured and read.
+
+    Attributes:
+      batch: the groups that were learned from.
+      stats: token stats, {name: float32 [S, T]}.
+      advantages: those of the algorithm, on the host.
+      measured: metrics of the updates, their means.
+    """
+
+    batch: Batch
+    stats: TokenStats
+    advantages: Advantages
+    measured: Mapping[str, float]
+
+
+@dataclass(kw_only=True, eq=False)
+class StageTrainer:
+    """A stage in progress.
+
+    Attributes:
+      config: what the stage is.
+      number: its place in the run.
+      offset: steps of the run before it.
+      learner: scores and updates, in a phase without a view, a loss or frozen parameters of its own.
+      loader: gives the groups of each step.
+      collector: scores groups anew that need token stats; None where nothing is sampled in this process.
+      frozen: the models that are not trained.
+      held_out: what the stage is evaluated on.
+      sources: names of the data sources.
+      bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
+      preemption: of the run: a signal ends the wait for groups.
+      progress: hears which part of the step the run is in.
+      controls: values of the controllers of the algorithm and of the schedule.
+      phase: the phase of the present step.
+    """
+
+    config: Stage
+    number: int = 0
+    offset: int = 0
+    learner: Learner
+    loader: GroupLoader
+    collector: Collector | None = None
+    frozen: FrozenModels
+    held_out: HeldOut
+    sources: Sequence[str]
+    bases: Mapping[str, Params] = field(default_factory=dict)
+    preemption: Preemption
+    progress: Progress
+    controls: dict[str, float] = field(default_factory=dict)
+    phase: Phase = WHOLE
+
+    # -- the step ------------------------------------------------------------------------------------------------------
+
+    async def step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, float], StepResult]:
+        """One step of the run, its metrics, and what can be read of it."""
+        self.enter(step)
+        await self.frozen.refresh(state.policy, step - self.offset - 1)
+        groups = await self.groups(step)
+        batch = await self.pack(groups)
+        stats, own = await self.token_stats(state, batch, step)
+        if self.rescores:
+            batch = await self.rescored(batch, stats)
+        sequences = self.sequences(batch, stats)
+        advantages = await self.advantages(sequences)
+        state, measured = await self.update(state, batch, sequences, advantages)
+        result = StepResult(batch=batch, stats=stats, advantages=advantages, measured=measured)
+        metrics = self.metrics(result, step) | own
+        self.check(metrics, state)
+        return state, metrics, result
+
+    @part("collecting", "collect")
+    async def groups(self, step: int) -> list[Group]:
+        """The groups of a step; raises Stopping where a signal comes first."""
+        coming = self.loader.next(step)
+        return await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
+
+    @part("scoring", "score")
+    def pack(self, groups: Sequence[Group]) -> Batch:
+        """The groups of a step, packed into minibatches."""
+        config = self.config
+        if not groups:
+            raise ValueError(
+                f"the filter of stage {config.name!r} kept no group of a step: raise its max_draws or PROMPTS_PER_STEP, or look at "
+                "reward/unfiltered: the task may be solved, or too hard"
+            )
+        return Batch.build(
+            groups, config.packing, minibatches=config.minibatches, sources=self.sources,
+            response_tokens=config.response_tokens, capacity=config.sequences,
+        )  # fmt: skip
+
+    @part("scoring", "score")
+    @explained("scoring")
+    def token_stats(self, state: TrainState, batch: Batch, step: int) -> tuple[TokenStats, dict[str, float]]:
+        """Token stats [S, T] of the present phase, and what the policy's own output says of the batch where that is due.
+
+        Those that nothing reads at this step are left out.
+        """
+        if not (self.scores_policy(step) or self.frozen.score):
+            return {}, {}
+        own = {}
+        if self.phase.view is not None and self._gap_is_due(step):
+            stats = self.stats_of(self.learner, state, batch)
+            own = diagnostics.gap(batch, stats) | diagnostics.drift(batch, stats)
+        return self.stats_of(self.phase_learner, state, batch, policy=self.scores_policy(step)), own
+
+    @part("scoring", "score")
+    async def rescored(self, batch: Batch, stats: TokenStats) -> Batch:
+        """The batch with rewards that needed its token stats."""
+        groups = batch.groups
+        if self.preemption.processes.main:
+            assert self.collector is not None
+            groups = await self.collector.rescore(groups, means_of_rollouts(groups, stats))
+        return replace(batch, groups=self.preemption.processes.broadcast(groups))
+
+    @part("scoring", "score")
+    def advantages(self, sequences: Sequences) -> Advantages:
+        """The algorithm's advantages, on the host."""
+        return jax.device_get(self.phase_learner.advantages(sequences))
+
+    @part("updating", "update")
+    @explained("updating")
+    def update(
+        self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages
+    ) -> tuple[TrainState, dict[str, float]]:
+        """All updates of the step, and the mean of their metrics."""
+        learner = self.phase_learner
+        minibatches = batch.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
+        found = []
+        for _ in range(self.config.epochs):
+            for minibatch in minibatches:
+                state, metrics = learner.update(state, minibatch, self.bases)
+                found.append(metrics)
+        values = jax.device_get(found)
+        return state, {n: float(np.mean([v[n] for v in values])) for n in values[0]}
+
+    # -- what the parts read -------------------------------------------------------------------------------------------
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the sampler works while the learner computes, and needs the event loop then."""
+        return self.config.max_staleness > 0
+
+    @property
+    def partitioner(self) -> Partitioner:
+        return self.learner.partitioner
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the reward waits for token stats."""
+        config = self.config
+        return config.samples and config.reward is not None and config.reward.needs_stats
+
+    def scores_policy(self, step: int) -> bool:
+        """Whether advantages, reward or metrics of a step depend on the policy's token stats."""
+        config, needs = self.config, self.config.algorithm.needs
+        if not config.samples:
+            return bool(needs & {"reference", "critic"})
+        reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
+        return reads or config.old_logprobs == "learner" or step % config.score_every == 0
+
+    def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:
+        """Token stats where `learner` reads them; those of the policy and the critic only where asked."""
+        params = state.params if policy else None
+        reference, teacher = self.frozen.reference, self.frozen.teacher
+        return token_stats(learner, params, batch, self.bases, reference=reference, teacher=teacher)
+
+    def sequences(self, batch: Batch, stats: TokenStats) -> Sequences:
+        """The batch unpacked, with token stats [S, T]; old log-probs are the sampler's where the stage says so.
+
+        No log-prob of the sampler compares with those that are read inside the model: the weight of every token is 1 then.
+        """
+        if self.phase.view is not None:
+            stats = {**stats, "sampler_logprobs": stats["old_logprobs"]}
+        if self.config.samples and self.config.old_logprobs == "sampler":
+            stats = {**stats, "old_logprobs": batch.fields["sampler_logprobs"]}
+        controls = {name: self.controls[name] for name in self.config.algorithm.controls}
+        return batch.sequences(stats, controls, self.config.prompts_per_step)
+
+    # -- phases --------------------------------------------------------------------------------------------------------
+
+    def enter(self, step: int) -> None:
+        """Takes the phase of a step."""
+        if self.config.schedule is not None:
+            self.phase = self.config.schedule.phase(step - self.offset, self.controls)
+
+    @cached_property
+    def learners(self) -> dict[str, Learner]:
+        """The learner of each phase; they share one state."""
+
+        def learner(phase: Phase) -> Learner:
+            if phase.loss is None and phase.view is None and phase.trainable is None:
+                return self.learner
+            loss = self.config.algorithm if phase.loss is None else phase.loss
+            return replace(self.learner, algorithm=loss, capture=phase.view, trainable=phase.trainable)
+
+        return {phase.name: learner(phase) for phase in self.config.phases}
+
+    @property
+    def phase_learner(self) -> Learner:
+        """The learner of the present phase."""
+        return self.learners[self.phase.name]
+
+    @property
+    def layers(self) -> int | None:
+        """First layers that an update of the present phase runs; None for all."""
+        return None if self.phase.view is None else self.phase.view.layer + 1
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far, by the learners of all phases."""
+        return sum(x.compilations for x in {id(x): x for x in (self.learner, *self.learners.values())}.values())
+
+    def _gap_is_due(self, step: int) -> bool:
+        within = step - self.offset
+        return within == 1 or within % self.config.gap_every == 0
+
+    # -- after the step ------------------------------------------------------------------------------------------------
+
+    def evaluates(self, step: int) -> bool:
+        """Whether the stage is evaluated after a step."""
+        return self.is_last(step) or step % self.config.evaluate_every == 0
+
+    def is_last(self, step: int) -> bool:
+        """Whether the stage ends with a step."""
+        return step == self.offset + self.config.steps
+
+    def metrics(self, result: StepResult, step: int) -> dict[str, float]:
+        """What the updates measured, and what the host knows of the step's rollouts and of its phase."""
+        batch, stats = result.batch, result.stats
+        values = {**result.measured, **diagnostics.of_rollouts(batch)}
+        values |= {name: float(x) for name, x in result.advantages.metrics.items()}
+        if self.config.schedule is not None:
+            values["phase"] = float([phase.name for phase in self.config.phases].index(self.phase.name))
+        if self.config.samples and "old_logprobs" in stats:
+            values |= diagnostics.by_source(batch, stats)
+            if self.phase.view is not None:
+                values |= diagnostics.inside(batch, stats)
+            else:
+                values |= diagnostics.gap(batch, stats) | diagnostics.drift(batch, stats)
+        return values | (diagnostics.staleness(batch, stats, step - 1) if self.overlaps else {})
+
+    def check(self, metrics: Mapping[str, float], state: TrainState) -> None:
+        """Stops after too many gradients that are not finite; warns or stops where sampler and learner disagree."""
+        config = self.config
+        diagnostics.check_gradients(int(to_host(state.skipped)), config.max_skipped, metrics)
+        diagnostics.check_gap(metrics, warn=config.gap_warn, stop=config.gap_stop)
+
+    def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
+        """Moves the controllers of the algorithm and of the schedule after a step that learned from `sequences`."""
+        self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
+        if self.config.schedule is not None:
+            self.controls |= self.config.schedule.adapt(step - self.offset, self.controls, metrics)
+
+    def rows(self, result: StepResult) -> list[rollout_rows.Row]:
+        """The step's first rollouts, for people to read."""
+        stats = result.stats if self.config.samples else {}
+        return rollout_rows.of_step(result.batch, stats, result.advantages, **self.held_out.reading)
+
+    def measure(self, state: TrainState) -> dict[str, float]:
+        """The loss and its metrics on responses that are never learned from, as "eval/..."."""
+        groups = self.held_out.given
+        if not groups:
+            return {}
+        batch = Batch.build(
+            groups, self.config.packing, minibatches=1, sources=self.sources, response_tokens=self.config.response_tokens,
+            capacity=sum(len(g.rollouts) for g in groups),
+        )  # fmt: skip
+        scored = self.scores_policy(0) or self.frozen.score
+        learner = self.phase_learner
+        stats = self.stats_of(learner, state, batch, policy=self.scores_policy(0)) if scored else {}
+        sequences = batch.sequences(stats, {n: self.controls[n] for n in self.config.algorithm.controls}, len(groups))
+        advantages = jax.device_get(self.learner.advantages(sequences))
+        (minibatch,) = batch.micro_batches(sequences, advantages, self.config.algorithm.constant, self.partitioner)
+        found = jax.device_get(self.learner.measure(state.params, minibatch, self.bases))
+        return {f"eval/{name}": float(x) for name, x in found.items()}
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, params: Params, key: jax.Array) -> TrainState:
+        """The state that the stage starts from: frozen models are copies of `params`, value models begin as the stage says."""
+        self.frozen.begin(params)
+        models = {"policy": params}
+        for name, source in self.config.value_models.items():
+            whole = self.learner.policy.merged(params, self.bases.get("policy"))
+            models[name] = source.params(self.learner.models[name], whole, key)
+        return self.learner.init(models)
+
+    @property
+    def abstract(self) -> dict[str, Any]:
+        """What a checkpoint of this stage holds of the devices."""
+        return {"state": self.learner.abstract, **self.frozen.abstract}
+
+    def host(self) -> dict[str, Any]:
+        """What a checkpoint of this stage holds of the host."""
+        return {
+            "feed": self.loader.state(), "controls": self.controls, "bases": self._base_sizes, "phase": self.phase.name,
+        }  # fmt: skip
+
+    @cached_property
+    def _base_sizes(self) -> dict[str, float]:
+        """Mean |weight| of the frozen bases, by which a checkpoint knows them again."""
+        return {n: float(np.mean([jnp.mean(jnp.abs(x)) for x in jax.tree.leaves(b)])) for n, b in self.bases.items()}
+
+    def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
+        """Takes up a checkpoint.
+
+        Raises:
+          ValueError: its adapters were trained on other frozen weights.
+        """
+        for name, size in host.get("bases", {}).items():
+            if not np.isclose(self._base_sizes.get(name, np.nan), size, rtol=1e-4):
+                raise ValueError(
+                    f"the adapters of the {name} in the checkpoint were trained on other frozen weights: set SEED and "
+                    "sources.PolicySource as they were, or give the run another RUN_DIR"
+                )
+        self.loader.restore(host["feed"])
+        self.controls = dict(host["controls"])
+        self.frozen.params = {n: t for n, t in trees.items() if n != "state"}

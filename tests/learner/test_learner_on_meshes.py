@@ -1,0 +1,90 @@
+"""An update is the same on every mesh, and keeps the state where its shardings say."""
+
+import jax
+import numpy as np
+import pytest
+from learner_cases import (
+    GROUPS,
+    GRPO_CASE,
+    LEARNING_RATE,
+    MEMBERS,
+    assert_gradients_agree,
+    batches_of,
+    expected,
+    first_gradient,
+    fresh_state,
+    leaves,
+    make_batch,
+    make_learner,
+    split,
+)
+
+from jaxrl_llm.distributed.mesh import MeshConfig
+
+MESHES = {
+    "data2": (MeshConfig(data=2, fsdp=1), 2),
+    "fsdp8": (MeshConfig(fsdp=8), 8),
+    "tensor2": (MeshConfig(fsdp=1, tensor=2), 2),
+    "context2": (MeshConfig(fsdp=1, context=2), 2),
+    "fsdp2_tensor2_context2": (MeshConfig(fsdp=2, tensor=2, context=2), 8),
+}
+UPDATES = 3
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Metrics of the first update on one device, and the parameters after the last."""
+    return updated(make_learner(GRPO_CASE))[1:]
+
+
+def updated(learner):
+    state, batches = fresh_state(learner), batches_of(learner, make_batch())
+    state, metrics = learner.update(state, batches)
+    gradient = first_gradient(state)
+    compilations = learner.compilations
+    for _ in range(UPDATES - 1):
+        state, _ = learner.update(state, batches)
+    assert learner.compilations == compilations
+    assert jax.tree.map(lambda x: x.sharding, state) == learner.shardings
+    return gradient, jax.device_get(metrics), leaves(state.policy)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_mesh_changes_no_gradient(mesh, alone):
+    gradient, metrics, params = updated(make_learner(GRPO_CASE, *MESHES[mesh]))
+    value, want = expected("grpo")
+    assert_gradients_agree(gradient, want)
+    np.testing.assert_allclose(metrics["loss/total"], value, rtol=1e-5)
+    first, last = alone
+    assert metrics.keys() == first.keys()
+    for name, x in first.items():
+        np.testing.assert_allclose(metrics[name], x, rtol=1e-5, atol=1e-6, err_msg=name)
+    for path, x in last.items():
+        # Adam moves an entry by its gradient's sign, so noise in an entry near 0 may move it the other way.
+        assert np.abs(params[path] - x).mean() < 0.01 * UPDATES * LEARNING_RATE, path
+
+
+def test_micro_batches_on_a_mesh_give_the_same_update_and_compile_once():
+    learner = make_learner(GRPO_CASE, *MESHES["fsdp2_tensor2_context2"])
+    order = np.random.default_rng(3).permutation(GROUPS * MEMBERS)
+    batches = batches_of(learner, split(np.split(order, 4)))
+    state, metrics = learner.update(fresh_state(learner), batches)
+    value, want = expected("grpo")
+    assert_gradients_agree(first_gradient(state), want)
+    np.testing.assert_allclose(metrics["loss/total"], value, rtol=1e-5)
+    compilations = learner.compilations
+    assert compilations == 4  # advantages, the first micro-batch, the next ones, and the optimizer's step
+    state, _ = learner.update(state, batches)
+    assert learner.compilations == compilations
+    assert jax.tree.map(lambda x: x.sharding, state) == learner.shardings
+
+
+def test_parameters_and_moments_lie_split_over_the_mesh():
+    learner = make_learner(GRPO_CASE, *MESHES["fsdp2_tensor2_context2"])
+    state = fresh_state(learner)
+    gates = [x for path, x in jax.tree_util.tree_leaves_with_path(state) if "gate" in jax.tree_util.keystr(path)]
+    # A parameter and its two moments, [2 layers, width 32 over fsdp, 48 over tensor].
+    assert [x.addressable_shards[0].data.shape for x in gates] == [(2, 16, 24)] * 3
+    (batch,) = batches_of(learner, make_batch())
+    assert batch.tokens.addressable_shards[0].data.shape == (4, 16)  # rows over fsdp, positions over context
+    assert batch.group.addressable_shards[0].data.shape == (16,)

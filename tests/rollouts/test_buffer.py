@@ -1,0 +1,215 @@
+"""Batches sampled ahead: in the order of the data, within the bound on staleness, whole after a checkpoint."""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
+
+from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
+from jaxrl_llm.rollouts.buffer import RolloutBuffer, restored, stored
+from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator
+
+PROMPTS = [make_prompt(f"p{i}", [i + 1], source="s") for i in range(10)]
+
+
+class Sum:
+    """The reward of a response: the sum of its tokens."""
+
+    needs_stats = False
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        total = np.array([float(r.tokens.sum()) for r in rollouts])
+        return Scores(parts={"sum": total}, valid={"sum": np.ones(len(total), bool)})
+
+
+class Held(EchoSampler):
+    """A sampler that answers once it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.lags: dict[int, int] = {}  # number of a draw -> versions that its first token is behind
+
+    async def sample(self, prefixes, n, settings, seeds):
+        version = self.version
+        async for index, group in super().sample(prefixes, n, settings, seeds):
+            await self.gate.wait()
+            yield index, [self._lagging(i, c, version) for i, c in enumerate(group)]
+
+    def _lagging(self, i: int, completion: Completion, version: int) -> Completion:
+        versions = np.full(len(completion.tokens), version, np.int32)
+        versions[0] -= self.lags.get(i, 0)
+        return replace(completion, versions=versions)
+
+
+def feed(sampler: EchoSampler, k: int, *, batches: int = 100, least: int = 1, shuffle: bool = False) -> RolloutBuffer:
+    stream: PromptStream[Prompt] = PromptStream(PROMPTS, seed=3)
+    if not shuffle:
+        stream._order = lambda g: g % len(PROMPTS)
+    generator = RolloutGenerator(sampler=sampler, tokenizer=Words())
+    collector = Collector(generator=generator, reward=Sum(), settings=SamplingParams(), group_size=2)
+    return RolloutBuffer(stream=stream, collector=collector, prompts=3, max_staleness=k, batches=batches, least=least)
+
+
+def names(groups: Sequence[Group]) -> list[str]:
+    return [g.rollouts[0].prompt.id for g in groups]
+
+
+async def steps(ahead: RolloutBuffer, sampler: EchoSampler, numbers: Sequence[int]) -> list[list[Group]]:
+    """What each step learns from; the sampler serves version s - 1 at step s, and gets time while the learner updates."""
+    found = []
+    for step in numbers:
+        sampler.version = step - 1
+        found.append(await ahead.next(step))
+        await asyncio.sleep(0.005)
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_batches_come_in_the_order_of_the_data_and_no_token_is_older_than_the_bound(k):
+    async def run() -> None:
+        sampler = Held()
+        found = await steps(feed(sampler, k, batches=6), sampler, range(1, 7))
+        assert [n for groups in found for n in names(groups)] == [f"p{i % 10}" for i in range(18)]
+        for step, groups in enumerate(found, start=1):
+            versions = {int(v) for g in groups for r in g.rollouts for v in r.versions}
+            assert versions == {max(step - 1 - k, 0)}, "sampled as early as the bound allows"
+        assert len(sampler.calls) == 6, "nothing is sampled beyond the last step"
+
+    asyncio.run(run())
+
+
+def test_the_next_batch_is_sampled_while_the_learner_updates():
+    async def run() -> None:
+        sampler = Held()
+        ahead = feed(sampler, 1)
+        await ahead.next(1)
+        await asyncio.sleep(0.005)
+        assert len(sampler.calls) == 2 and ahead.take()["buffer/whole"] == 1
+
+    asyncio.run(run())
+
+
+def test_stale_samples_are_dropped_and_counted():
+    async def run() -> None:
+        sampler = Held()
+        ahead = feed(sampler, 1, least=1)
+        await steps(ahead, sampler, [1])
+        ahead.take()
+        sampler.lags = {1: 2}  # the second draw of each group begins under a version that is two older
+        second, third = await steps(ahead, sampler, [2, 3])
+        assert [len(g.rollouts) for g in second] == [2, 2, 2]
+        assert [len(g.rollouts) for g in third] == [1, 1, 1]
+        assert [g.total().tolist() for g in third] == [[float(g.rollouts[0].tokens.sum())] for g in third]
+        assert ahead.take()["count/stale"] == 3
+
+    asyncio.run(run())
+
+
+def test_groups_too_small_to_learn_from_go_with_their_stale_samples():
+    async def run() -> None:
+        sampler = Held()
+        ahead = feed(sampler, 1, least=2)
+        sampler.lags = {0: 3}
+        with pytest.raises(RuntimeError, match=r"older than version .*Stage\.max_staleness"):
+            await steps(ahead, sampler, [5])
+        assert ahead.take()["count/stale_rest"] == 3
+
+    asyncio.run(run())
+
+
+def same(one: Group, other: Group) -> None:
+    assert names([one]) == names([other]) and one.scores.weights == other.scores.weights
+    for part in one.scores.parts:
+        np.testing.assert_array_equal(one.scores.parts[part], other.scores.parts[part])
+        np.testing.assert_array_equal(one.scores.valid[part], other.scores.valid[part])
+    for a, b in zip(one.rollouts, other.rollouts, strict=True):
+        for name in ("tokens", "sampler_logprobs", "mask", "versions"):
+            x, y = getattr(a, name), getattr(b, name)
+            assert x.dtype == y.dtype
+            np.testing.assert_array_equal(x, y)
+        assert (a.finish, a.text, a.role, list(a.spans)) == (b.finish, b.text, b.role, list(b.spans))
+
+
+def test_a_group_comes_back_from_its_json_as_it_was():
+    rollouts = [
+        make_rollout(PROMPTS[2], [5, 6, 7], mask=[1, 0, 1], logprobs=[-0.1, 0.0, -1e-7], spans={"cot": np.array([1, 1, 0], bool)}, text="a"),
+        make_rollout(PROMPTS[2], [8], finish="length", role="greedy"),
+    ]  # fmt: skip
+    group = make_group(rollouts, {"x": [1 / 3, float("nan")], "log/y": [2, 3]}, {"x": [True, False]}, {"x": 0.5})
+    rows = {(p.source, p.id): p for p in PROMPTS}
+    again = restored(json.loads(json.dumps(stored(group))), rows)
+    same(again, group)
+    np.testing.assert_array_equal(again.rollouts[0].spans["cot"], [True, True, False])
+    with pytest.raises(ValueError, match="prompt 'p2' of 's', which the data lacks"):
+        restored(stored(group), {})
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["after the next batch is whole", "while it is sampled"])
+def test_no_prompt_is_lost_or_repeated_by_a_resume(whole):
+    """A checkpoint after step 2 with two batches ahead, against the run that was never stopped."""
+
+    async def run() -> None:
+        sampler = Held()
+        want = [names(groups) for groups in await steps(feed(sampler, 2, shuffle=True), sampler, range(1, 7))]
+        sampler = Held()
+        ahead = feed(sampler, 2, shuffle=True)
+        first = await steps(ahead, sampler, [1])
+        if not whole:
+            sampler.gate.clear()
+        asked = asyncio.ensure_future(steps(ahead, sampler, [2]))
+        await asyncio.sleep(0.01)
+        sampler.gate.set() if not whole else None
+        first += await asked
+        if not whole:
+            sampler.gate.clear()
+        while whole and ahead.take()["buffer/whole"] < 2:
+            await asyncio.sleep(0.001)
+        state: dict[str, Any] = json.loads(json.dumps(ahead.state()))
+        kept = [coming["groups"] for coming in state["coming"]]
+        other = Held()
+        again = feed(other, 2, shuffle=True)
+        again.restore(state)
+        rest = await steps(again, other, range(3, 7))
+        assert [names(groups) for groups in first + rest] == want
+        if whole:
+            assert all(kept)
+            for groups, content in zip(rest, kept):
+                for group, one in zip(groups, content, strict=True):
+                    same(group, restored(one, {(p.source, p.id): p for p in PROMPTS}))
+        sampler.gate.set()
+
+    asyncio.run(run())
+
+
+def test_a_checkpoint_without_a_buffer_is_refused():
+    async def run() -> None:
+        ahead = feed(Held(), 1)
+        with pytest.raises(ValueError, match="MAX_STALENESS"):
+            ahead.restore(ahead.stream.state())
+
+    asyncio.run(run())
+
+
+def test_a_step_that_the_filter_left_nothing_of_is_not_called_stale():
+    class Nothing:
+        max_draws = 1
+
+        def keep(self, group: Group) -> bool:
+            return False
+
+    async def run() -> None:
+        sampler = Held()
+        ahead = feed(sampler, 1)
+        ahead.collector = replace(ahead.collector, filter=Nothing())
+        assert await steps(ahead, sampler, [1]) == [[]]
+        assert ahead.take()["count/groups/missing"] >= 3
+
+    asyncio.run(run())

@@ -1,0 +1,89 @@
+"""The benchmark runs the project's own programs, counts as flops.py counts, and keeps going where one case fails."""
+
+import json
+
+import jax
+import pytest
+
+from jaxrl_llm.metrics import flops, profiling
+from jaxrl_llm.models.sizes import SHAPES
+from jaxrl_llm.tools import bench
+
+TINY = [
+    "--model=tiny", "--devices=1", "--dtype=float32", "--rows=4", "--row_tokens=16", "--segments=2", "--prompts=2", "--group=2", "--prompt_tokens=8",
+    "--response_tokens=8", "--slots=4", "--decode_chunk=4", "--repeats=2",
+]  # fmt: skip
+
+
+def rows(capsys, *flags, code=0):
+    assert bench.main([*TINY, *flags]) == code
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cache(tmp_path_factory):
+    """One folder of compiled programs for all tests: a step's update is the update that is measured alone."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    folder = before["jax_compilation_cache_dir"] or str(tmp_path_factory.mktemp("programs"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def test_an_update_is_counted_by_the_convention_and_traced(capsys, tmp_path):
+    (row,) = rows(capsys, "--work=update", f"--profile={tmp_path}")
+    sizes = SHAPES["tiny"]
+    # Two sequences of eight positions in each of four rows; 2 m k n a product, attention half a square, three forwards.
+    weights = 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128) + 512 * 64
+    counted = 3 * (2 * weights * 64 + 4 * 2 * 8 * 32 * 64)
+    assert flops.update(sizes, [8] * 8) == counted
+    assert row["tflops"] == pytest.approx(counted / row["s"] / 1e12, rel=1e-3)
+    assert row["tokens_per_s"] == pytest.approx(64 / row["s"], rel=1e-2)
+    assert row["micro_batches"] == 1
+    assert row["temporary_gib"] > 0 and row["arguments_gib"] > 0
+    kernels = profiling.summary(profiling.newest(tmp_path))
+    assert kernels[-1]["kernel"] == "all" and kernels[-1]["ms"] > 0
+    assert sum(k["ms"] for k in kernels[:-1]) <= kernels[-1]["ms"] * 1.001
+
+
+def test_a_whole_step_learns_from_what_the_sampler_drew(capsys):
+    (row,) = rows(capsys, "--work=step")
+    assert row["s"] == pytest.approx(row["sample_s"] + row["score_s"] + row["update_s"], rel=1e-2)
+    assert row["gap"] < 1e-4  # float32: sampler and learner agree
+    assert row["fill"] == pytest.approx(4 * 15 / (4 * 16), abs=1e-4)
+
+
+def test_sampling_counts_what_it_drew_and_fills_its_slots(capsys):
+    (row,) = rows(capsys, "--work=sample")
+    assert row["generated_per_s"] == pytest.approx(32 / row["s"], rel=1e-2)
+    assert row["occupancy"] == 1.0
+    cache = (
+        4 * (8 + 4) * 2 * 2 * 2 * 16 * 4
+    )  # slots x filled entries x keys and values x layers x kv heads x width x bytes
+    weights = 4 * (2 * 512 * 64 + 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128 + 2 * 64 + 2 * 16))
+    assert row["floor_gb"] == pytest.approx((cache + weights) / 1e9, rel=1e-3)
+
+
+def test_scoring_reports_its_rate(capsys):
+    (row,) = rows(capsys, "--work=score")
+    assert row["tflops"] == pytest.approx(flops.forward(SHAPES["tiny"], [8] * 8) / row["s"] / 1e12, rel=1e-3)
+
+
+def test_a_combination_that_fails_leaves_the_others_and_the_exit_code_tells(capsys, tmp_path):
+    found = rows(
+        capsys, "--work=score", "--remat=full,none", "--limit=0.01", f"--output={tmp_path / 'x.jsonl'}", code=1
+    )
+    assert [r["remat"] for r in found] == ["full", "none"]
+    assert all("took more than 0.01 s" in r["error"] for r in found)
+    assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 2
+
+
+def test_an_unknown_work_or_backend_is_refused_by_name(capsys):
+    for flag, said in (
+        ("--work=play", "--work=play is not one of update, score"),
+        ("--attention=fast", "unknown backend 'fast': use auto or one of"),
+    ):
+        assert bench.main([*TINY, flag]) == 1 and f"error: {said}" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""The memory that --dry_run predicts is that of the programs that a run compiles, for its state, its batches and its sampler."""
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny_run
+from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, make_batch, make_learner
+
+from jaxrl_llm import launch
+from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.data.sorting import Sorting
+from jaxrl_llm.distributed.mesh import MeshConfig
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.rewards.wrap import Wrap
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.tools import memory, plan
+from jaxrl_llm.train.stage import Stage
+
+FIELDS = {"name": "s", "data": Sorting(size=8), "optimizer": Optimizer(), "steps": 1, "packing": PACKING}
+
+
+def stage(**changes):
+    fields = {
+        "algorithm": GRPO_CASE, "reward": Wrap(function=len), "prompts_per_step": 4, "group_size": 4, "max_prompt_tokens": 8,
+        "settings": SamplingParams(max_tokens=16),
+    }  # fmt: skip
+    return Stage(**FIELDS, **fields | changes)
+
+
+def test_the_state_counts_the_bytes_that_its_arrays_have():
+    learner = make_learner(GRPO_CASE)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner)))
+    assert memory.size(learner.abstract) == arrays
+    split = make_learner(GRPO_CASE, mesh=MeshConfig(fsdp=4), devices=4)
+    assert memory.size(split.abstract) < arrays / 3  # matrices are split by four, norms are whole
+
+
+def test_shapes_alone_predict_the_programs_of_a_real_batch():
+    learner = make_learner(GRPO_CASE)
+    (real,) = batches_of(learner, make_batch())
+    guessed = memory.batch_of(stage(), learner)
+    shapes = lambda batch: jax.tree.map(lambda x: (x.shape, x.dtype), batch)  # noqa: E731
+    assert shapes(guessed) == shapes(real)
+    found = memory.of_learner(learner, guessed, 1)["whole"]
+    # Donated, the state comes back in its own place; the rest of the outputs are scalars. A gradient as large as the
+    # parameters is alive before the update.
+    params = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner).params))
+    assert found.outputs < 1000 and found.temporary >= params
+    assert found.arguments == pytest.approx(memory.size(learner.abstract) + batch_bytes(real), rel=0.01)
+
+
+def batch_bytes(batch):
+    return sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+
+
+def test_moments_count_while_a_gradient_is_made_though_its_program_does_not_take_them():
+    learner = make_learner(GRPO_CASE)
+    batch = memory.batch_of(stage(), learner)
+    moments = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner).moments))
+    account = memory.of_learner(learner, batch, 0)["score"]
+    assert account.resident == pytest.approx(moments, abs=16)
+    assert account.peak == account.resident + account.arguments + account.outputs + account.temporary
+
+
+def test_a_batch_of_pairs_has_the_streams_that_its_algorithm_reads():
+    learner = make_learner(DPO())
+    batch = memory.batch_of(stage(algorithm=DPO(), reward=None), learner)
+    assert batch.ref_logprobs.shape == (PACKING.rows, PACKING.row_tokens)
+
+
+def test_sampling_counts_the_cache_and_a_copy_of_the_weights_in_another_dtype():
+    learner = make_learner(GRPO_CASE)
+    policy, sampler = learner.policy, EmbeddedSampler(slots=8, decode_chunk=4)
+    shared, float32 = memory.of_sampling(policy, sampler, stage(), 24)
+    copied, bfloat16 = memory.of_sampling(replace(policy, compute_dtype="bfloat16"), sampler, stage(), 24)
+    numbers = sum(x.size for x in jax.tree.leaves(policy.abstract()))
+    assert shared == 0 and 2 * numbers < copied < 2.3 * numbers  # the norms' scales stay float32
+    cache = 2 * 2 * 8 * 24 * 2 * 8  # keys and values x layers x slots x tokens x key heads x width
+    assert float32.arguments == pytest.approx(4 * (numbers + cache), rel=0.02)
+    assert bfloat16.arguments == pytest.approx(copied + 2 * cache, rel=0.03)
+
+
+def test_micro_batches_and_moments_on_the_host_have_the_programs_that_an_update_runs():
+    learner = make_learner(GRPO_CASE)
+    batch = memory.batch_of(stage(), learner)
+    several = learner.lowered(batch, 2)
+    assert set(several) == {"first", "accumulate", "apply"}
+    # The sum so far, the parameters and the batch go in; the sum is given up and comes out.
+    numbers = lambda tree: sum(x.size for x in jax.tree.leaves(tree))  # noqa: E731
+    gradient = numbers(several["first"].out_info[0])
+    assert gradient == numbers(learner.abstract.params)
+    away = replace(learner, optimizers={"policy": replace(learner.optimizers["policy"], offload=True)})
+    assert set(away.lowered(batch, 1)) == {"first"}
+
+
+def test_the_plan_counts_the_state_that_lies_on_a_device():
+    policy = make_learner(GRPO_CASE).policy
+    whole = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(policy.abstract()))
+    usual = {"weights": whole, "gradients": whole, "moments": 2 * whole, "reference": whole}
+    assert plan.state(stage(), policy) == pytest.approx(usual, rel=1e-3)  # and a count of updates
+    pairs = replace(stage(algorithm=DPO(), group_size=2), optimizer=Optimizer(moments_dtype="bfloat16"))
+    half = usual | {"moments": 1.5 * whole}
+    assert plan.state(pairs, policy) == pytest.approx(half, rel=1e-3)
+    away = replace(pairs, optimizer=Optimizer(offload=True), offload_reference=True)
+    assert plan.state(away, policy) == {"weights": whole, "gradients": whole}
+
+
+def test_a_backend_without_an_account_of_its_programs_leaves_the_plan_and_says_so(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
+    with pytest.raises(memory.NoAccount, match="'cpu' gives no account"):
+        memory.account(jax.jit(abs).lower(1.0))
+    flags = [f"--gin={binding}" for binding in tiny_run.bindings(tmp_path / "run")]
+    assert launch.main([f"--gin_file={tiny_run.GIN_FILE}", *flags, "--dry_run"]) == 0
+    *before, last = capsys.readouterr().out.splitlines()
+    assert before[0].startswith("run folder") and any(line.startswith("  memory ") for line in before)
+    assert last.startswith("peak         unknown: the backend 'cpu' gives no account") and "`memory` above" in last

@@ -1,0 +1,71 @@
+"""What a run holds is closed when it ends, also where closing a part of it fails."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxrl_llm import components
+from jaxrl_llm.metrics.writers import Writers
+from jaxrl_llm.rewards.by_source import BySource
+from jaxrl_llm.rewards.weighted import Weighted
+from jaxrl_llm.samplers.vllm.client import VllmClient
+from jaxrl_llm.train.run import Trainer
+
+
+class Held:
+    """Something to close, which says so and may fail."""
+
+    needs_stats = False
+
+    def __init__(self, name: str, closed: list[str], fails: bool = False) -> None:
+        self.name, self.closed, self.fails = name, closed, fails
+
+    async def score(self, rollouts: Any, stats: Any = None) -> Any: ...
+
+    write = rollouts = image = text = cut = score  # of a writer; none is called
+
+    def close(self) -> None:
+        self.closed.append(self.name)
+        if self.fails:
+            raise OSError(f"{self.name} does not close")
+
+    async def aclose(self) -> None:
+        self.close()
+
+
+def test_rewards_within_rewards_are_closed_where_one_fails():
+    closed: list[str] = []
+    inner = BySource(rewards={"a": Held("a", closed, fails=True)}, default=Held("b", closed))
+    with pytest.raises(OSError, match="a does not close"):
+        components.close([Weighted(parts={"inner": inner, "c": Held("c", closed)}), None])
+    assert sorted(closed) == ["a", "b", "c"]
+
+
+def test_a_run_closes_everything_where_its_sampler_does_not_close():
+    closed: list[str] = []
+    trainer = object.__new__(Trainer)
+    trainer.config = SimpleNamespace(stages=[SimpleNamespace(reward=Held("reward", closed), evaluations=[])])  # type: ignore[assignment]
+    trainer.sampler = SimpleNamespace(close=Held("sampler", closed, fails=True).aclose)  # type: ignore[assignment]
+    trainer.auxiliary = [SimpleNamespace(stop=Held("companion", closed, fails=True).aclose)]  # type: ignore[list-item]
+    trainer.checkpoints = Held("checkpoints", closed)  # type: ignore[assignment]
+    trainer.writers = Writers([Held("first writer", closed, fails=True), Held("writer", closed)])  # type: ignore[list-item]
+    ended: list[BaseException | None] = []
+    trainer.watching = SimpleNamespace(at=lambda what: None, end=ended.append)  # type: ignore[assignment]
+    with pytest.raises(OSError, match="does not close"):
+        asyncio.run(trainer.close())
+    assert sorted(closed) == ["checkpoints", "companion", "first writer", "reward", "sampler", "writer"]
+    assert isinstance(ended[0], OSError)
+
+
+def test_servers_are_stopped_where_a_connection_does_not_close():
+    closed: list[str] = []
+    client = object.__new__(VllmClient)
+    client._publication, client.remove = None, True
+    client._fleet = SimpleNamespace(close=Held("fleet", closed, fails=True).aclose)  # type: ignore[assignment]
+    client.disconnect = Held("servers", closed, fails=True).aclose
+    client.publisher = SimpleNamespace(close=lambda remove: closed.append(f"publisher {remove}"))  # type: ignore[assignment]
+    with pytest.raises(OSError, match="does not close"):
+        asyncio.run(client.close())
+    assert closed == ["fleet", "servers", "publisher True"]

@@ -1,0 +1,86 @@
+"""A run whose steps compile nothing new, score only when something is read, and leave a trace for TensorBoard."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.metrics import profiling
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of five RL steps with the sampler's log-probs as old ones, scored every second step, moments and reference on the host."""
+    run_dir = tmp_path_factory.mktemp("fast") / "run"
+    fields = {"old_logprobs": "'sampler'", "score_every": 2, "offload_reference": True}
+    done = tiny_run.launch(
+        run_dir, SFT_STEPS=1, PROFILE_STEPS=(5,), EVALUATE_EVERY=100, SAVE_EVERY=100,
+        **{f"rl/train.Stage.{n}": v for n, v in fields.items()}, **{"grpo.GRPO.entropy_coef": 0.0, "rl/train.Optimizer.offload": True},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "traced into" in done.stdout
+    return run_dir
+
+
+def metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    return {row["step"]: row for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())}
+
+
+def test_steps_after_the_first_of_each_phase_compile_nothing(fast: Path) -> None:
+    """Step 1 is supervised; 2 is the first of reinforcement learning and the first that is scored; a new bucket of the sampler counts."""
+    rows = metrics(fast)
+    assert rows[1]["compilations/step"] > 0 and rows[2]["compilations/step"] > 0
+    for step in (3, 4, 5):
+        buckets = rows[step]["sampler/compilations"] - rows[step - 1]["sampler/compilations"]
+        assert rows[step]["compilations/step"] <= 2 * buckets, rows[step]
+
+
+def test_old_log_probs_of_the_sampler_save_the_forward_pass_but_where_the_gap_is_measured(fast: Path) -> None:
+    rows = metrics(fast)
+    assert {step for step, row in rows.items() if "gap/mean" in row} == {2, 4, 6}
+    assert all(row["gap/mean"] < 1e-4 for step, row in rows.items() if step in (2, 4, 6))
+    assert all(0 < rows[step]["grad_norm/policy"] < 1e3 for step in range(2, 7))
+    assert rows[6]["loss/kl"] > 0  # the reference is scored in every step
+
+
+def test_a_traced_step_can_be_read_and_holds_the_update(fast: Path) -> None:
+    file = profiling.newest(fast / "tensorboard")
+    assert file.parent.parent == fast / "tensorboard" / "plugins" / "profile"  # where TensorBoard's profile tab looks
+    rows = profiling.summary(file)
+    assert rows[-1]["kernel"] == "all" and rows[-1]["calls"] > 100
+    assert [r["ms"] for r in rows[:-1]] == sorted((r["ms"] for r in rows[:-1]), reverse=True)
+
+
+def test_flags_of_xla_are_added_for_several_gpus_and_never_change_the_users() -> None:
+    assert xla_flags.settings(0, False, {}) == {}
+    one = xla_flags.settings(1, False, {})
+    host = int(one.pop("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"))
+    kib = int(Path("/proc/meminfo").read_text().split()[1])
+    assert 0.88 * 1024 * kib - 1e9 < host * 1e9 <= 0.9 * 1024 * kib
+    flags = "--xla_gpu_enable_triton_gemm=false --xla_gpu_memory_limit_slop_factor=120"
+    assert one == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_FLAGS": flags}
+    own = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
+    found = xla_flags.settings(4, False, own)
+    assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".5"
+    flags = dict(flag.lstrip("-").split("=") for flag in found["XLA_FLAGS"].split())
+    assert flags["xla_gpu_enable_latency_hiding_scheduler"] == "false"
+    assert flags["xla_gpu_enable_pipelined_all_gather"] == "true"
+    assert "xla_tpu_overlap_compute_collective_tc=true" in xla_flags.settings(0, True, {})["LIBTPU_INIT_ARGS"]
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_x=1"}
+    assert xla_flags.apply(environment) == {} and environment["XLA_FLAGS"] == "--xla_cpu_x=1"
+
+
+def test_tpus_are_seen_by_either_driver(tmp_path: Path) -> None:
+    assert xla_flags.tpus(tmp_path) == 0
+    (tmp_path / "accel0").touch()
+    (tmp_path / "vfio").mkdir()
+    for name in ("vfio", "0", "1"):  # the first is the driver's own, whatever hangs on it
+        (tmp_path / "vfio" / name).touch()
+    assert xla_flags.tpus(tmp_path) == 3
+
+
+def test_a_folder_without_a_trace_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="set PROFILE_STEPS"):
+        profiling.newest(tmp_path)
