@@ -25,10 +25,11 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
-from jaxrl_llm.eval.results import Results, described, locked, same_configuration, write_whole
+from jaxrl_llm.eval.results import Results, described, same_configuration, write_whole
 from jaxrl_llm.experience import Prompt, Rollout, seed_of
 from jaxrl_llm.metrics import run_folder
 from jaxrl_llm.metrics.rollout_rows import token_streams
+from jaxrl_llm.metrics.run_lock import locked
 from jaxrl_llm.models.sources import ModelSource, Opened
 from jaxrl_llm.protocols import Params, SamplerFactory
 from jaxrl_llm.rollouts.collect import RolloutGenerator
@@ -93,7 +94,7 @@ class Harness:
     def run(self, config: str = "") -> None:
         """Answers, grades and summarises; `config` is the gin text, kept with the results."""
         folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
-        with locked(folder), asyncio.Runner() as runner:
+        with locked(folder, "OUT_DIR"), asyncio.Runner() as runner:
             rows = self.rows()
             evaluating = Evaluating(self, folder, rows, self.model.open(Partitioner.create(self.mesh)))
             try:

@@ -1,11 +1,9 @@
 """The folder of an evaluation: records by line, whole groups only, and the one configuration that they belong to."""
 
-import contextlib
-import fcntl
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +14,6 @@ IDENTITY = "identity.json"
 
 Key = tuple[str, str]  # prompt id, kind
 _SHOWN = 120  # characters of what differs, in a message
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of the folder; the lock ends with the process, however that ends.
-
-    Raises:
-      ValueError: another process is writing there.
-    """
-    with (folder / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ValueError(f"another evaluation is writing to {folder}: wait for it, or set OUT_DIR") from error
-        yield
 
 
 def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:

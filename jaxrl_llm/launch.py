@@ -4,6 +4,7 @@ The gin file binds RUN to a component with a `run(config)` method.
 """
 
 import argparse
+import dataclasses
 import logging
 import os
 import sys
@@ -37,6 +38,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="one of several processes, found by JAX (TPU pod, Slurm, JobSet); not needed where JAX_COORDINATOR_ADDRESS is set",
     )
+    parser.add_argument(
+        "--resume_as_new",
+        action="store_true",
+        help="go on from the checkpoint although settings differ that bend what was learned; noted in RUN_DIR/changes.jsonl",
+    )
     parser.add_argument("--debug", action="store_true", help="show the stack of every error")
     return parser.parse_args(argv)
 
@@ -57,6 +63,13 @@ def _carry_out(run: Any, config: str, distributed: bool) -> int:
         return run.run(config, processes)
 
 
+def _as_new(run: Any) -> Any:
+    """The run, taking up its new settings at a resume; raises ValueError where RUN is no train.Run."""
+    if not hasattr(run, "resume_as_new"):
+        raise ValueError(f"{type(run).__name__} is no training run: leave out --resume_as_new")
+    return dataclasses.replace(run, resume_as_new=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and carries it out; returns the exit code."""
     arguments = parse_arguments(argv)
@@ -70,6 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
+        if arguments.resume_as_new:
+            run = _as_new(run)
         if arguments.dry_run:
             from jaxrl_llm.tools.plan import peaks, plan
 

@@ -50,18 +50,19 @@ class Batch:
         Raises:
           ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
         """
-        rollouts = [r for g in groups for r in g.rollouts]
-        if len(rollouts) > capacity:
-            raise ValueError(f"{len(rollouts)} sequences are more than the batch holds ({capacity})")
-        starts = np.cumsum([0, *(len(g.rollouts) for g in groups)])
-        parts = [p for p in np.array_split(np.arange(len(groups)), minibatches) if len(p)]
-        packed = []
-        for part in parts:
-            atoms = [list(range(starts[g], starts[g + 1])) for g in part]
-            packed.append(_pack(packing, rollouts, atoms, together=_paired(groups[part[0]])))
+        count = sum(len(g.rollouts) for g in groups)
+        if count > capacity:
+            raise ValueError(f"{count} sequences are more than the batch holds ({capacity})")
+        packed = _minibatches(groups, packing, np.array_split(np.arange(len(groups)), minibatches))
         return cls(
             groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed
         )
+
+    def shuffled(self, packing: Packing, seed: Sequence[int]) -> "Batch":
+        """The batch with its groups dealt anew to as many minibatches, by `seed`; its sequences keep their numbers."""
+        order = np.random.default_rng(list(seed)).permutation(len(self.groups))
+        parts = np.array_split(order, len(self.minibatches))
+        return replace(self, minibatches=_minibatches(self.groups, packing, parts))
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -192,6 +193,18 @@ def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 
 def _paired(group: Group) -> bool:
     return "log/side" in group.scores.parts
+
+
+def _minibatches(groups: Sequence[Group], packing: Packing, parts: Sequence[np.ndarray]) -> list[list[PackedRows]]:
+    """The packed rows of each minibatch, whose groups have the numbers of a part."""
+    rollouts = [r for g in groups for r in g.rollouts]
+    starts = np.cumsum([0, *(len(g.rollouts) for g in groups)])
+    packed = []
+    for part in parts:
+        if len(part):
+            atoms = [list(range(starts[g], starts[g + 1])) for g in part]
+            packed.append(_pack(packing, rollouts, atoms, together=_paired(groups[part[0]])))
+    return packed
 
 
 def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]], *, together: bool) -> list[PackedRows]:

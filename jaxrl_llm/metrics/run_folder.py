@@ -29,9 +29,12 @@ def writable(run_dir: Path, macro: str = "RUN_DIR") -> Path:
 
 
 def provenance(run_dir: Path, seed: int, config: str) -> None:
-    """Writes what reproduces the run: gin text, seed, version and commit."""
+    """Writes what reproduces the run: gin text, seed, version and commit; a configuration that differs is kept as config.N.gin."""
+    file = run_dir / "config.gin"
+    if config and file.is_file() and file.read_text() != config:
+        file.rename(run_dir / f"config.{len(list(run_dir.glob('config.*.gin')))}.gin")
     if config:
-        (run_dir / "config.gin").write_text(config)
+        file.write_text(config)
     facts = {
         "seed": seed,
         "version": jaxrl_llm.__version__,

@@ -1,8 +1,10 @@
 """A StageTrainer from a Stage: its data is read and encoded, its learner and its frozen models are made."""
 
+import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -46,8 +48,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         truncation=config.truncation, template_kwargs=config.template_kwargs,
     )  # fmt: skip
     rows = config.data.rows()
-    ends = [[row.source, row.id] for row in (*rows[:1], *rows[-1:])]
-    trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), ends])
+    trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content_of(rows)])
     generator = generator_of(config, trainer)
     collector = collector_of(config, generator, trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
@@ -60,6 +61,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         frozen=frozen_of(config, learner, trainer), held_out=held_out, sources=sorted({r.source for r in (*rows, *unseen)}),
         bases=dict(trainer.bases) | value_bases(config, learner, new_key(trainer.config.seed, number)),
         preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
+        contents={"data": content_of(rows), "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
     )  # fmt: skip
 
 
@@ -142,7 +144,20 @@ def held_out_of(
         prompts.append(other.prompts(list(evaluation.data.rows())[: evaluation.limit]))
         say(f"evaluation {evaluation.name}: {len(prompts[-1])} prompts", other.counts())
     responses = given_groups(config, encoder, unseen, trainer.config.seed) if unseen else []
-    return HeldOut(config=config, prompts=prompts, given=responses, generator=generator, processes=trainer.processes)
+    return HeldOut(config=config, prompts=prompts, given=responses, generator=generator, preemption=trainer.preemption)
+
+
+def content_of(rows: Sequence[Prompt]) -> str:
+    """A hash of all that rows hold and of their order."""
+    return hashed([[x for f in fields(row) if (x := getattr(row, f.name)) is not None] for row in rows])
+
+
+def hashed(value: Any) -> str:
+    """BLAKE2b of a JSON-like value, as hexadecimal text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for item in value:
+        digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
+    return digest.hexdigest()
 
 
 def say(what: str, counts: Mapping[str, int]) -> None:

@@ -56,6 +56,15 @@ class Checkpoints:
         """Step of the last whole checkpoint, or None."""
         return self._last.latest_step()
 
+    def best_until(self, step: int) -> float | None:
+        """The value of the best checkpoint of `step` or before it, or None; those of a future that is given up are removed."""
+        if self._best is None:
+            return None
+        for later in [s for s in self._best.all_steps() if s > step]:
+            self._best.delete(later)
+        kept = self._best.latest_step()
+        return None if kept is None else _host(self._best, kept)[0]["best"]
+
     def host(self, step: int) -> dict[str, Any]:
         """The host's state of the checkpoint at `step`; raises ValueError where it is damaged."""
         return _host(self._last, step)[0]

@@ -1,11 +1,12 @@
 """What a stage is evaluated on: prompts that the policy answers, and given responses that it never learns from."""
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxrl_llm.data.tokenizer import with_stop_ids
-from jaxrl_llm.distributed.processes import Processes
+from jaxrl_llm.distributed.preemption import Preemption, Stopping
 from jaxrl_llm.eval.evaluate import evaluate
 from jaxrl_llm.experience import Group, Prompt
 from jaxrl_llm.metrics import rollout_rows
@@ -22,14 +23,14 @@ class HeldOut:
       prompts: encoded prompts of each of its evaluations.
       given: groups of responses whose loss is measured.
       generator: asks the sampler.
-      processes: those of the run.
+      preemption: of the run: a signal ends an evaluation for which process 0 alone asks the sampler.
     """
 
     config: Stage
     prompts: Sequence[Sequence[Prompt]] = ()
     given: Sequence[Group] = ()
     generator: RolloutGenerator
-    processes: Processes
+    preemption: Preemption
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -38,10 +39,24 @@ class HeldOut:
         return {"tokenizer": self.generator.tokenizer, "rollouts": config.show_rollouts, "tokens": config.show_tokens}
 
     async def answers(self) -> tuple[dict[str, float], list[rollout_rows.Row]]:
-        """Metrics of all evaluations with the weights that the sampler holds, and their first rollouts, to be read."""
-        by_one = self.processes.count > self.generator.processes.count  # process 0 alone asks the sampler
-        metrics, rows = await self._answers() if self.processes.main or not by_one else ({}, [])
-        return self.processes.broadcast(metrics), rows
+        """Metrics of all evaluations with the weights that the sampler holds, and their first rollouts, to be read.
+
+        Raises:
+          Stopping: a signal came first; all processes of the run raise it.
+        """
+        processes = self.preemption.processes
+        if processes.count == self.generator.processes.count:
+            metrics, rows = await self._answers()
+            return processes.broadcast(metrics), rows
+        found: dict[str, float] | None = None
+        rows = []
+        if processes.main:  # it alone asks the sampler
+            with contextlib.suppress(Stopping):
+                found, rows = await self.preemption.unless(self._answers())
+        found = processes.broadcast(found)
+        if found is None:
+            raise Stopping
+        return found, rows
 
     async def _answers(self) -> tuple[dict[str, float], list[rollout_rows.Row]]:
         metrics: dict[str, float] = {}

@@ -19,7 +19,7 @@ from jaxrl_llm.learner.batch import Batch
 from jaxrl_llm.learner.learner import Learner, TrainState
 from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats
 from jaxrl_llm.metrics import diagnostics, rollout_rows
-from jaxrl_llm.protocols import GroupLoader, Params
+from jaxrl_llm.protocols import Down, GroupLoader, Params
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.train.evaluation import HeldOut
 from jaxrl_llm.train.frozen_models import FrozenModels
@@ -28,6 +28,8 @@ from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.stage import Stage
 
 _log = logging.getLogger(__name__)
+
+UNREWARDED = 3  # steps in a row without a valid reward, after which a run ends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,8 +66,10 @@ class StageTrainer:
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
       preemption: of the run: a signal ends the wait for groups.
       progress: hears which part of the step the run is in.
+      contents: {"data": hash, "tokenizer": hash}, by which a checkpoint knows what it learned from.
       controls: values of the controllers of the algorithm and of the schedule.
       phase: the phase of the present step.
+      unrewarded: steps in a row until now without a valid reward.
     """
 
     config: Stage
@@ -80,8 +84,10 @@ class StageTrainer:
     bases: Mapping[str, Params] = field(default_factory=dict)
     preemption: Preemption
     progress: Progress
+    contents: Mapping[str, str] = field(default_factory=dict)
     controls: dict[str, float] = field(default_factory=dict)
     phase: Phase = WHOLE
+    unrewarded: int = 0
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -94,9 +100,10 @@ class StageTrainer:
         stats, own = await self.token_stats(state, batch, step)
         if self.rescores:
             batch = await self.rescored(batch, stats)
+        self.check_rewards(batch)
         sequences = self.sequences(batch, stats)
         advantages = await self.advantages(sequences)
-        state, measured = await self.update(state, batch, sequences, advantages)
+        state, measured = await self.update(state, batch, sequences, advantages, step)
         result = StepResult(batch=batch, stats=stats, advantages=advantages, measured=measured)
         metrics = self.metrics(result, step) | own
         self.check(metrics, state)
@@ -154,14 +161,14 @@ class StageTrainer:
     @part("updating", "update")
     @explained("updating")
     def update(
-        self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages
+        self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages, step: int
     ) -> tuple[TrainState, dict[str, float]]:
-        """All updates of the step, and the mean of their metrics."""
+        """All updates of the step, and the mean of their metrics; each epoch after the first deals its groups to minibatches anew."""
         learner = self.phase_learner
-        minibatches = batch.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner)
         found = []
-        for _ in range(self.config.epochs):
-            for minibatch in minibatches:
+        for epoch in range(self.config.epochs):
+            dealt = batch.shuffled(self.config.packing, (self.learner.seed, step, epoch)) if epoch else batch
+            for minibatch in dealt.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner):
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)
         values = jax.device_get(found)
@@ -279,6 +286,16 @@ class StageTrainer:
         diagnostics.check_gradients(int(to_host(state.skipped)), config.max_skipped, metrics)
         diagnostics.check_gap(metrics, warn=config.gap_warn, stop=config.gap_stop)
 
+    def check_rewards(self, batch: Batch) -> None:
+        """Raises Down after UNREWARDED steps in a row in which no reward of any rollout could be had."""
+        had = not self.config.samples or any(group.valid().any() for group in batch.groups)
+        self.unrewarded = 0 if had else self.unrewarded + 1
+        if self.unrewarded >= UNREWARDED:
+            raise Down(
+                f"no reward could be had in {UNREWARDED} steps in a row of stage {self.config.name!r}: look at the first traceback above, and "
+                "mend the reward or the service that it asks"
+            )
+
     def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
         """Moves the controllers of the algorithm and of the schedule after a step that learned from `sequences`."""
         self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
@@ -328,6 +345,7 @@ class StageTrainer:
         """What a checkpoint of this stage holds of the host."""
         return {
             "feed": self.loader.state(), "controls": self.controls, "bases": self._base_sizes, "phase": self.phase.name,
+            "contents": dict(self.contents),
         }  # fmt: skip
 
     @cached_property
@@ -335,18 +353,26 @@ class StageTrainer:
         """Mean |weight| of the frozen bases, by which a checkpoint knows them again."""
         return {n: float(np.mean([jnp.mean(jnp.abs(x)) for x in jax.tree.leaves(b)])) for n, b in self.bases.items()}
 
-    def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any]) -> None:
-        """Takes up a checkpoint.
+    def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any], *, as_new: bool = False) -> None:
+        """Takes up a checkpoint; `as_new` leaves the controllers where the configuration starts them.
 
         Raises:
-          ValueError: its adapters were trained on other frozen weights.
+          ValueError: its adapters were trained on other frozen weights, or its data or tokens are others.
         """
+        for name, content in host.get("contents", {}).items():
+            if self.contents.get(name, content) != content and not (as_new and name == "data"):
+                raise ValueError(
+                    f"the {name} of stage {self.config.name!r} is another one than the checkpoint's (its content has changed): restore it, "
+                    "or set RUN_DIR to another folder; other data goes on with --resume_as_new"
+                )
         for name, size in host.get("bases", {}).items():
             if not np.isclose(self._base_sizes.get(name, np.nan), size, rtol=1e-4):
                 raise ValueError(
                     f"the adapters of the {name} in the checkpoint were trained on other frozen weights: set SEED and "
                     "sources.PolicySource as they were, or give the run another RUN_DIR"
                 )
-        self.loader.restore(host["feed"])
-        self.controls = dict(host["controls"])
+        if not as_new or host.get("contents", {}).get("data") == self.contents.get("data"):
+            self.loader.restore(host["feed"])
+        if not as_new:
+            self.controls = dict(host["controls"])
         self.frozen.params = {n: t for n, t in trees.items() if n != "state"}

@@ -103,7 +103,7 @@ def out_of_memory(trial: Trial) -> Row:
     for _ in range(trial.times):
         run, batch = too_large.stage()
         try:
-            asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages)))
+            asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages), 1))
             raise AssertionError("it fits")
         except MemoryError as error:
             assert all(

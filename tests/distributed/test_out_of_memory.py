@@ -18,7 +18,7 @@ def test_the_error_of_a_step_names_what_to_lower_and_what_it_is_now(doing):
     run, batch = stage()
     with pytest.raises(MemoryError) as raised:
         if doing == "updating":
-            asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages)))
+            asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages), 1))
         else:
             asyncio.run(run.token_stats(Mock(spec=TrainState), batch, 1))
     text = str(raised.value)
@@ -39,7 +39,7 @@ def test_another_error_of_a_step_stays_what_it_is():
     run, batch = stage()
     run.learner.update.side_effect = lambda *_: 1 / 0
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages)))
+        asyncio.run(run.update(Mock(spec=TrainState), batch, Mock(spec=Sequences), Mock(spec=Advantages), 1))
 
 
 def test_a_command_ends_with_one_line_that_says_what_to_do(monkeypatch, capsys):

@@ -28,7 +28,6 @@ from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.data.tokenizer import CharTokenizer
 from jaxrl_llm.distributed.preemption import Preemption
-from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import unscored
 from jaxrl_llm.learner import score
 from jaxrl_llm.learner.batch import bare, to_device
@@ -103,7 +102,7 @@ def running(config: Stage, learner: Any, given: Any = (), frozen: Any = None) ->
     generator = RolloutGenerator(sampler=EchoSampler(), tokenizer=Words())
     return StageTrainer(
         config=config, learner=learner, loader=OfflineGroups(stream=PromptStream(pairs_of(1)), rows=1), sources=["s"],
-        held_out=HeldOut(config=config, given=given, generator=generator, processes=Processes()),
+        held_out=HeldOut(config=config, given=given, generator=generator, preemption=Mock(spec=Preemption)),
         frozen=FrozenModels(policy=learner.policy, params=frozen or {}), preemption=Mock(spec=Preemption), progress=Mock(spec=Progress),
     )  # fmt: skip
 

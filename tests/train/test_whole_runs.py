@@ -120,11 +120,12 @@ def test_nothing_compiles_after_the_first_step_of_a_stage(whole: Path) -> None:
 
 def test_sampled_rollouts_are_kept_for_reading(whole: Path) -> None:
     shown = [json.loads(line) for line in (whole / "rollouts.jsonl").read_text().splitlines()]
-    assert {"step", "question", "response", "reference", "reward", "finish"} <= set(shown[-1])
-    assert shown[-1]["question"].startswith("s:")
-    streams = shown[-1]["streams"]
+    learned = [row for row in shown if "kind" not in row][-1]
+    assert {"step", "question", "response", "reference", "reward", "finish"} <= set(learned)
+    assert learned["question"].startswith("s:")
+    streams = learned["streams"]
     assert set(streams) == {"token", "logprob", "entropy", "advantage", "sampler_logprob"}
-    assert all(len(values) == shown[-1]["tokens"] for values in streams.values())
+    assert all(len(values) == learned["tokens"] for values in streams.values())
     assert streams["logprob"] == pytest.approx(streams["sampler_logprob"], abs=2e-3)  # four digits of the same policy's
     held_out = [row for row in shown if row.get("kind") == "eval/heldout"]
     asked = {step: [row["prompt"] for row in held_out if row["step"] == step] for step in (0, 8)}

@@ -1,0 +1,131 @@
+"""One writer at a time in the folder of a run or an evaluation.
+
+The lock is flock(2) on FOLDER/.lock, which the kernel frees when the process ends, however that ends, and which Linux carries to other hosts over
+NFS. FOLDER/owner.json names the owner, and its time of change is a heartbeat: a file system on which flock is missing, or knows this
+host alone, is told from one on which the last owner has died by waiting for the next beat.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+BEAT_S = 5.0  # seconds between heartbeats
+SILENT_S = 4 * BEAT_S  # an owner elsewhere that is silent for so long has ended
+_MISSING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@contextlib.contextmanager
+def locked(folder: Path, macro: str = "RUN_DIR") -> Iterator[None]:
+    """Keeps other processes out of `folder`, on this host and on others that share it.
+
+    Raises:
+      ValueError: another process writes there; the message names it, and the `macro` that sets another folder.
+    """
+    owner = folder / "owner.json"
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise ValueError(_held(folder, _read(owner), macro)) from error
+            _log.warning("%s has no file locks: the folder is kept by the heartbeat of owner.json alone", folder)
+        last = _read(owner)
+        if last:
+            if _lives(owner, last):
+                raise ValueError(_held(folder, last, macro))
+            _log.warning("took over %s from %s, which ended without leaving it", folder, _named(last))
+        with _beating(owner):
+            yield
+
+
+def _read(owner: Path) -> dict[str, Any]:
+    """Who wrote there last; {} where nobody did, or where the file is torn."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(owner.read_text()))
+    return {}
+
+
+def _lives(owner: Path, last: dict[str, Any]) -> bool:
+    """Whether the last owner still runs: its process on this host, its heartbeat on another."""
+    if last.get("host") == socket.gethostname() and last.get("boot") == _boot():
+        return _running(last)
+    before = _beat(owner)
+    if before is None or time.time() - before > SILENT_S:
+        return False
+    _log.warning("waits %g s for a sign of life of %s", SILENT_S, _named(last))
+    deadline = time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        time.sleep(min(BEAT_S / 2, 1.0))
+        if _beat(owner) != before:
+            return True
+    return False
+
+
+def _running(last: dict[str, Any]) -> bool:
+    """Whether the process of the owner runs here; one that has its number and began at another time is another."""
+    pid = last.get("pid")
+    return isinstance(pid, int) and pid != os.getpid() and _began(pid) is not None and _began(pid) == last.get("began")
+
+
+def _began(pid: int) -> str | None:
+    """When a process of this host began, in ticks since boot; None where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+def _boot() -> str:
+    """Names the boot of this host: containers share a host's name more easily than its boot."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _beat(owner: Path) -> float | None:
+    with contextlib.suppress(OSError):
+        return owner.stat().st_mtime
+    return None
+
+
+@contextlib.contextmanager
+def _beating(owner: Path) -> Iterator[None]:
+    """Names this process as the owner and beats while the block runs; a folder that is gone ends nothing."""
+    known = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
+    owner.write_text(json.dumps({**known, "since": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(BEAT_S):
+            with contextlib.suppress(OSError):
+                os.utime(owner)
+
+    thread = threading.Thread(target=beat, daemon=True, name="run lock")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        owner.unlink(missing_ok=True)
+
+
+def _named(last: dict[str, Any]) -> str:
+    if not last:
+        return "another process"
+    return f"process {last.get('pid')} on {last.get('host')}, which began at {last.get('since')}"
+
+
+def _held(folder: Path, last: dict[str, Any], macro: str) -> str:
+    return f"{_named(last)} is writing to {folder}: wait for it, stop it, or set {macro} to another folder"

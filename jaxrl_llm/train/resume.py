@@ -1,0 +1,134 @@
+"""What a resumed run may change: its resolved settings are compared with those that the run folder was made with.
+
+RUN_DIR/settings.json holds every field of every component by its path, such as `stages[rl].algorithm.kl_coef`. A start whose settings differ goes on
+where the difference cannot bend what was learned (limits, cadence, paths, learning rates, servers, mesh), notes it in RUN_DIR/changes.jsonl
+with its step, and is refused else, unless it is asked to take the new settings from here on.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm.metrics.run_folder import commit
+
+SETTINGS, CHANGES = "settings.json", "changes.jsonl"
+
+# Settings that may change from one start to the next: what is learned does not depend on them, or is meant to (rates). Data and tokenizer are known
+# again by their content (StageTrainer.contents), wherever they lie and however they are made.
+FREE = re.compile(
+    r"(run_dir|stop_after_s|stop_limit_s|profile_steps|(mesh|hosts|checkpoints|writers|watch|sampler)\b.*)"
+    r"|stages\[[^]]+\]\.("
+    r"data\b.*|teacher\.path|evaluate_every|score_every|gap_\w+|max_skipped|show_\w+|offload_reference|held_out\b.*|evaluations\b.*|packing\.(rows|tail|row_tokens)"
+    r"|(critic_)?optimizer\.(learning_rate|warmup_steps|schedule|final_fraction|offload|max_grad_norm)"
+    r")"
+    r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll)"
+)
+STEPS = re.compile(r"stages\[([^]]+)\]\.steps")
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting that differs.
+
+    Attributes:
+      name: its path.
+      was: its value when the run folder was written, as text; "absent" where there was none.
+      now: its value at this start.
+    """
+
+    name: str
+    was: str
+    now: str
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.was}, is {self.now}"
+
+
+def settings_of(run: object) -> dict[str, str]:
+    """{path: value as text} of every field of a run and of the components in it."""
+    return dict(_flat("", run))
+
+
+def _flat(path: str, value: object) -> Sequence[tuple[str, str]]:
+    if is_dataclass(value) and not isinstance(value, type):
+        inner = [(f"{path}.{f.name}".removeprefix("."), getattr(value, f.name)) for f in fields(value) if f.compare]
+        kind = [] if not path else [(path, type(value).__qualname__)]
+        return [*kind, *(pair for name, x in inner for pair in _flat(name, x))]
+    if isinstance(value, Mapping):
+        return [pair for key, x in value.items() for pair in _flat(f"{path}[{key}]", x)]
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes) and any(is_dataclass(x) for x in value):
+        return [pair for i, x in enumerate(value) for pair in _flat(f"{path}[{getattr(x, 'name', i)}]", x)]
+    return [(path, re.sub(r" at 0x[0-9a-f]+", "", repr(value)))]
+
+
+def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
+    """The settings that differ, in the order of their names."""
+    names = sorted(before.keys() | now.keys())
+    pairs = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
+    return [Change(name, was, value) for name, was, value in pairs if was != value]
+
+
+def refused(found: Sequence[Change], stages: Sequence[str], stage: int) -> list[Change]:
+    """The changes that a run in the stage of number `stage` cannot take up silently.
+
+    The steps of that stage and of those after it may change; those of a finished one would shift all that follow.
+    """
+
+    def free(change: Change) -> bool:
+        steps = STEPS.fullmatch(change.name)
+        if steps is not None:
+            return steps[1] in stages[stage:]
+        return FREE.fullmatch(change.name) is not None
+
+    return [change for change in found if not free(change)]
+
+
+def read(run_dir: Path) -> dict[str, str] | None:
+    """The settings that the folder was made with; None for a folder of an earlier version."""
+    file = run_dir / SETTINGS
+    return dict(json.loads(file.read_text())) if file.is_file() else None
+
+
+def accept(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bool) -> list[Change]:
+    """Compares a start with its run folder, notes what changes and returns it.
+
+    Args:
+      run_dir: the folder, which no other process writes.
+      run: the run.
+      step: the checkpoint that it goes on from; None where there is none.
+      stage: number of the stage that the checkpoint is in.
+      as_new: whether settings that bend what was learned are taken up too.
+
+    Raises:
+      ValueError: such a setting differs, with both values and the way out; nothing is written.
+    """
+    now, before = settings_of(run), read(run_dir)
+    found = [] if before is None or step is None else changes(before, now)
+    bent = refused(found, [s.name for s in run.stages], stage)
+    shifted = [change for change in bent if STEPS.fullmatch(change.name)]
+    if shifted or (bent and not as_new):
+        listed = "; ".join(map(str, shifted or bent))
+        way = "" if shifted else ", add --resume_as_new to go on from the checkpoint with the new settings"
+        raise ValueError(
+            f"{run_dir} holds a run with other settings, at step {step}: {listed}. Set them as they were{way}, or set RUN_DIR to another "
+            "folder"
+        )
+    _note(run_dir, found, step, bent)
+    (run_dir / SETTINGS).write_text(json.dumps(now, indent=1) + "\n")
+    return found
+
+
+def _note(run_dir: Path, found: Sequence[Change], step: int | None, bent: Sequence[Change]) -> None:
+    if not found:
+        return
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    rows = [
+        {"time": time, "step": step, "name": c.name, "was": c.was, "is": c.now, "bends": c in bent, "commit": commit()}
+        for c in found
+    ]
+    with (run_dir / CHANGES).open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)

@@ -1,0 +1,342 @@
+"""A run in progress: stages of publish, sample, score, learn, evaluate and save, resumable after every save."""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm import components
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.distributed.preemption import STOPPED, Preemption, Stopping
+from jaxrl_llm.learner import score
+from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.metrics import diagnostics, profiling
+from jaxrl_llm.metrics.profiling import Compilations
+from jaxrl_llm.metrics.run_folder import provenance
+from jaxrl_llm.metrics.writers import Writers
+from jaxrl_llm.protocols import AuxiliaryModel, Down, Sampler
+from jaxrl_llm.train import resume
+from jaxrl_llm.train.build import new_key, open_stage
+from jaxrl_llm.train.checkpoint import Checkpoints
+from jaxrl_llm.train.progress import Progress, part
+from jaxrl_llm.train.step import StageTrainer, StepResult
+
+_log = logging.getLogger(__name__)
+
+SIGNAL = "a signal"  # stops a run
+
+
+class Trainer:
+    """A run in progress.
+
+    Args:
+      run: what it is composed of, a `run.Run`.
+      run_dir: its folder.
+      partitioner: the mesh.
+      preemption: hears signals.
+    """
+
+    overlaps = False  # what its own parts do needs the event loop
+
+    def __init__(self, run: Any, run_dir: Path, partitioner: Partitioner, preemption: Preemption) -> None:
+        self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
+        self.preemption, self.processes = preemption, preemption.processes
+        self.tokenizer = run.tokenizer.load()
+        self.policy = run.policy.policy(partitioner)
+        self._check_vocabulary()
+        self._check_teachers()
+        for stage in run.stages:
+            stage.check_depth(self.policy.architecture.layers)
+        self.checkpoints = Checkpoints(run_dir, run.checkpoints)
+        self.sampler: Sampler = run.sampler.start(
+            self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
+        )
+        self.watching = run.watch.start(run_dir, jax.process_index())
+        self.progress = Progress(self.watching)
+        self.bases: dict[str, Any] = {}
+        self.auxiliary: list[AuxiliaryModel] = []
+        self.writers = Writers.open((), run_dir, None, 0)
+        self.state: Any = None  # a TrainState, from the first stage on
+        self.best: float | None = None
+        self.pending: dict[str, Any] | None = None  # a step whose evaluation is left to this start
+        self.compilations = Compilations()
+        self.began: float | None = None
+        self.stopped = ""  # or what by
+        self.status = 0  # of the process at its end
+        self.before: dict[str, Any] | None = None  # the host's state after the last step
+
+    def _check_vocabulary(self) -> None:
+        size = self.policy.architecture.vocabulary_size
+        if len(self.tokenizer) > size:
+            raise ValueError(
+                f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
+            )
+
+    def _check_teachers(self) -> None:
+        """Refuses a teacher that is not there, or of other tokens, before the first stage."""
+        for stage in self.config.stages:
+            if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+                score.found(stage.teacher, self.tokenizer, self.partitioner)
+
+    # -- the run -------------------------------------------------------------------------------------------------------
+
+    async def run(self, config: str) -> None:
+        """All stages from where the run stands."""
+        restored = self.open(config)
+        if restored == self.config.starts[-1]:
+            _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
+            return
+        async for stage, start in self.stages_left(restored):
+            for step in range(start + 1, stage.offset + stage.config.steps + 1):
+                with self.traced(step), self.given_up(stage):
+                    self.state = await self.step(stage, self.state, step)
+                if self.stopped:
+                    done = step - (self.before is None or self.before["step"] < step)
+                    print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
+                    break
+        self.watching.at("saving")
+        try:
+            self.checkpoints.wait()
+        except OSError as error:
+            self.stop(error)
+            print(f"stopped: {error}", flush=True)
+
+    async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
+        """One step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
+        self.progress.begin()
+        self.watching.at("beginning a step", step=step)
+        if stage.config.samples:
+            await self.publish(state, version=step - 1)
+        state, metrics, result = await stage.step(state, step)
+        self.stopped = self.stopped or self.ends(2 * step)
+        metrics |= {"stage": float(stage.number), "update/step": float(step)}
+        pending = None
+        if stage.evaluates(step) or self.stopped:
+            self.writers.rollouts(step, stage.rows(result))
+            pending = await self.evaluated(stage, state, step, metrics)
+        metrics |= self.measures(stage, result, step)
+        if pending:
+            self.save(stage, state, step, metrics, pending=len(result.batch.rollouts))
+        else:
+            self.finish(stage, state, step, metrics, len(result.batch.rollouts))
+        return state
+
+    async def evaluated(self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float]) -> bool:
+        """Adds what an evaluation measures to `metrics`; returns whether it is left to the next start.
+
+        A signal that came before it, or comes in it, ends the run at once, and so does a service that is down.
+        """
+        if self.stopped == SIGNAL:
+            return stage.evaluates(step)
+        if self.processes.count > 1 and self.saves(
+            stage, step
+        ):  # a signal cannot end an evaluation on the devices of several hosts
+            self.save(stage, state, step, metrics, pending=0)
+        try:
+            work = self.evaluate(stage, state, step)
+            metrics |= await (work if self.processes.count > 1 else self.preemption.unless(work))
+        except (Stopping, Down) as stop:
+            self.stop(stop)
+            return True
+        return False
+
+    def finish(
+        self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float], sequences: int
+    ) -> None:
+        """Ends a step that learned from `sequences`: its metrics move the controllers, are written, and the run is saved."""
+        metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
+        stage.adapt(step, metrics, sequences)
+        self.write(step, metrics)
+        self.stopped = self.stopped or self.ends(2 * step + 1)
+        self.save(stage, state, step, metrics)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes the metrics of a step; a disk that is full ends the run."""
+        try:
+            self.writers.write(step, metrics)
+        except OSError as error:
+            self.stop(error)
+
+    @part("publishing", "publish")
+    async def publish(self, state: TrainState, version: int) -> None:
+        """Gives the sampler the policy that a step samples from."""
+        await self._serve(state, version)
+
+    async def _serve(self, state: TrainState, version: int) -> None:
+        """Gives the sampler the policy of `state`, where it serves another version."""
+        if self.sampler.version != version:
+            weights = self.policy.merged(state.policy, self.bases.get("policy"))
+            await self.sampler.publish(weights, version)
+
+    @part("evaluating", "evaluate")
+    async def evaluate(self, stage: StageTrainer, state: TrainState, step: int) -> dict[str, float]:
+        """Metrics of the held-out data of a stage; writes the first rollouts."""
+        metrics = stage.measure(state)
+        if stage.config.evaluations:
+            await self._serve(state, step)
+            found, rows = await stage.held_out.answers()
+            metrics |= found
+            self.writers.rollouts(step, rows)
+        return metrics
+
+    def measures(self, stage: StageTrainer, result: StepResult, step: int) -> dict[str, float]:
+        """Times, speed and counts of a step."""
+        seconds = self.progress.seconds
+        metrics = {f"time/{name}_s": s for name, s in seconds.items()}
+        metrics |= diagnostics.speed(
+            result.batch, self.policy.architecture, stage.config.epochs, seconds, stage.layers
+        )  # fmt: skip
+        metrics |= {**self.sampler.metrics(), **stage.loader.take(), "compilations": float(stage.compilations)}
+        return metrics | {"compilations/step": float(self.compilations.take())}
+
+    def saves(self, stage: StageTrainer, step: int) -> bool:
+        """Whether a save is due after a step."""
+        return bool(self.stopped) or stage.is_last(step) or step % self.config.checkpoints.every == 0
+
+    def save(
+        self,
+        stage: StageTrainer,
+        state: TrainState,
+        step: int,
+        metrics: Mapping[str, float],
+        *,
+        pending: int | None = None,
+    ) -> None:
+        """Saves where a save is due, and the best checkpoint where the evaluation is the best so far.
+
+        Args:
+          pending: sequences that the step learned from, where its evaluation is left to the start that goes on from here.
+        """
+        self.watching.at("saving", version=self.sampler.version)
+        name = self.config.checkpoints.best
+        value = metrics.get(name) if name else None
+        improved = value is not None and (self.best is None or value > self.best)
+        if improved:
+            self.best = value
+        self.before = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
+        if pending is not None:
+            self.before["pending"] = {"metrics": dict(metrics), "sequences": pending}
+        trees = {"state": state, **stage.frozen.params}
+        try:
+            self.checkpoints.save(step, trees, self.before, last=self.saves(stage, step), best=improved)
+        except OSError as error:  # the checkpoints from before are whole
+            self.stop(error)
+
+    # -- start, resume, end --------------------------------------------------------------------------------------------
+
+    def open(self, config: str) -> int | None:
+        """Opens the writers and what lies frozen under adapters; returns the step that the run goes on after, if any."""
+        restored = self.processes.broadcast(self.checkpoints.latest())
+        writers = self.config.writers if self.processes.main else ()
+        self.writers = Writers.open(writers, self.run_dir, restored, self.config.starts[-1])
+        if config and restored is None:
+            self.writers.text("config", f"```\n{config}\n```")
+        self.watching.at("opening", step=restored or 0)
+        if restored != self.config.starts[-1]:
+            self.accept(restored, config)
+            base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
+            self.bases = {} if base is None else {"policy": base}
+        return restored
+
+    def accept(self, restored: int | None, config: str) -> None:
+        """Compares the settings with those of the run folder and writes what reproduces the run; raises ValueError as `resume.accept`."""
+        refusal = ""
+        if self.processes.main:
+            number = 0 if restored is None else self.checkpoints.host(restored)["stage"]
+            try:
+                found = resume.accept(self.run_dir, self.config, restored, number, as_new=self.config.resume_as_new)
+            except ValueError as error:
+                refusal = str(error)
+            else:
+                for change in found:
+                    print(f"changed after step {restored}: {change}", flush=True)
+                provenance(self.run_dir, self.config.seed, config)
+        if refusal := self.processes.broadcast(refusal):
+            raise ValueError(refusal)
+
+    async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
+        """Each stage that is not over, and the step that it goes on after; `state` is the state to begin with."""
+        first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
+        for number, config in list(enumerate(self.config.stages))[first:]:
+            if self.stopped:
+                return
+            self.watching.at("beginning", stage=config.name)
+            stage = open_stage(config, self, number)
+            if restored is not None and number == first:
+                start, self.state = restored, self._restored(stage, restored)
+            else:
+                params = self._initial() if self.state is None else self.state.policy
+                start, self.state = stage.offset, stage.begin(params, new_key(self.config.seed, number))
+            _log.info("stage %s goes on after step %d", config.name, start)
+            await stage.frozen.refresh(self.state.policy, start - stage.offset)
+            if start == 0:
+                self.writers.write(0, await self.evaluate(stage, self.state, 0))
+            if self.pending is not None:
+                pending, self.pending = self.pending, None
+                await self.catch_up(stage, start, pending)
+            self.began = self.began or time.monotonic()
+            yield stage, start
+
+    async def catch_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> None:
+        """Ends the step whose evaluation an earlier start left to this one."""
+        metrics = pending["metrics"] | await self.evaluate(stage, self.state, step)
+        self.finish(stage, self.state, step, metrics, pending["sequences"])
+
+    def _initial(self) -> Any:
+        """The weights that the run starts from."""
+        return self.config.policy.params(self.policy, jax.random.key(self.config.seed))
+
+    def _restored(self, stage: StageTrainer, step: int) -> TrainState:
+        host = self.checkpoints.host(step)
+        trees = self.checkpoints.restore(step, stage.abstract)
+        stage.resume(host, trees, as_new=self.config.resume_as_new)
+        self.best, self.pending = self.checkpoints.best_until(step), host.get("pending")
+        print(f"resuming from step {step} of {self.checkpoints.folder}", flush=True)
+        return trees["state"]
+
+    def ends(self, place: int) -> str:
+        """What ends this start at `place`, a number that grows from question to question; all processes say the same."""
+        if self.preemption.reached(place):
+            return SIGNAL
+        limit = self.config.stop_after_s
+        over = limit is not None and self.began is not None and time.monotonic() - self.began >= limit
+        return self.processes.broadcast("train.Run.stop_after_s" if over else "")
+
+    def stop(self, why: BaseException) -> None:
+        """Ends the run after what it is in, for a reason that the same command may find gone."""
+        self.stopped = SIGNAL if isinstance(why, Stopping) else str(why)
+        self.status = STOPPED
+
+    def traced(self, step: int) -> contextlib.AbstractContextManager[None]:
+        """Traces a step for TensorBoard's profile tab where that is wanted."""
+        wanted = self.processes.main and step in self.config.profile_steps
+        return profiling.traced(self.run_dir / "tensorboard", wanted)
+
+    @contextlib.contextmanager
+    def given_up(self, stage: StageTrainer) -> Iterator[None]:
+        """Saves the run as it was before a step that a signal, or a service that is down, ends before anything is learned in it."""
+        try:
+            yield
+        except (Stopping, Down) as stop:
+            self.stop(stop)
+            if self.before is not None and self.before["step"] != self.checkpoints.latest():
+                trees = {"state": self.state, **stage.frozen.params}
+                self.checkpoints.save(self.before["step"], trees, self.before)
+
+    async def close(self) -> None:
+        """Stops the sampler and the rewards' processes and closes files; where one fails, the others are closed all the same."""
+        self.watching.at("closing")
+        async with contextlib.AsyncExitStack() as closing:
+            closing.push(lambda _, error, __: self.watching.end(error or sys.exception()))
+            closing.callback(self.writers.close)
+            closing.callback(self.checkpoints.close)
+            for stage in self.config.stages:
+                closing.callback(components.close, (stage.reward, [e.reward for e in stage.evaluations]))
+            for model in self.auxiliary:
+                closing.push_async_callback(model.stop)
+            closing.push_async_callback(self.sampler.close)

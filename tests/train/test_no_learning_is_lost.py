@@ -1,0 +1,114 @@
+"""A run that a signal, a service or a disk ends loses the step in progress at most, and the same command goes on bit for bit."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+
+from jaxrl_llm.distributed.preemption import STOPPED
+
+pytestmark = pytest.mark.xdist_group("whole_run")
+# The answers of evaluations are graded by the reward that can be slow; a step is evaluated after every second.
+EVALUATED = {**tiny_run.RL_ALONE, "evaluate.Evaluation.reward": "@wrap.Wrap()", "train.Watchdog.every_s": 0.02}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_users_compile() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The metrics of a run that nothing disturbs."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    done = tiny_run.launch(run_dir, **EVALUATED)
+    assert done.returncode == 0, done.stderr
+    return tiny_run.rows(run_dir)
+
+
+def place(run_dir: Path) -> tuple[str, int]:
+    """What the run does, and its step."""
+    try:
+        health = json.loads((run_dir / "health.json").read_text())
+    except (OSError, ValueError):
+        return "", 0
+    return health["doing"], health["step"]
+
+
+def test_a_signal_in_an_evaluation_saves_what_was_learned_and_leaves_the_evaluation_to_the_next_start(whole, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            tiny_run.command(run_dir, **EVALUATED, SAVE_EVERY=100), cwd=tiny_run.ROOT, stdout=output, stderr=output,
+            env=tiny_run.environment() | {"REWARD_S": "0.1"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while place(run_dir) != ("evaluating", 4) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == STOPPED, log.read_text()
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["4"], "step 4 was learned and is saved"
+    assert [row["step"] for row in tiny_run.rows(run_dir)] == [0, 1, 2, 3], "and is written when it is evaluated"
+    done = tiny_run.launch(run_dir, **EVALUATED, SAVE_EVERY=100)
+    assert done.returncode == 0 and "resuming from step 4" in done.stdout, done.stderr
+    assert tiny_run.rows(run_dir) == whole
+
+
+def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(tmp_path):
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        tiny_run.command(run_dir, **tiny_run.RL_ALONE), cwd=tiny_run.ROOT, capture_output=True, text=True, timeout=300,
+        env=tiny_run.environment() | {"REWARD_S": "no number"},
+    )  # fmt: skip
+    assert done.returncode == STOPPED, done.stderr
+    assert "no reward could be had in 3 steps in a row of stage 'rl'" in done.stdout
+    assert "could not convert string to float: 'no number'" in done.stderr
+    assert [row["step"] for row in tiny_run.rows(run_dir)] == [0, 1, 2]
+    assert [p.name for p in (run_dir / "checkpoints").iterdir()] == ["2"]
+    again = tiny_run.launch(run_dir, **tiny_run.RL_ALONE)
+    assert again.returncode == 0 and "resuming from step 2" in again.stdout, again.stderr
+
+
+def test_two_launches_in_one_folder_are_one_run(whole, tmp_path):
+    run_dir = tmp_path / "run"
+    first = subprocess.Popen(
+        tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=subprocess.DEVNULL
+    )
+    while not (run_dir / "owner.json").exists() and first.poll() is None:
+        time.sleep(0.01)
+    second = tiny_run.launch(run_dir, **EVALUATED)
+    assert second.returncode == 1 and f"process {first.pid} on" in second.stderr and "RUN_DIR" in second.stderr
+    assert first.wait(timeout=300) == 0
+    assert tiny_run.rows(run_dir) == whole
+
+
+def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp_path):
+    run_dir = tmp_path / "run"
+    limit = {"train.Run.stop_after_s": 0.0}
+    assert tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit).returncode == 0
+    before = (run_dir / "config.gin").read_text()
+    other = {"grpo.GRPO.kl_coef": 0.9}
+    refused = tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit, **other)
+    assert refused.returncode == 1
+    assert "stages[rl].algorithm.kl_coef was 0.01, is 0.9" in refused.stderr and "--resume_as_new" in refused.stderr
+    assert (run_dir / "config.gin").read_text() == before
+    data = {"heldout/sorting.Sorting.size": 8, "sorting.Sorting.seed": 5}
+    refused = tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit, **data)
+    assert refused.returncode == 1 and "the data of stage 'rl' is another one" in refused.stderr
+    command = [*tiny_run.command(run_dir, **tiny_run.RL_ALONE, **other), "--resume_as_new"]
+    done = subprocess.run(
+        command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert "changed after step 1: stages[rl].algorithm.kl_coef was 0.01, is 0.9" in done.stdout
+    assert "kl_coef = 0.9" in (run_dir / "config.gin").read_text() and (run_dir / "config.0.gin").read_text() == before
+    assert tiny_run.rows(run_dir)[-1]["kl/coef"] == pytest.approx(0.9), "what is trained is what the configuration says"
