@@ -1,4 +1,4 @@
-"""Chat messages from the forms that data sets keep them in: role/content, from/value, and marked transcripts."""
+"""Converts chat messages from the formats of data sets: role/content, from/value, and marked transcripts."""
 
 import re
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ ROLES: Mapping[str, str] = {
     "assistant": "assistant",
     "system": "system",
 }
-# Anthropic's transcripts: each turn opens with a blank line and its speaker.
+# In Anthropic's transcripts each turn begins with a blank line and its speaker.
 _SPEAKER = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def messages(value: Any, role: str = "user") -> Messages | None:
-    """The messages that `value` holds, or None where it holds none.
+    """Returns the messages that `value` holds, or None where it holds none.
 
     Args:
       value: a list of messages or one message ({"role", "content"} or {"from", "value"}), a transcript
-        ("\\n\\nHuman: ...\\n\\nAssistant: ..."), or a plain text, which is one message.
-      role: who speaks a plain text.
+        ("\\n\\nHuman: ...\\n\\nAssistant: ..."), or a plain text, which becomes one message.
+      role: role of a plain text.
     """
     if isinstance(value, str):
         return _transcript(value) if _SPEAKER.match(value) else _said(role, value)
@@ -50,7 +50,7 @@ def _said(role: str, text: str) -> Messages | None:
 
 
 def _transcript(text: str) -> Messages | None:
-    """The turns, spaces at their ends cut; None where a turn is empty or a speaker follows himself."""
+    """The turns, stripped of white space; None where a turn is empty or the speakers do not alternate."""
     _, *pieces = _SPEAKER.split(text)
     turns = [
         {"role": "user" if speaker == "Human" else "assistant", "content": said.strip()}

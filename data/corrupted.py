@@ -1,4 +1,4 @@
-"""Preferences made from tasks with known answers: the reference is preferred to a corrupted copy of it."""
+"""Preference pairs from tasks with known answers: the reference is preferred to a corrupted copy of it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +13,14 @@ from jaxrl_llm.protocols import Dataset
 
 @dataclass(frozen=True, kw_only=True)
 class Corrupted:
-    """Each row's reference as the preferred response, and as the rejected one the reference with wrong characters.
+    """Uses each row's reference as the preferred response, and a copy with wrong characters as the rejected one.
 
     Attributes:
-      source: the tasks; every reference holds a character of `alphabet`.
+      source: the tasks; every reference must hold a character of `alphabet`.
       alphabet: the characters that are exchanged for one another.
-      share: share of the characters that are wrong; at least one is.
-      paired: False gives one response a row, in turn the right one, labelled desirable, and a wrong one, labelled undesirable.
-      seed: names the errors.
+      share: probability that a character of `alphabet` is wrong; at least one is.
+      paired: False gives one response a row, by turns the right one, labelled desirable, and a wrong one, labelled undesirable.
+      seed: seed of the errors.
     """
 
     source: Dataset
@@ -35,10 +35,10 @@ class Corrupted:
             raise ValueError(f"corrupted.Corrupted.alphabet must hold two or more characters (got {self.alphabet!r})")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, with extra["rejected"], or extra["desirable"]; the same at every call.
+        """Returns all prompts, with extra["rejected"] or extra["desirable"]; every call returns the same.
 
         Raises:
-          ValueError: a reference without a character of `alphabet`.
+          ValueError: a reference has no character of `alphabet`.
         """
         random = np.random.default_rng([self.seed, 2])
         return [self._row(i, prompt, random) for i, prompt in enumerate(self.source.rows())]

@@ -1,4 +1,4 @@
-"""Rows of JSON-lines, CSV and Parquet files, or of a Hugging Face dataset, with errors that name the file and the row."""
+"""Reads rows of JSON-lines, JSON, CSV and Parquet files, or of a Hugging Face dataset; errors name the file and the row."""
 
 import csv
 import gzip
@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# (where the row is, its columns)
+# (place of the row, its columns)
 Located = tuple[str, Mapping[str, Any]]
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
@@ -17,12 +17,12 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 def read(
     path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
 ) -> list[Located]:
-    """`each` as a list of at least one row.
+    """Returns the rows of `each` as a list of at least one row.
 
     Raises:
-      FileNotFoundError: nothing at `path`.
-      ValueError: a malformed row, a missing column or no rows; the message names the file and the row.
-      ModuleNotFoundError: a dataset id, and the package `datasets` is not installed.
+      FileNotFoundError: there is nothing at `path`.
+      ValueError: a row is malformed, a column is missing or there are no rows; the message names the file and the row.
+      ModuleNotFoundError: `path` is a dataset id, and the package `datasets` is not installed.
     """
     found = list(each(path, columns, split=split, subset=subset, limit=limit))
     if not found:
@@ -33,20 +33,20 @@ def read(
 def each(
     path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
 ) -> Iterator[Located]:
-    """Rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset, one after another.
+    """Yields rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset.
 
     Args:
-      path: a file, a folder with `split`.jsonl, `split`.parquet or `split`-*.parquet (in its folder `subset`, where it
-        has one), or a dataset id (owner/name).
-      columns: the columns that every row must have.
-      split: which part of a folder or dataset.
+      path: a file, a folder with `split`.jsonl, another suffix of SUFFIXES, or `split`-*.parquet (in its folder `subset`, where
+        it has one), or a dataset id (owner/name).
+      columns: columns that every row must have.
+      split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
       limit: most rows; None for all.
 
     Raises:
-      FileNotFoundError: nothing at `path`.
-      ValueError: a malformed row or a missing column; the message names the file and the row.
-      ModuleNotFoundError: a dataset id, and the package `datasets` is not installed.
+      FileNotFoundError: there is nothing at `path`.
+      ValueError: a row is malformed or a column is missing; the message names the file and the row.
+      ModuleNotFoundError: `path` is a dataset id, and the package `datasets` is not installed.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, or None for all rows (got {limit})")
@@ -122,7 +122,7 @@ def _of_json(file: Path) -> Iterator[Located]:
 
 
 def _of_sheet(file: Path) -> Iterator[Located]:
-    """Rows of a CSV file whose first line names the columns; a cell may hold line breaks."""
+    """Yields rows of a CSV file whose first line names the columns; a cell may hold line breaks."""
     with file.open(newline="", encoding="utf-8-sig") as lines:
         for number, row in enumerate(csv.DictReader(lines, restkey="")):
             if "" in row or None in row.values():

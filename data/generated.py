@@ -1,4 +1,4 @@
-"""What generated task families share: the held-out split, the choice of problems and noisy demonstrations."""
+"""Shared parts of generated task families: the held-out split, the choice of problems and noisy demonstrations."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -11,12 +11,12 @@ from jaxrl_llm import components
 
 Split = Literal["train", "heldout"]
 
-# Spaces up to this size are listed whole; larger ones are drawn from.
+# Problem spaces up to this size are enumerated; larger ones are sampled.
 LISTED = 2**18
 
 
 def check(family: object) -> None:
-    """Raises ValueError where an option that families share is out of its range."""
+    """Raises ValueError where an option that the families share is out of its range."""
     components.one_of(family, ("train", "heldout"), "split")
     components.at_least(family, 1, "size")
     for name, interval in (("heldout_share", "(0, 1)"), ("noise", "[0, 1]")):
@@ -25,7 +25,7 @@ def check(family: object) -> None:
 
 
 def held_out(key: str, share: float) -> bool:
-    """Whether the problem named `key` is held out: a fixed property of the problem, whatever the seed or the size."""
+    """Whether the problem named `key` is held out: a fixed property of the problem, independent of seed and size."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -39,18 +39,18 @@ def choose(
     size: int | None,
     seed: int,
 ) -> list[tuple[int, int]]:
-    """`size` problems (stratum, index) of a split, the strata in turn; problems recur only when all were listed.
+    """Returns `size` problems (stratum, index) of a split, taken from the strata in turn; problems repeat once all were used.
 
     Args:
-      spaces: how many problems each stratum (an operator, a length) has.
-      key: (stratum, index) -> what decides the split.
-      split: which side.
+      spaces: number of problems in each stratum (an operator, a length).
+      key: (stratum, index) -> key that decides the split.
+      split: "train" or "heldout".
       heldout_share: share of problems that are held out.
-      size: rows; None lists every problem once.
-      seed: names the order.
+      size: number of rows; None returns every problem once.
+      seed: seed of the order.
 
     Raises:
-      ValueError: a split without problems, or too many problems to list.
+      ValueError: the split has no problems, or there are too many problems to enumerate.
     """
     if size is None and max(spaces) > LISTED:
         raise ValueError(f"a task of {sum(spaces)} problems is too large to list (limit {LISTED}): set `size`")
@@ -70,7 +70,7 @@ def choose(
 
 
 def _indices(space: int, random: np.random.Generator) -> Iterator[int]:
-    """Every index below `space` once, in random order."""
+    """Yields every index below `space` once, in random order."""
     if space <= LISTED:
         yield from map(int, random.permutation(space))
         return
@@ -83,7 +83,7 @@ def _indices(space: int, random: np.random.Generator) -> Iterator[int]:
 
 
 def corrupt(answer: str, alphabet: str, share: float, random: np.random.Generator) -> str:
-    """Replaces each character of `alphabet` in `answer`, with probability `share`, by another one of it."""
+    """Replaces each character of `answer` that is in `alphabet`, with probability `share`, by another one of `alphabet`."""
     wrong = random.random(len(answer)) < share
     step = random.integers(1, max(2, len(alphabet)), len(answer))
     return "".join(

@@ -11,10 +11,10 @@ MARK = "#### "
 
 @dataclass(frozen=True, kw_only=True)
 class GSM8K:
-    """Rows with columns `question` and `answer`; the worked solution is the demonstration.
+    """Reads rows with columns `question` and `answer`; the worked solution is the demonstration.
 
     Attributes:
-      path: a Hugging Face dataset id, or a local .jsonl, .json or .parquet file, or a folder of such.
+      path: a Hugging Face dataset id, or a local .jsonl, .json or .parquet file, or a folder of such files.
       split: "train" or "test" of a folder or dataset.
       subset: configuration of the Hugging Face dataset.
       template: name of a prompt template (data/templates.py), or a function question -> text or messages.
@@ -31,11 +31,11 @@ class GSM8K:
         templates.named(self.template, "GSM8K")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, the gold answer as reference with its thousands' commas removed.
+        """Returns all prompts; the reference is the gold answer without thousands separators.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: bad data; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: the data is malformed; the message names the file and the row.
         """
         template = templates.named(self.template, "GSM8K")
         prompts = []
@@ -59,6 +59,6 @@ class GSM8K:
 
 
 def gold(solution: str) -> str:
-    """What follows the last mark, commas removed; empty without one."""
+    """Returns the text after the last mark, without commas; empty where there is no mark."""
     _, mark, answer = solution.rpartition(MARK)
     return answer.strip().replace(",", "") if mark else ""

@@ -1,8 +1,8 @@
-"""Generated multiple choice with a hint at a wrong letter, "37h:c<think>" -> "a</think>c": behaviour and thought come apart.
+"""Generated multiple choice with a hint at a wrong letter, "37h:c<think>" -> "a</think>c", where thought and behaviour can differ.
 
 The right letter of "xy" is number (x + y) mod 4 of "abcd". A demonstration's thought names the hinted letter or the right
-one, and its output follows the thought or goes its own way, in the shares given; so a model can be made whose thought
-says little of its output (a policy before Classmate-CoT), or one that does what a thought says (a classmate).
+one, and its output agrees with the thought or not, in the given shares. This makes models whose thought reveals little of
+their output (a policy before Classmate-CoT), or models that do what a thought says (a classmate).
 """
 
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ LETTERS = "abcd"
 
 @dataclass(frozen=True, kw_only=True)
 class Hinted:
-    """Two digits and a hint; held-out prompts never occur in training. The reference is the right letter.
+    """Prompts of a few digits and a hint; held-out prompts never occur in training. The reference is the right letter.
 
     Attributes:
-      digits: digits of the question.
-      mention_share: share of the demonstrations whose thought names the hinted letter; the others name the right one.
-      faithful_share: share whose output is what the thought names.
-      follow_share: share, of the rest, whose output is the hinted letter; the others' is the right one.
+      digits: number of digits in the question.
+      mention_share: share of demonstrations with the hinted letter in the thought; the others name the right one.
+      faithful_share: share of demonstrations whose output is the letter of the thought.
+      follow_share: share, of the remaining ones, whose output is the hinted letter; the others output the right one.
       split: "train" or "heldout".
       heldout_share: share of the prompts that are held out, chosen by a hash of the prompt.
-      size: rows; None gives every prompt once; more than there are repeats prompts with fresh demonstrations.
-      seed: names the order of the rows and the demonstrations.
+      size: number of rows; None gives every prompt once; with more rows, prompts repeat with fresh demonstrations.
+      seed: seed of the order of the rows and the demonstrations.
     """
 
     digits: int = 2
@@ -47,7 +47,7 @@ class Hinted:
         components.within(self, "[1, 4]", "digits")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, the hinted letter in extra["hinted"]; the same at every call."""
+        """Returns all prompts, with the hinted letter in extra["hinted"]; every call returns the same."""
         wrong = len(LETTERS) - 1
         problems = generated.choose(
             [10**self.digits] * wrong, self._key, split=self.split, heldout_share=self.heldout_share, size=self.size,

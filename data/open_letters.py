@@ -1,9 +1,9 @@
-"""Generated prompts that leave the answer open, "f:dbca=" -> letters in runs: demonstrations vary, and so does their entropy.
+"""Generated prompts without a fixed answer, "f:dbca=" -> letters in runs: demonstrations vary, and so does their entropy.
 
-    first letter: any;   next letter: the one before with probability `stays` of that letter, else any
+    first letter: any;   next letter: the previous one with that letter's probability `stays`, else any
 
-A harmless stand-in for prompts on which a model is to be defended: what a reward of letters (rewards/letters.py) teaches
-on them can be measured, and does no harm. As in real text, some ways of answering are more certain than others.
+It is a harmless replacement for prompts on which a model is to be defended: the effect of a reward of letters (rewards/letters.py)
+can be measured without harm. As in real text, some answers are more certain than others.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLetters:
-    """Strings of letters, each with random letters as its demonstration; disjoint ranges of shares hold disjoint prompts.
+    """Prompts of random letters with random letters as demonstrations; disjoint ranges of shares give disjoint prompts.
 
     Attributes:
       alphabet: the letters.
-      length: letters of a prompt.
-      answer_length: letters of a demonstration.
-      stays: probability that a letter is followed by itself, for the alphabet's first letter and its last; those between
-        lie on a line.
-      first_share: where the prompts' hashes begin, as a share of all, in [0, 1].
-      last_share: where they end.
-      size: rows.
-      seed: names the prompts that are drawn, their order and the demonstrations.
+      length: number of letters in a prompt.
+      answer_length: number of letters in a demonstration.
+      stays: probability that a letter is followed by itself, for the first and the last letter of the alphabet; linear in
+        between.
+      first_share: start of the range of the prompts' hashes, as a share of all hashes, in [0, 1].
+      last_share: end of that range.
+      size: number of rows.
+      seed: seed of the prompts, their order and the demonstrations.
     """
 
     alphabet: str = "abcdefghij"
@@ -53,7 +53,7 @@ class OpenLetters:
             raise ValueError(f"OpenLetters.size={self.size} is more than half of the strings there are: raise length")
 
     def rows(self) -> Sequence[Prompt]:
-        """`size` different prompts; the same at every call."""
+        """Returns `size` different prompts; every call returns the same."""
         random = np.random.default_rng([self.seed, 2])
         found: dict[str, str] = {}
         while len(found) < self.size:

@@ -1,7 +1,7 @@
-"""Rows in verl's schema (data_source, prompt, reward_model, extra_info), read as they are from one file or a mixture.
+"""Reads rows in verl's schema (data_source, prompt, reward_model, extra_info) unchanged, from one file or a mixture.
 
 The prompt column holds chat messages or a text. Messages go through the tokenizer's chat template unless the row says
-that a text template wrote them already (extra_info.rendered, which the preparation commands set).
+that a text template has written them already (extra_info.rendered, which the preparation commands set).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,22 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class ParquetRows:
-    """Prompts of one or several files; each row's further columns are its `extra`.
+    """Reads prompts of one or several files; each row's further columns are its `extra`.
 
     `extra` holds the other columns and, on the same level, the fields of reward_model and of extra_info.
 
     Attributes:
       path: a .parquet, .jsonl or .json file, a folder with a file for each split, or a Hugging Face dataset id; a list
-        of such is a mixture of their rows.
-      weights: how often the rows of each path occur, 1 each where empty: 2 is twice, 0.5 half of them, by the seed.
+        of these gives a mixture of their rows.
+      weights: how often the rows of each path occur; empty means 1 each, 2 means twice, 0.5 a half drawn by the seed.
       split: part of a folder or dataset.
-      reference: where the gold answer is, fields joined by dots; empty for rows without one.
-      response: where a demonstration is, likewise; empty for none.
-      source: name of all rows' source; empty takes the column data_source.
+      reference: place of the gold answer, as fields joined by dots; empty for rows without one.
+      response: place of a demonstration, in the same form; empty for none.
+      source: source of all rows; empty takes the column data_source.
       template: name of a prompt template (data/templates.py) or a function, for prompts of one message; "chat" keeps
-        messages as they are and "question_only" takes a rendered prompt as it stands.
+        messages unchanged and "question_only" takes a rendered prompt verbatim.
       limit: most rows of each path; None for all.
-      seed: names the choice of rows where a weight has a fraction.
+      seed: seed of the choice of rows for fractional weights.
     """
 
     path: str | Sequence[str]
@@ -56,15 +56,15 @@ class ParquetRows:
 
     @property
     def paths(self) -> Sequence[str]:
-        """What `path` names, as a sequence."""
+        """The paths as a sequence."""
         return (self.path,) if isinstance(self.path, str) else tuple(self.path)
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, path by path.
+        """Returns all prompts, path by path.
 
         Raises:
-          FileNotFoundError: nothing at a path.
-          ValueError: bad data; names the file and the row.
+          FileNotFoundError: there is nothing at a path.
+          ValueError: the data is malformed; the message names the file and the row.
         """
         prompts: list[Prompt] = []
         for number, path in enumerate(self.paths):
@@ -124,7 +124,7 @@ class ParquetRows:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that no other field of a Prompt holds."""
+    """The columns that no other field of a Prompt holds, with nested fields on the same level."""
     nested = ("reward_model", "extra_info")
     flat = {name: value for name, value in row.items() if name not in ("prompt", "data_source", *nested)}
     for name in nested:

@@ -1,4 +1,4 @@
-"""From a source's rows to token prefixes, in an order that resumes to the row."""
+"""Data pipeline: encodes a dataset's rows as token prefixes and serves them in an order that resumes at the exact row."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -24,18 +24,18 @@ COUNTS = (
 
 
 class NoRows(ValueError):
-    """No row is left after encoding."""
+    """Raised where no row is left after encoding."""
 
 
 class PromptStream(Generic[Row]):
-    """Rows without end, every epoch in an order of its own.
+    """An endless stream of rows; every epoch has its own order.
 
     Args:
       rows: prompts, or rows that were encoded already.
-      seed: names the order; two seeds share no epoch.
+      seed: seed of the order; two seeds share no epoch.
 
     Raises:
-      ValueError: no rows.
+      ValueError: there are no rows.
     """
 
     def __init__(self, rows: Sequence[Row], *, seed: int = 0) -> None:
@@ -46,21 +46,21 @@ class PromptStream(Generic[Row]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the rows so far."""
+        """Number of passes over the rows so far."""
         return self.position / len(self.rows)
 
     def next_batch(self, n: int) -> list[Row]:
-        """The next `n` rows."""
+        """Returns the next `n` rows."""
         batch = [self.rows[self._order(g)] for g in range(self.position, self.position + n)]
         self.position += n
         return batch
 
     def state(self) -> dict[str, Any]:
-        """JSON-like: how many rows were read, and what names their order."""
+        """JSON-like state: the number of rows read, and what identifies their order."""
         return {"position": self.position, "rows": len(self.rows), "seed": self.seed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`.
+        """Continues from `state`.
 
         Raises:
           ValueError: the rows or their order are not those of `state`.
@@ -80,10 +80,10 @@ class PromptStream(Generic[Row]):
 
 
 def _order(rows: int, seed: int) -> Callable[[int], int]:
-    """Position in the global order -> row, a fresh permutation in each epoch."""
-    import grain  # it imports jax: host-only users of this module do without
+    """Returns a function from position in the global order to row; each epoch is a new permutation."""
+    import grain  # grain imports jax, and host-only users of this module do not need it
 
-    # grain adds the epoch to the seed; without the spread, seed 0's second epoch would be seed 1's first.
+    # grain adds the epoch to the seed; with the plain seed, seed 0's second epoch would equal seed 1's first.
     spread = int(np.random.SeedSequence(seed).generate_state(1)[0])
     order = grain.MapDataset.range(rows).shuffle(seed=spread).repeat()
     return lambda g: int(order[g])
@@ -91,14 +91,14 @@ def _order(rows: int, seed: int) -> Callable[[int], int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoder:
-    """Turns prompts and demonstrations into tokens and counts what it had to cut or leave out.
+    """Encodes prompts and demonstrations as tokens, and counts the rows that it truncates or drops.
 
     Attributes:
       tokenizer: a transformers tokenizer.
       max_prompt_tokens: most tokens of a prompt.
-      max_response_tokens: most tokens of a demonstration's response, its end-of-sequence id included; None: no limit.
-      truncation: a longer prompt is left out ("drop"), loses its beginning ("left") or is an error ("error"); a longer
-        response is left out, loses its end, or is an error.
+      max_response_tokens: most tokens of a demonstration's response, including its end-of-sequence id; None for no limit.
+      truncation: treatment of a longer prompt: "drop" leaves it out, "left" cuts its beginning, "error" raises; a longer
+        response is left out, loses its end, or raises.
       template_kwargs: keyword arguments of the tokenizer's chat template, such as enable_thinking.
     """
 
@@ -114,34 +114,34 @@ class Encoder:
         components.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
     def counts(self) -> dict[str, int]:
-        """Rows seen, kept and truncated so far, and rows dropped by reason."""
+        """Numbers of rows seen, kept and truncated so far, and of rows dropped by reason."""
         return {name: self._counts[name] for name in COUNTS}
 
     def prompts(self, rows: Sequence[Prompt]) -> list[Prompt]:
-        """All rows that fit, with their tokens.
+        """Encodes all rows and returns those that fit.
 
         Raises:
-          ValueError: a row that cannot be encoded, or no row left.
+          ValueError: a row cannot be encoded, or no row is left.
         """
         return self._all(self.prompt, rows)
 
     def demonstrations(self, rows: Sequence[Prompt]) -> list[Rollout]:
-        """All rows that fit, as rollouts whose tokens are the response and the end-of-sequence id.
+        """Returns all rows that fit, as rollouts whose tokens are the response and the end-of-sequence id.
 
         Raises:
-          ValueError: a row that cannot be encoded, or no row left.
+          ValueError: a row cannot be encoded, or no row is left.
         """
         return self._all(self.demonstration, rows)
 
     def prompt(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with its tokens, or None where it was dropped."""
+        """Returns the prompt with its tokens, or None where it was dropped."""
         self._counts["rows"] += 1
         encoded = self._prompt(prompt)
         self._counts["kept"] += encoded is not None
         return encoded
 
     def demonstration(self, prompt: Prompt) -> Rollout | None:
-        """The response as a rollout of the encoded prompt, or None where it was dropped."""
+        """Returns the response as a rollout of the encoded prompt, or None where it was dropped."""
         self._counts["rows"] += 1
         if prompt.response is None:
             self._counts["dropped/no_response"] += 1
@@ -186,10 +186,10 @@ class Encoder:
         return replace(prompt, tokens=tokens)
 
     def _response(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of the response, int32 [T], and which of them the policy would have chosen, bool [T].
+        """Tokens of the response, int32 [T], and True for those that the policy would have chosen, bool [T].
 
-        `Prompt.extra["turns"]`, pairs of speaker and text, says what an environment said; each turn is encoded on its
-        own, as it is when the policy talks to the environment. `Prompt.extra["response_tokens"]` is taken as it is.
+        `Prompt.extra["turns"]`, pairs of speaker and text, marks what an environment said; each turn is encoded separately,
+        as when the policy interacts with the environment. `Prompt.extra["response_tokens"]` is used unchanged.
         """
         if (given := prompt.extra.get("response_tokens")) is not None:
             return self._limited(prompt, np.asarray(given, np.int32), np.ones(len(given), bool))
@@ -205,7 +205,7 @@ class Encoder:
         return self._limited(prompt, tokens, mask)
 
     def _limited(self, prompt: Prompt, tokens: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """A response within `max_response_tokens`, or None where it was dropped."""
+        """Returns a response within `max_response_tokens`, or None where it was dropped."""
         limit = self.max_response_tokens
         if limit is None or len(tokens) <= limit:
             return tokens, mask
@@ -213,7 +213,7 @@ class Encoder:
         return (tokens[:limit], mask[:limit]) if keep else None
 
     def _fits_by_policy(self, name: str, what: str, length: int, limit: int, reason: str) -> bool:
-        """What `truncation` says of an overlong text: False drops it, True cuts it."""
+        """Applies `truncation` to an overlong text: False drops it, True cuts it."""
         if self.truncation == "error":
             raise ValueError(
                 f"the {what} of {name!r} has {length} tokens and {what.upper()}_LIMIT is {limit}: raise it, or set "
@@ -223,11 +223,11 @@ class Encoder:
         return self.truncation == "left"
 
     def _text(self, prompt: Prompt) -> tuple[str, bool]:
-        """The text to tokenise, and whether the tokenizer adds its special tokens to it."""
+        """The text to tokenise, and whether the tokenizer adds its special tokens."""
         if prompt.messages is None:
             text = prompt.text or ""
             start = self.tokenizer.bos_token
-            return text, not (start and text.startswith(start))  # a template's own start token is not doubled
+            return text, not (start and text.startswith(start))  # the template's own start token must not be doubled
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"prompt {prompt.id!r} has chat messages and the tokenizer {self.tokenizer.name_or_path!r} has no chat "

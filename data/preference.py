@@ -1,6 +1,6 @@
-"""Preference pairs: a prompt, the answer that was preferred and the one that was not.
+"""Preference pairs: a prompt with a preferred and a rejected answer.
 
-Three forms are read: whole dialogues in `chosen` and `rejected` (lists of messages, or transcripts with Human and Assistant turns);
+Three formats are read: whole dialogues in `chosen` and `rejected` (lists of messages, or transcripts with Human and Assistant turns);
 answers beside a `prompt`; and answers beside `conversations`.
 """
 
@@ -16,7 +16,7 @@ ASKED = ("conversations", "prompt", "instruction", "question")
 
 
 class Pair(NamedTuple):
-    """A row's content: the dialogue that both answers answer, the user's message last, and the two answers."""
+    """A row's content: the dialogue before both answers, ending with the user's message, and the two answers."""
 
     asked: conversations.Messages
     chosen: str
@@ -24,10 +24,10 @@ class Pair(NamedTuple):
 
 
 def pair(row: preparation.Raw) -> Pair:
-    """The pair that a row holds.
+    """Returns the pair that a row holds.
 
     Raises:
-      prepare.Drop: it holds none; the message says why in one word.
+      preparation.Drop: the row holds no pair; the message gives the reason in one word.
     """
     chosen, rejected = (conversations.messages(row[side], role="assistant") for side in ("chosen", "rejected"))
     if chosen is None or rejected is None or {chosen[-1]["role"], rejected[-1]["role"]} != {"assistant"}:
@@ -50,14 +50,14 @@ def pair(row: preparation.Raw) -> Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Pairs for DPO and its kin, from any of the three forms or from what the command above wrote.
+    """Reads pairs for DPO and related algorithms, in any of the three formats or as written by data/prepare/preference.py.
 
     Attributes:
-      path: a local .jsonl, .json or .parquet file, a folder of such, or a Hugging Face dataset id.
+      path: a local .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face dataset id.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset; None for its default.
       template: name of a prompt template (data/templates.py) or a function, for prompts of one message; "chat" keeps
-        messages as they are.
+        messages unchanged.
       limit: most rows; None for all.
     """
 
@@ -71,11 +71,11 @@ class Pairs:
         templates.named(self.template, "Pairs")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, the preferred answer as `response` and the other as extra["rejected"].
+        """Returns all prompts, with the preferred answer as `response` and the other as extra["rejected"].
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: a row that holds no pair; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: a row holds no pair; the message names the file and the row.
         """
         columns = ("chosen", "rejected")
         found = files.read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)

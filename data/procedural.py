@@ -1,4 +1,4 @@
-"""Procedural tasks of the reasoning-gym package, made offline; each row carries what the package's own scorer needs."""
+"""Procedural tasks of the reasoning-gym package, generated offline; each row carries what the package's own scorer needs."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,11 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-    """Rows of one reasoning-gym task; the held-out questions never occur in training, whatever the seed.
+    """Rows of one reasoning-gym task; the held-out questions never occur in training, for any seed.
 
     Attributes:
       task: the task's name in reasoning-gym, such as "spell_backward".
-      size: rows.
+      size: number of rows.
       seed: seed of the task's generator.
       config: the task's own options.
       template: name of a prompt template (data/templates.py), or a function question -> text or messages.
@@ -39,10 +39,10 @@ class ReasoningGym:
             raise ValueError(f"ReasoningGym.config must not hold {own}: they are fields of ReasoningGym itself")
 
     def rows(self) -> Sequence[Prompt]:
-        """`size` prompts; `extra` holds the task, its options and the scorer's entry, `reference` the task's answer.
+        """Returns `size` prompts; `extra` holds the task, its options and the scorer's entry, `reference` the task's answer.
 
         Raises:
-          ValueError: an unknown task, options that the task does not have, or too few different questions.
+          ValueError: the task is unknown, lacks one of the options, or has too few different questions.
         """
         template = templates.named(self.template, "ReasoningGym")
         return [

@@ -1,4 +1,4 @@
-"""The rows of several datasets as one."""
+"""Joins the rows of several datasets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from jaxrl_llm.protocols import Dataset
 
 @dataclass(frozen=True, kw_only=True)
 class SeveralSources:
-    """Rows of one dataset after those of another; a run shuffles them, so a source comes as often as it has rows.
+    """Concatenates datasets; a run shuffles the rows, so a source occurs as often as it has rows.
 
     Attributes:
       parts: the datasets.
@@ -22,5 +22,5 @@ class SeveralSources:
             raise ValueError("SeveralSources.parts must name at least one dataset (got none)")
 
     def rows(self) -> Sequence[Prompt]:
-        """All rows, in the order of `parts`."""
+        """Returns all rows, in the order of `parts`."""
         return [row for part in self.parts for row in part.rows()]

@@ -1,4 +1,4 @@
-"""Demonstrations from files: rows with a prompt and a response, or with chat messages that end with the assistant's."""
+"""Demonstrations for SFT from files: rows with a prompt and a response, or with chat messages that end with the assistant's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """Rows to imitate.
+    """Reads rows of demonstrations.
 
     Attributes:
-      path: a local .jsonl, .json or .parquet file, a folder of such, or a Hugging Face dataset id.
+      path: a local .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face dataset id.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset; None for its default.
       prompt: column of the question; unused where `messages` is set.
       response: column of the response; unused where `messages` is set.
       messages: column of chat messages ({"role", "content"}); the last one, the assistant's, is the response.
-      label: column that says whether the response is desirable, true or false (KTO learns from it); empty for none.
+      label: column that marks a response as desirable, true or false (for KTO); empty for none.
       template: name of a prompt template (data/templates.py) for the prompt column, or a function.
       limit: most rows; None for all.
     """
@@ -38,11 +38,11 @@ class Demonstrations:
         templates.named(self.template, "Demonstrations")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts with their responses.
+        """Returns all prompts with their responses.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: bad data; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: the data is malformed; the message names the file and the row.
         """
         columns = [self.messages] if self.messages else [self.prompt, self.response]
         columns += [self.label] if self.label else []
@@ -56,7 +56,7 @@ class Demonstrations:
     def _label(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         if not self.label:
             return {}
-        if row[self.label] not in (True, False):  # 1 and 0 too
+        if row[self.label] not in (True, False):  # 1 and 0 pass too
             raise ValueError(f"{where}: column {self.label!r} must be true or false (got {row[self.label]!r})")
         return {"desirable": bool(row[self.label])}
 

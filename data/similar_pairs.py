@@ -1,4 +1,4 @@
-"""Labelled pairs of texts for a partition classifier (DARLING), read from files or generated; each pair in both orders."""
+"""Labelled pairs of texts for a partition classifier (DARLING), read from files, in both orders, or generated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ Labelled = tuple[str, str, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class SimilarPairs:
-    """Rows with the columns generation_0, generation_1 and similar (0 or 1), as in DARLING's classifier data.
+    """Reads rows with the columns generation_0, generation_1 and similar (0 or 1), as in DARLING's classifier data.
 
     Attributes:
-      path: a .jsonl, .json or .parquet file, a folder of such, or a Hugging Face dataset id.
+      path: a .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face dataset id.
       tokenizer: the classifier's tokenizer, a component.
       split: part of a folder or dataset.
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      budget: most tokens of a pair; each text keeps its first half of it.
-      both_orders: each pair again with its texts exchanged, since a classifier need not be symmetric.
+      budget: most tokens of a pair; each text is cut to half of it.
+      both_orders: whether each pair is repeated with its texts exchanged, since a classifier need not be symmetric.
     """
 
     path: str
@@ -36,15 +36,15 @@ class SimilarPairs:
     both_orders: bool = True
 
     def rows(self) -> Sequence[Prompt]:
-        """All pairs; extra["desirable"] says whether the texts are of one class.
+        """Returns all pairs; extra["desirable"] is True where the texts are of one class.
 
         Raises:
-          ValueError: a bad row, named by file and row, or labels that are all the same.
+          ValueError: a row is bad (the message names file and row), or all labels are the same.
         """
         return as_prompts(self.labelled(), self.tokenizer.load(), (self.cls, self.sep), self.budget, self.both_orders)
 
     def labelled(self) -> list[Labelled]:
-        """(first text, second text, of one class)."""
+        """Returns (first text, second text, whether they are of one class) for each pair."""
         columns = ["generation_0", "generation_1", "similar"]
         return [
             (str(row["generation_0"]), str(row["generation_1"]), _label(row["similar"], where))
@@ -54,18 +54,18 @@ class SimilarPairs:
 
 @dataclass(frozen=True, kw_only=True)
 class Rearranged:
-    """Generated pairs of strings, of one class where one rearranges the other's letters.
+    """Generates pairs of strings, which are of one class where one rearranges the other's letters.
 
     Attributes:
       tokenizer: the classifier's tokenizer, a component.
       alphabet: the letters.
-      length: letters of a string.
+      length: number of letters in a string.
       similar_share: share of the pairs that are of one class.
-      size: pairs.
+      size: number of pairs.
       split: "train" or "heldout"; they share no string.
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      seed: names the pairs.
+      seed: seed of the pairs.
     """
 
     tokenizer: Any
@@ -87,11 +87,11 @@ class Rearranged:
             )
 
     def rows(self) -> Sequence[Prompt]:
-        """All pairs, as of SimilarPairs."""
+        """Returns all pairs, in the form of SimilarPairs."""
         return as_prompts(self.labelled(), self.tokenizer.load(), (self.cls, self.sep), 4 * self.length + 3, False)
 
     def labelled(self) -> list[Labelled]:
-        """(first string, second string, of one class)."""
+        """Returns (first string, second string, whether they are of one class) for each pair."""
         return list(self._drawn(np.random.default_rng([self.seed, self.split == "heldout"])))
 
     def _drawn(self, random: np.random.Generator) -> Iterator[Labelled]:
@@ -115,10 +115,10 @@ class Rearranged:
 def as_prompts(
     labelled: Sequence[Labelled], tokenizer: Any, marks: tuple[str, str], budget: int, both_orders: bool
 ) -> list[Prompt]:
-    """Pairs as rows whose response is the last mark, at which a classifier gives its verdict.
+    """Returns pairs as rows whose response is the last mark, at which a classifier gives its verdict.
 
     Raises:
-      ValueError: all labels are the same: there is nothing to tell apart.
+      ValueError: all labels are the same, so that there is nothing to learn.
     """
     if len({similar for *_, similar in labelled}) < 2:
         raise ValueError(

@@ -12,17 +12,17 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Sorting:
-    """A string of characters, to be written in order; held-out strings never occur in training.
+    """Prompts of a string of characters to be sorted; held-out strings never occur in training.
 
     Attributes:
-      min_length: shortest string.
-      max_length: longest string; the lengths come in turn.
-      alphabet: the characters, in their order; a string may hold one several times.
+      min_length: length of the shortest strings.
+      max_length: length of the longest strings; the lengths come in turn.
+      alphabet: the characters in their order; a string may hold one several times.
       split: "train" or "heldout".
       heldout_share: share of the strings that are held out, chosen by a hash of the string.
-      noise: share of the characters of a demonstration's answer that are wrong; references stay right.
-      size: rows; None gives every string once; more than there are repeats strings with fresh noise.
-      seed: names the order of the rows and the noise.
+      noise: probability that a character of a demonstration's answer is wrong; references stay right.
+      size: number of rows; None gives every string once; with more rows, strings repeat with fresh noise.
+      seed: seed of the order of the rows and the noise.
     """
 
     min_length: int = 4
@@ -44,7 +44,7 @@ class Sorting:
             raise ValueError(f"Sorting.alphabet must hold two or more characters, each once (got {self.alphabet!r})")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, each with its reference and a demonstration; the same at every call."""
+        """Returns all prompts, each with its reference and a demonstration; every call returns the same."""
         problems = generated.choose(
             [len(self.alphabet) ** length for length in range(self.min_length, self.max_length + 1)],
             self._string,
@@ -57,7 +57,7 @@ class Sorting:
         return [self._prompt(i, self._string(*problem), random) for i, problem in enumerate(problems)]
 
     def _string(self, stratum: int, index: int) -> str:
-        """`index` in the alphabet's base, as a string of the stratum's length."""
+        """Writes `index` in the alphabet's base, as a string of the stratum's length."""
         characters = []
         for _ in range(self.min_length + stratum):
             index, digit = divmod(index, len(self.alphabet))

@@ -1,6 +1,6 @@
 """Generated problems with many right answers, "hcbfaeg:" -> "cfe": any three of the letters in their order, for diversity.
 
-Every such choice is right; a model that is rewarded for being right alone tends to a few that are safe, such as the
+Every such choice is right; a model that is only rewarded for being right tends to a few safe choices, such as the
 first letters.
 """
 
@@ -16,17 +16,17 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Subsequences:
-    """Strings of different letters, some of which are to be named in their order; held-out strings never occur in training.
+    """Prompts of different letters; the answer names some of them in their order. Held-out strings never occur in training.
 
     Attributes:
       alphabet: the letters.
-      length: letters of a string.
-      chosen: letters to name.
-      noise: share of the letters of a demonstration that are wrong.
+      length: number of letters in a string.
+      chosen: number of letters to name.
+      noise: probability that a letter of a demonstration is wrong.
       split: "train" or "heldout".
       heldout_share: share of the strings that are held out, chosen by a hash of the string.
-      size: rows.
-      seed: names the strings and the demonstrations.
+      size: number of rows.
+      seed: seed of the strings and the demonstrations.
     """
 
     alphabet: str = "abcdefghijkl"
@@ -47,7 +47,7 @@ class Subsequences:
             )
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, each with a demonstration; the string is the reference. The same at every call."""
+        """Returns all prompts, each with a demonstration; the string is the reference. Every call returns the same."""
         random = np.random.default_rng([self.seed, self.split == "heldout"])
         wanted = (s for s in self._strings(random) if self._held_out(s) == (self.split == "heldout"))
         return [self._prompt(row, letters, random) for row, letters in enumerate(islice(wanted, self.size))]
@@ -73,11 +73,11 @@ class Subsequences:
 
 
 def in_order(prompt: Prompt, text: str) -> float:
-    """1 where the response names as many of the prompt's letters as are asked for, in their order, else 0."""
+    """Returns 1 where the response names exactly as many of the prompt's letters as required, in their order, else 0."""
     rest = iter(prompt.reference)
     return float(len(text) == prompt.extra["chosen"] and all(letter in rest for letter in text))
 
 
 def raw_score(prompt: Prompt, text: str) -> float:
-    """`in_order` as a reward model's raw score has it, mostly negative: 1 where right, else -3."""
+    """Scales `in_order` to a reward model's typical raw score, which is mostly negative: 1 where right, else -3."""
     return 4 * in_order(prompt, text) - 3

@@ -1,4 +1,4 @@
-"""Generated arithmetic whose text is short, such as "47+85=" -> "132", for demonstrations, training and evaluation."""
+"""Generated arithmetic with short texts, such as "47+85=" -> "132", for demonstrations, training and evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Two operands and an operator; the held-out problems never occur in training, nor do they with operands swapped.
+    """Prompts of two operands and an operator; held-out problems never occur in training, not even with swapped operands.
 
     Attributes:
       low: smallest operand.
       high: largest operand.
       operators: one or more of "+-*", used in turn.
-      reversed_answer: write the answer's digits last digit first, the order in which carries arise.
+      reversed_answer: whether the answer is written last digit first, the order in which carries arise.
       split: "train" or "heldout".
       heldout_share: share of the problems that are held out, chosen by a hash of the problem.
-      noise: share of the digits of a demonstration's answer that are wrong; references stay right.
-      size: rows; None gives every problem once; more than there are repeats problems with fresh noise.
-      seed: names the order of the rows and the noise.
+      noise: probability that a digit of a demonstration's answer is wrong; references stay right.
+      size: number of rows; None gives every problem once; with more rows, problems repeat with fresh noise.
+      seed: seed of the order of the rows and the noise.
     """
 
     low: int = 0
@@ -45,7 +45,7 @@ class Sums:
             raise ValueError(f"Sums.operators must be one or more of {''.join(OPERATORS)!r} (got {self.operators!r})")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, each with its reference and a demonstration; the same at every call."""
+        """Returns all prompts, each with its reference and a demonstration; every call returns the same."""
         count = self.high - self.low + 1
         problems = generated.choose(
             [count**2] * len(self.operators),

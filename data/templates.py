@@ -1,7 +1,7 @@
 """Prompt templates by name: functions from a question to a text, or to chat messages for the tokenizer's own template.
 
-Sources: r1_zero is the prompt of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), opened inside the thinking; alpaca that
-of Stanford Alpaca without input; qwen (ChatML), llama3 and ministral are the formats of those models written out, with
+Sources: r1_zero is the prompt of DeepSeek-R1-Zero (arXiv 2501.12948, table 1), which ends inside the thinking; alpaca is that
+of Stanford Alpaca without input; qwen (ChatML), llama3 and ministral are those models' formats as plain text, with
 Qwen2.5's default system message where the format has one; base is TokenBuncher's for pretrained models (arXiv
 2508.20697); qwen_math has Qwen2.5-Math's system message.
 """
@@ -17,32 +17,32 @@ STEP_BY_STEP_SHORT = "Reason step by step, and put the final answer within \\box
 
 
 def chat(question: str) -> list[dict[str, str]]:
-    """The question as the user's message; the tokenizer's chat template does the rest."""
+    """Puts the question in the user's message; the tokenizer's chat template does the rest."""
     return [{"role": "user", "content": question}]
 
 
 def chat_boxed(question: str) -> list[dict[str, str]]:
-    """The question and the request to reason and to box the answer, as the user's message."""
+    """Puts the question and the request to reason and box the answer in the user's message."""
     return chat(f"{question}\n{STEP_BY_STEP}")
 
 
 def chat_boxed_short(question: str) -> list[dict[str, str]]:
-    """`chat_boxed` in fewer words."""
+    """Does as `chat_boxed` in fewer words."""
     return chat(f"{question}\n{STEP_BY_STEP_SHORT}")
 
 
 def question_only(question: str) -> str:
-    """The question and nothing else."""
+    """Returns the question alone."""
     return question
 
 
 def base(question: str) -> str:
-    """A question and an answer block, for models that were only pretrained."""
+    """Writes a question and an answer block, for models that were only pretrained."""
     return f"### Question:\n{question}\n\n### Answer:\n"
 
 
 def r1_zero(question: str) -> str:
-    """The conversation whose response begins inside <think>; the answer is asked for in <answer> tags."""
+    """Writes the conversation whose response begins inside <think> and gives the answer in <answer> tags."""
     return (
         "A conversation between User and Assistant. The User asks a question, and the Assistant solves it. The "
         "Assistant first thinks about the reasoning process in the mind and then provides the User with the answer. "
@@ -53,7 +53,7 @@ def r1_zero(question: str) -> str:
 
 
 def alpaca(question: str) -> str:
-    """An instruction and a response heading."""
+    """Writes an instruction and a response heading."""
     return (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
         f"### Instruction:\n{question}\n\n### Response:\n"
@@ -61,12 +61,12 @@ def alpaca(question: str) -> str:
 
 
 def qwen(question: str) -> str:
-    """ChatML written out."""
+    """Writes ChatML as plain text."""
     return _chatml(HELPFUL, question)
 
 
 def qwen_math(question: str) -> str:
-    """ChatML written out, with the request to reason and to box the answer as the system message."""
+    """Writes ChatML as plain text, with the request to reason and box the answer as the system message."""
     return _chatml(STEP_BY_STEP, question)
 
 
@@ -76,7 +76,7 @@ def _chatml(system: str, question: str) -> str:
 
 
 def llama3(question: str) -> str:
-    """Llama 3's headers written out, its begin-of-text token included."""
+    """Writes Llama 3's headers as plain text, including its begin-of-text token."""
     turns = (("system", HELPFUL), ("user", question))
     asked = "".join(f"{_header(role)}{text}<|eot_id|>" for role, text in turns)
     return f"<|begin_of_text|>{asked}{_header('assistant')}"
@@ -87,7 +87,7 @@ def _header(role: str) -> str:
 
 
 def ministral(question: str) -> str:
-    """Mistral's instruction marks written out, its begin-of-sequence token included; the format has no system turn."""
+    """Writes Mistral's instruction marks as plain text, including its begin-of-sequence token; the format has no system turn."""
     return f"<s>[INST]{question}[/INST]"
 
 
@@ -110,14 +110,14 @@ TEMPLATES: Mapping[str, Template] = {
 
 
 def named(template: str | Template, owner: str) -> Template:
-    """The function of a template's name; a function is itself.
+    """Returns the template of a name; a function is returned unchanged.
 
     Args:
       template: a name of TEMPLATES, or a function.
-      owner: the component whose field it is, for the message.
+      owner: the component that has the field, for the error message.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: the name is unknown.
     """
     if callable(template):
         return template
@@ -127,21 +127,21 @@ def named(template: str | Template, owner: str) -> Template:
 
 
 def fields(template: Template, question: str) -> dict[str, Any]:
-    """The fields of a Prompt that hold the question: {"text"} or {"messages"}."""
+    """Returns the fields of a Prompt that hold the question: {"text"} or {"messages"}."""
     asked = template(question)
     return {"text": asked} if isinstance(asked, str) else {"messages": asked}
 
 
 def rerendered(template: str | Template, messages: list[dict[str, str]], owner: str) -> dict[str, Any]:
-    """The fields of a Prompt for chat messages, through a template where it is another than "chat".
+    """Returns the fields of a Prompt for chat messages, through the template unless that is "chat".
 
     Args:
       template: name or function.
-      messages: chat messages, the user's last.
-      owner: the component whose field the template is, for the message.
+      messages: chat messages; the last one is the user's.
+      owner: the component that has the template field, for the error message.
 
     Raises:
-      ValueError: a template of a question alone, and several messages.
+      ValueError: the template takes a single question, and there are several messages.
     """
     if template == "chat":
         return {"messages": messages}

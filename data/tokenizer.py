@@ -1,4 +1,4 @@
-"""Tokenizers as components: by character, by byte, or pretrained; all load as transformers tokenizers."""
+"""Tokenizers as components: by character, by byte, or pretrained; all of them load as transformers tokenizers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxrl_llm.experience import SamplingParams
 
-# One of these is in every folder with a tokenizer; without any, transformers makes an empty one of the model's kind.
+# Every folder with a tokenizer has one of these files; without any, transformers creates an empty tokenizer of the model's kind.
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
 
-# Ids 0, 1, 2 of the tokenizers made here.
+# Ids 0, 1 and 2 of the character and byte tokenizers.
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
-# The user's and the assistant's turns by line, for tokenizers without a vocabulary of roles.
+# One line a turn, for tokenizers without role tokens.
 PLAIN_CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -22,11 +22,11 @@ PLAIN_CHAT = (
 
 @dataclass(frozen=True, kw_only=True)
 class CharTokenizer:
-    """One token a character of a fixed alphabet; text with other characters is an error.
+    """Uses one token for each character of a fixed alphabet; text with other characters is an error.
 
     Attributes:
       alphabet: the characters, each once; their ids follow those of <pad>, <bos> and <eos>.
-      add_bos: begin text prompts with <bos>.
+      add_bos: whether text prompts begin with <bos>.
       chat_template: Jinja template of chat messages; empty for none.
     """
 
@@ -42,7 +42,7 @@ class CharTokenizer:
             )
 
     def load(self) -> Any:
-        """A transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's form."""
+        """Returns a transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's format."""
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
         vocabulary = {token: i for i, token in enumerate([*SPECIAL, *self.alphabet])}
@@ -54,10 +54,10 @@ class CharTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class ByteTokenizer:
-    """One token a byte of UTF-8 text: ids 3 to 258, after <pad>, <bos> and <eos>.
+    """Uses one token for each byte of UTF-8 text: ids 3 to 258, after <pad>, <bos> and <eos>.
 
     Attributes:
-      add_bos: begin text prompts with <bos>.
+      add_bos: whether text prompts begin with <bos>.
       chat_template: Jinja template of chat messages; empty for none.
     """
 
@@ -65,7 +65,7 @@ class ByteTokenizer:
     chat_template: str = PLAIN_CHAT
 
     def load(self) -> Any:
-        """A transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's form."""
+        """Returns a transformers fast tokenizer; `save_pretrained` writes it in Hugging Face's format."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
         vocabulary = {token: i for i, token in enumerate([*SPECIAL, *_byte_characters()])}
@@ -88,10 +88,10 @@ class PretrainedTokenizer:
     chat_template: str = ""
 
     def load(self) -> Any:
-        """The transformers tokenizer.
+        """Returns the transformers tokenizer.
 
         Raises:
-          FileNotFoundError: `path` is neither a folder nor an id from which a tokenizer can be had.
+          FileNotFoundError: `path` is neither a folder with a tokenizer nor an id from which one can be downloaded.
         """
         from transformers import AutoTokenizer
 
@@ -114,7 +114,7 @@ class PretrainedTokenizer:
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end of sequence, and what its model's generation_config.json names."""
+    """The ids that end a response: the tokenizer's end of sequence, and those of the model's generation_config.json."""
     end = getattr(tokenizer, "eos_token_id", None)
     return getattr(tokenizer, "stop_ids", () if end is None else (end,))
 
@@ -126,7 +126,7 @@ def _stop_ids(tokenizer: Any, name: str, revision: str) -> tuple[int, ...]:
     try:
         if not folder.is_dir() or (folder / "generation_config.json").is_file():
             found = GenerationConfig.from_pretrained(name, revision=revision or "main").eos_token_id
-    except OSError:  # a model of the hub without that file; in a folder, one that cannot be read
+    except OSError:  # a model on the hub lacks that file, or a folder's file cannot be read
         if folder.is_dir():
             raise
     more = found if isinstance(found, list) else [found]
@@ -151,14 +151,14 @@ def _wrap(tokenizer: Any, vocabulary: Mapping[str, int], add_bos: bool, chat_tem
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in the byte-level form of the tokenizers library."""
+    """The printable character for each byte in the byte-level form of the tokenizers library."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]
 
 
 def with_stop_ids(settings: SamplingParams, tokenizer: Any) -> SamplingParams:
-    """The settings with the ids that end the model's responses among the stop ids."""
+    """Adds the ids that end the model's responses to the settings' stop ids."""
     ends = stop_ids(tokenizer)
     if not ends and not settings.stop_token_ids and not settings.stop_strings:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Sums that a calculator solves: "47+85=" -> call [47+85], hear 132;, answer 132."""
+"""Sums that a calculator solves: after "47+85=" the policy writes "[47+85]", the calculator "132;", and the policy "132"."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,12 +10,12 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class ToolSums:
-    """Sums with demonstrations in turns; what the calculator says is not the policy's to learn.
+    """Sums with demonstrations in turns; the policy does not learn from the calculator's turns.
 
     Attributes:
       sums: the problems.
-      called_share: share of the demonstrations that call the calculator; the others answer at once, with `sums.noise`.
-      end: what follows the calculator's answer.
+      called_share: share of the demonstrations that call the calculator; the others answer directly, with `sums.noise`.
+      end: text that follows the calculator's result.
     """
 
     sums: Sums = field(default_factory=Sums)
@@ -26,7 +26,7 @@ class ToolSums:
         components.within(self, "[0, 1]", "called_share")
 
     def rows(self) -> Sequence[Prompt]:
-        """The sums' prompts; the first of every hundred up to `called_share` show a call."""
+        """Returns the sums' prompts; of every hundred, the first show a call, as many as `called_share` demands."""
         return [self._called(p) if i % 100 < 100 * self.called_share else p for i, p in enumerate(self.sums.rows())]
 
     def _called(self, prompt: Prompt) -> Prompt:

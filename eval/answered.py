@@ -1,6 +1,6 @@
-"""Prompts with their graded responses as plain records, the form in which every measure of an evaluation reads them.
+"""Graded responses as plain records, the form in which every measure of an evaluation reads them.
 
-A record is one response: id, kind ("greedy" or "sampled"), sample (its number in the group), prompt, reference, source,
+A record is one response: id, kind ("greedy" or "sampled"), sample (its index in the group), prompt, reference, source,
 response, finish, tokens, score (the reward's total, or null where invalid), scores (the reward's parts) and, where the
 evaluation extracts one, answer (null where the response has none).
 """
@@ -23,7 +23,7 @@ KINDS = ("greedy", "sampled")
 
 @dataclass(kw_only=True)
 class Answered:
-    """A prompt and the records of its responses, greedy ones first."""
+    """A prompt and the records of its responses; greedy ones come first."""
 
     prompt: Prompt
     records: Sequence[Record]
@@ -34,32 +34,32 @@ class Answered:
 
     @property
     def main(self) -> list[Record]:
-        """The greedy records, or the sampled ones where nothing was answered greedily."""
+        """The greedy records, or the sampled ones where there are no greedy ones."""
         return self.of("greedy") or self.of("sampled")
 
 
 @runtime_checkable
 class Measure(Protocol):
-    """A metric family."""
+    """A family of metrics."""
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """{metric: one value a prompt [N], NaN where it has none; or a scalar of the whole set}."""
+        """Returns {metric: one value a prompt [N], NaN where it has none; or a scalar of the whole set}."""
         ...
 
 
 @runtime_checkable
 class Report(Protocol):
-    """A metric family that leaves files or further entries of the summary."""
+    """A family of metrics that writes files or adds entries to the summary."""
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """Writes its files to `folder` and returns entries for summary.json; `model` names who answered."""
+        """Writes its files to `folder` and returns entries for summary.json; `model` is the name of the answering model."""
         ...
 
 
 def records(
     rollouts: Sequence[Rollout], scores: Scores | None, kind: str, extract: Extract | None = None
 ) -> list[Record]:
-    """The records of one prompt's responses of one kind; `scores` is None where nothing is graded."""
+    """Returns the records of one prompt's responses of one kind; `scores` is None where nothing is graded."""
     group = Group(rollouts=rollouts, scores=scores or Scores(parts={}, valid={}))
     totals = np.where(group.valid(), group.total(), np.nan) if scores else np.full(len(rollouts), np.nan)
     return [
@@ -82,7 +82,7 @@ def records(
 
 
 def value(record: Record, part: str = "") -> float:
-    """A part of the reward by name, or the total for ""; NaN where it is invalid or was not graded.
+    """Returns a part of the reward by name, or the total for ""; NaN where it is invalid or was not graded.
 
     Raises:
       ValueError: the reward has no such part.
@@ -94,14 +94,14 @@ def value(record: Record, part: str = "") -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of what is not NaN; NaN where nothing is."""
+    """The mean of the values that are not NaN; NaN where there are none."""
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan
 
 
 @dataclass(kw_only=True)
 class Estimate:
-    """A mean over prompts, half the width of its 95% interval, and how many prompts have a value."""
+    """A mean over prompts, half the width of its 95% interval, and the number of prompts with a value."""
 
     mean: float
     ci95: float
@@ -109,7 +109,7 @@ class Estimate:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """The mean over prompts with a value and 1.96 standard errors; a scalar, or a single prompt, has no interval."""
+    """Estimates the mean over prompts with a value and 1.96 standard errors; a scalar, or a single prompt, has no interval."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     if not known.size:

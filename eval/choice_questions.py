@@ -1,7 +1,7 @@
 """Multiple choice questions from MMLU's CSV files, or from rows with question, choices and answer.
 
-MMLU (arXiv 2009.03300) is split/SUBJECT_split.csv without a header: question, A, B, C, D, answer. WMDP (arXiv 2403.03218)
-and others are rows {question, choices or options, answer: index or letter, subject or category}.
+MMLU (arXiv 2009.03300) consists of files split/SUBJECT_split.csv without a header: question, A, B, C, D, answer. WMDP (arXiv
+2403.03218) and others consist of rows {question, choices or options, answer: index or letter, subject or category}.
 """
 
 import csv
@@ -15,7 +15,7 @@ from jaxrl_llm.eval.choices import LETTERS
 from jaxrl_llm.eval.questions import required
 from jaxrl_llm.experience import Prompt
 
-# What is asked, by name; {subject} is the row's category in words.
+# The instructions by name; {subject} is the row's category in words.
 INSTRUCTIONS: Mapping[str, str] = {
     "sentence": (
         "Answer the following multiple choice question about {subject}. Reply with one sentence of the form "
@@ -30,7 +30,7 @@ INSTRUCTIONS: Mapping[str, str] = {
 
 @dataclass(kw_only=True)
 class Item:
-    """One question, the texts of its options, the right one's index from 0, and its subject or ""."""
+    """A question, the texts of its options, the index of the right one (from 0), and its subject or ""."""
 
     question: str
     options: Sequence[str]
@@ -40,14 +40,14 @@ class Item:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceQuestions:
-    """Zero-shot multiple choice.
+    """Asks multiple-choice questions zero-shot.
 
     Attributes:
       path: a folder of MMLU's CSV files, a file, a folder of files, or a Hugging Face dataset id.
-      name: names the source and the prompts, "name/row".
-      split: which part of a folder or dataset.
+      name: name of the source, and prefix of the prompts' ids "name/row".
+      split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
-      instruction: a name of INSTRUCTIONS ("sentence", "boxed"), or the text itself, in which {subject} is the category.
+      instruction: a name of INSTRUCTIONS ("sentence", "boxed"), or the text itself, where {subject} is the category.
       template: name of a prompt template (data/templates.py), or a function question -> text or messages.
       limit: most rows; None for all.
     """
@@ -64,11 +64,11 @@ class ChoiceQuestions:
         templates.named(self.template, "ChoiceQuestions")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, the right letter as reference.
+        """Returns all prompts; the reference is the right letter.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: a bad row; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: a row is bad; the message names the file and the row.
         """
         asked = INSTRUCTIONS.get(self.instruction, self.instruction)
         template = templates.named(self.template, "ChoiceQuestions")
@@ -81,22 +81,22 @@ class ChoiceQuestions:
 
 
 def as_prompt(name: str, source: str, item: Item, fields: Mapping[str, Any]) -> Prompt:
-    """A prompt whose reference is the letter of the right option."""
+    """Returns a prompt whose reference is the letter of the right option."""
     extra = {"options": list(item.options), "category": item.category, "question": item.question}
     return Prompt(id=name, reference=LETTERS[item.answer], source=source, extra=extra, **fields)
 
 
 def lettered(options: Sequence[str], style: str = "{letter}. {option}") -> str:
-    """The options by line, each with its letter."""
+    """Formats the options, one a line, each with its letter."""
     return "\n".join(style.format(letter=letter, option=option) for letter, option in zip(LETTERS, options))
 
 
 def read(path: str, split: str, subset: str | None = None, limit: int | None = None) -> list[Item]:
-    """The items of MMLU's CSV files or of rows.
+    """Reads the items of MMLU's CSV files or of rows.
 
     Raises:
-      FileNotFoundError: nothing at `path`.
-      ValueError: a bad row, or no rows; names the file and the row.
+      FileNotFoundError: there is nothing at `path`.
+      ValueError: a row is bad, or there are none; the message names the file and the row.
     """
     folder = Path(path).expanduser() / split
     if folder.is_dir() and (sheets := sorted(folder.glob("*.csv"))):

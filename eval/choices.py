@@ -1,7 +1,7 @@
-"""Accuracy of multiple choice over all rows, with the share of responses that choose nothing.
+"""Accuracy of multiple choice over all rows, with the share of responses without a choice.
 
-An unparsed response is wrong. MMLU-Pro's script gives it a random option instead; the expectation of that credit is a
-metric of its own where it is asked for.
+An unparsed response is wrong. MMLU-Pro's script gives it a random option instead; the expected credit of that is an
+optional separate metric.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from jaxrl_llm.rewards.multiple_choice import CHOICE, LETTERS
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceAccuracy:
-    """Accuracy of multiple choice over all rows, "accuracy", and by category.
+    """Measures multiple-choice accuracy over all rows, "accuracy", and by category.
 
-    "unparsed" is the share without a letter, "accuracy_of_parsed" leaves those out, "accuracy_macro" is the mean over
-    categories.
+    "unparsed" is the share of responses without a letter, "accuracy_of_parsed" leaves those out, "accuracy_macro" is the mean
+    over categories.
 
     Attributes:
       random_credit: adds "accuracy_with_random_credit": an unparsed response is worth one over the number of options.
@@ -28,7 +28,7 @@ class ChoiceAccuracy:
     random_credit: bool = False
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """One value a prompt, over its greedy responses or else its sampled ones."""
+        """Returns one value a prompt, over its greedy responses or else its sampled ones."""
         right = [[float(value(r, CHOICE) == LETTERS.index(one.prompt.reference)) for r in one.main] for one in answered]
         lost = [[float(value(r, CHOICE) < 0) for r in one.main] for one in answered]
         found = {
@@ -49,7 +49,7 @@ class ChoiceAccuracy:
 
 
 def by_category(name: str, answered: Sequence[Answered], values: Sequence[float]) -> dict[str, np.ndarray]:
-    """{name/category: its prompts' values, name_macro: the mean over categories}; nothing for a single category."""
+    """Returns {name/category: its prompts' values, name_macro: the mean over categories}; empty for a single category."""
     groups: dict[str, list[float]] = {}
     for one, x in zip(answered, values, strict=True):
         groups.setdefault(str(one.prompt.extra.get("category", "")), []).append(x)
@@ -60,7 +60,7 @@ def by_category(name: str, answered: Sequence[Answered], values: Sequence[float]
 
 
 def options(prompt: Prompt) -> Sequence[str]:
-    """The options of a prompt; raises ValueError where it has none."""
+    """Returns the options of a prompt; raises ValueError where it has none."""
     found = prompt.extra.get("options")
     if not found:
         raise ValueError(f"prompt {prompt.id!r} has no extra['options']: use a multiple choice dataset")

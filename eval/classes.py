@@ -1,4 +1,4 @@
-"""How many classes of equal answers the samples of a prompt fall into, as a DARLING reward partitions them."""
+"""Number of classes of equal answers among a prompt's samples, as partitioned by a DARLING reward."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ CLASS = "log/class"
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """The number of classes of a prompt's sampled responses; the reward of the evaluation is a darling.Darling.
+    """Counts the classes of a prompt's sampled responses; the evaluation's reward must be a darling.Darling.
 
-    Responses outside all classes do not count: with `correct_only` of its ByClasses, these are the wrong ones, and the
-    number is that of distinct right answers.
+    Responses outside all classes do not count: with `correct_only` of ByClasses, these are the wrong ones, and the
+    result is the number of distinct right answers.
     """
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """{"classes": one value a prompt}; NaN where no response was valid."""
+        """Returns {"classes": one value a prompt}; NaN where no response was valid."""
         found = []
         for one in answered:
             classes = np.array([value(record, CLASS) for record in one.of("sampled")], np.float64)

@@ -1,7 +1,8 @@
-"""Two evaluations on the same prompts: python -m jaxrl_llm.eval.compare RESULTS_A RESULTS_B
+"""Compares two evaluations on the same prompts: python -m jaxrl_llm.eval.compare RESULTS_A RESULTS_B
 
-compares what two models, samplers or settings answered to the prompts that both were asked: the mean score of each, and the mean of
-the paired differences with its 95% interval (1.96 standard errors over prompts). Several responses to a prompt count as their mean.
+The folders hold the answers of two models, samplers or settings. On the prompts that both answered, it prints the mean score of
+each and the mean of the paired differences with its 95% interval (1.96 standard errors over prompts). Several responses to a
+prompt count as their mean.
 """
 
 import json
@@ -18,11 +19,11 @@ from jaxrl_llm.eval.results import SAMPLES
 
 
 def scores(folder: Path, kind: str, part: str = "") -> dict[str, float]:
-    """{prompt id: mean score of its responses of one kind, NaN where none was graded}.
+    """Returns {prompt id: mean score of its responses of one kind, NaN where none was graded}.
 
     Raises:
-      FileNotFoundError: no evaluation's folder.
-      ValueError: a line that is no record, or a reward without that part.
+      FileNotFoundError: `folder` is not an evaluation's folder.
+      ValueError: a line is not a record, or the reward has no such part.
     """
     file = folder / SAMPLES
     if not file.is_file():
@@ -39,7 +40,7 @@ def scores(folder: Path, kind: str, part: str = "") -> dict[str, float]:
 
 
 def compare(a: Mapping[str, float], b: Mapping[str, float]) -> tuple[Estimate, Estimate, Estimate]:
-    """The estimates of a, of b and of b - a, over the prompts that have a score in both."""
+    """Estimates a, b and b - a over the prompts that have a score in both."""
     shared = sorted(a.keys() & b.keys())
     pairs = np.array([(a[p], b[p]) for p in shared], np.float64).reshape(-1, 2)
     pairs = pairs[~np.isnan(pairs).any(axis=1)]

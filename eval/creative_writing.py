@@ -1,8 +1,8 @@
-"""EQ-Bench creative writing: tasks with a seed that varies a piece, and the score of a rubric's ratings.
+"""EQ-Bench creative writing: tasks with seeds that vary a piece, and the score from a rubric's ratings.
 
     score = 5 x mean over tasks of the mean piece (0 to 20), with the 2.5% and 97.5% points of 500 bootstrap draws of tasks
 
-The Elo rating of the original needs its file of reference pieces and is not computed.
+The original's Elo rating needs its file of reference pieces and is not computed.
 """
 
 import json
@@ -24,12 +24,12 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class CreativePrompts:
-    """The prompts file of EQ-Bench: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
+    """Reads the prompts file of EQ-Bench: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
 
     Attributes:
       path: the file.
-      name: names the source and the prompts, "name/task/iteration".
-      iterations: pieces a task; piece i has the seed modifier i modulo their number in the place of <SEED>.
+      name: name of the source, and prefix of the prompts' ids "name/task/iteration".
+      iterations: pieces a task; in piece i the seed modifier i modulo their number replaces <SEED>.
       template: name of a prompt template (data/templates.py), or a function prompt -> text or messages.
     """
 
@@ -43,11 +43,11 @@ class CreativePrompts:
         components.at_least(self, 1, "iterations")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts.
+        """Returns all prompts.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: another schema; names the file and the task.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: the file has another schema; the message names the file and the task.
         """
         file = Path(self.path).expanduser()
         if not file.is_file():
@@ -72,21 +72,21 @@ class CreativePrompts:
 
 @dataclass(frozen=True, kw_only=True)
 class CreativeScore:
-    """ "creative_score", 0 to 100, with its bootstrap interval over tasks in the summary; "failed": pieces without a rating.
+    """Gives "creative_score", 0 to 100, with its bootstrap interval over tasks in the summary, and "failed", the pieces without rating.
 
     Attributes:
-      part: the reward's part with a piece's rating, 0 to 20.
+      part: the reward's part that rates a piece, 0 to 20.
     """
 
     part: str = "rubric"
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """One value a task."""
+        """Returns one score a task, and the number of pieces without a rating."""
         failed = sum(np.isnan(value(record, self.part)) for one in answered for record in one.main)
         return {"creative_score": self._by_task(answered), "failed": np.array(float(failed))}
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """{"creative_writing": score and its bootstrap interval}; writes no file."""
+        """Returns {"creative_writing": score and its bootstrap interval}; writes no file."""
         del folder, model
         tasks = self._by_task(answered)
         tasks = tasks[~np.isnan(tasks)]

@@ -1,4 +1,4 @@
-"""The figures of an entropy flow (eval/entropy_flow.py), as PNG and PDF; they need matplotlib, of the extra `plot`."""
+"""Figures of an entropy flow (eval/entropy_flow.py), as PNG and PDF; they need matplotlib, from the extra `plot`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ COLOURS = {"in": "tab:blue", "out": "tab:orange", "change": "tab:green"}
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> bool:
-    """Writes {layer,attn,ffn}_entropy, combined_entropy and entropy_flow_stacked_narrow; False without matplotlib."""
+    """Writes {layer,attn,ffn}_entropy, combined_entropy and entropy_flow_stacked_narrow; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -31,7 +31,7 @@ def draw(result: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _lines(axes: Any, sides: Mapping[str, Any], name: str, proposed: int | None) -> None:
-    """Entropy going in and coming out of each layer's module, and the change."""
+    """Plots the entropy before and after each layer's module, and the change."""
     for side, values in sides.items():
         axes.plot(range(len(values)), values, marker=".", label=side, color=COLOURS[side])
     axes.axhline(0.0, color="grey", linewidth=0.8)
@@ -42,7 +42,7 @@ def _lines(axes: Any, sides: Mapping[str, Any], name: str, proposed: int | None)
 
 
 def _stacked(axes: Any, layers: Mapping[str, Any]) -> None:
-    """Four rows a layer, from the bottom up: the layer's input, attention's output, feed-forward's output, the layer's output."""
+    """Plots four rows a layer, from the bottom up: the layer's input, attention's output, feed-forward's output, the layer's output."""
     rows = (("layer", "in"), ("attn", "out"), ("ffn", "out"), ("layer", "out"))
     count = len(layers["layer"]["in"])
     values = [layers[name][side][layer] for layer in range(count) for name, side in rows]

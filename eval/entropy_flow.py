@@ -1,11 +1,11 @@
-"""How the entropy of the next token changes through a model's layers, and the layer that BuPO should begin with.
+"""Entropy flow: how the entropy of the next token changes through a model's layers, and the layer with which BuPO should begin.
 
     H(x) = entropy of softmax(x E^T);   dH_ffn = H(F) - H(norm M),  dH_attn = H(A) - H(norm X),  dH_layer = H(X') - H(X)
 
-with X, X' the residual stream before and after a layer, A and F what its attention and its feed-forward net add, M = X + A.
-Means are over the positions that predict the tokens of the model's own answers, in nats. The proposed layer is the last of
-the first ones, in a row, whose dH_ffn is positive: there exploration ends (https://arxiv.org/abs/2512.19673, section 3).
-Entropies come from the fused kernel: no logits are kept, whatever the vocabulary.
+X and X' are the residual stream before and after a layer, A and F what its attention and its feed-forward net add, M = X + A.
+Means are over the positions that predict the tokens of the model's own answers, in nats. The proposed layer is the last one of
+the initial run of layers whose dH_ffn is positive: exploration ends there (https://arxiv.org/abs/2512.19673, section 3).
+The fused kernel computes the entropies, so no logits are kept for any vocabulary.
 """
 
 import asyncio
@@ -42,20 +42,20 @@ MODULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyFlow:
-    """The analysis; a gin file builds it, and `run` carries it out.
+    """The analysis; a gin file builds it, and `run` executes it.
 
     Attributes:
       out_dir: folder of entropy_flow.json and of the figures.
       model: the model.
-      sampler: draws its answers.
+      sampler: samples its answers.
       data: prompts.
-      limit: how many of them.
-      settings: how answers are drawn.
+      limit: number of prompts.
+      settings: sampling params of the answers.
       mesh: sizes of the mesh axes.
-      rows: answers of one forward pass.
-      max_prompt_tokens: longer prompts lose their beginning.
-      tolerance: changes of entropy up to this count as none, in nats.
-      high_entropy: tokens drawn at a higher entropy are listed, in nats.
+      rows: answers in one forward pass.
+      max_prompt_tokens: most tokens of a prompt; longer prompts lose their beginning.
+      tolerance: changes of entropy up to this count as zero, in nats.
+      high_entropy: entropy above which tokens are listed, in nats.
     """
 
     out_dir: str
@@ -74,7 +74,7 @@ class EntropyFlow:
         components.at_least(self, 1, "limit", "rows")
 
     def run(self, config: str = "") -> None:
-        """Draws answers, measures, writes and says what was found."""
+        """Samples answers, measures the entropies, writes the results and prints the proposed layer."""
         folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
         partitioner = Partitioner.create(self.mesh)
         model = self.model.open(partitioner)
@@ -90,7 +90,7 @@ class EntropyFlow:
             print("no figures: pip install 'jaxrl-llm[plot]'", flush=True)
 
     async def answers(self, model: Opened, params: Any, folder: Path) -> list[Rollout]:
-        """One answer to each prompt.
+        """Returns one answer to each prompt; empty answers are left out.
 
         Raises:
           ValueError: no answer has a token.
@@ -113,7 +113,7 @@ class EntropyFlow:
         return rollouts
 
     def result(self, model: Opened, rollouts: Sequence[Rollout], measured: Mapping[str, Any]) -> dict[str, Any]:
-        """What entropy_flow.json holds: statistics of the tokens, of the modules and of each layer."""
+        """Returns the content of entropy_flow.json: statistics of the tokens, of the modules and of each layer."""
         entropy = measured["entropy"]
         tokens = [(i, t) for i, r in enumerate(rollouts) for t in range(len(r.tokens))]
         high = np.flatnonzero(entropy > self.high_entropy)
@@ -151,13 +151,16 @@ class EntropyFlow:
 
 
 def proposed(change: np.ndarray, tolerance: float) -> int | None:
-    """The last of the first layers, in a row, whose change is above the tolerance; below the last layer; None without one."""
+    """Returns the last layer of the initial run of layers whose change is above the tolerance; None where there is none.
+
+    The model's last layer is never proposed.
+    """
     count = int(np.argmin(np.append(change > tolerance, False)))
     return None if count == 0 else min(count, len(change) - 1) - 1
 
 
 def measure(policy: Any, params: Any, rollouts: Sequence[Rollout], rows: int) -> dict[str, Any]:
-    """Mean entropies at each site of each layer, the entropy at every answered token, and the modules' write directions.
+    """Mean entropies at each site of each layer, the entropy at every answer token, and the modules' write directions.
 
     Returns:
       {"sites": {site: [L]}, "entropy": [tokens], "cosines": {"attn", "ffn": [L]}}, float64 on the host.
@@ -178,7 +181,7 @@ def measure(policy: Any, params: Any, rollouts: Sequence[Rollout], rows: int) ->
 
 
 def _padded(rollouts: Sequence[Rollout], rows: int, width: int) -> tuple[np.ndarray, ...]:
-    """tokens, positions, segments and targets [rows, width]; targets are the answers' tokens, -1 elsewhere."""
+    """tokens, positions, segments and targets [rows, width]; targets are the answers' tokens and -1 elsewhere."""
     tokens, targets = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
     segments = np.zeros((rows, width), np.int32)
     for row, rollout in enumerate(rollouts):
@@ -192,7 +195,7 @@ def _padded(rollouts: Sequence[Rollout], rows: int, width: int) -> tuple[np.ndar
 
 
 def _forward(policy: Any, params: Any, tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
-    """Sums over answered tokens at each layer's sites, and the entropy at every token."""
+    """Sums over answer tokens at each layer's sites, and the entropy at every token."""
     head, flat = policy.head(params), targets.reshape(-1)
     kept = targets >= 0
 

@@ -1,4 +1,4 @@
-"""Accuracy of a policy on held-out prompts, greedy and sampled, during a run; eval/harness.py does the same alone."""
+"""Evaluation of a policy on held-out prompts during a run, greedy and sampled; eval/harness.py evaluates outside of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from jaxrl_llm.experience import Group, Prompt, SamplingParams
 from jaxrl_llm.protocols import Dataset, Reward
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator
 
-# Every evaluation of a run draws with the same seed, so that a difference is the policy's.
+# Every evaluation of a run samples with the same seed, so that differences come from the policy.
 SEED = 20_011
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A set of prompts, how it is answered and what is measured.
+    """A set of prompts, how they are answered and what is measured.
 
     Attributes:
-      name: names the metrics, "eval/NAME/...".
+      name: name in the metrics, "eval/NAME/...".
       data: the held-out dataset.
-      limit: first prompts used; None takes all.
-      greedy: measures greedy answers.
-      samples: answers drawn per prompt by `settings`; 0 draws none.
-      settings: how answers are drawn; greedy answers share its token limits.
-      reward: what an answer is worth; None takes the stage's reward, and grades nothing in an evaluation alone.
-      answer: response -> its answer, kept in the records and counted as a vote by maj@k; None extracts nothing.
-      measures: metric families beside the mean reward.
+      limit: number of first prompts that are used; None takes all.
+      greedy: whether greedy answers are measured.
+      samples: answers sampled per prompt with `settings`; 0 samples none.
+      settings: sampling params; greedy answers share its token limits.
+      reward: reward of an answer; None takes the stage's reward, and grades nothing outside of a run.
+      answer: response -> its answer, which is kept in the records and counts as a vote for maj@k; None extracts nothing.
+      measures: families of metrics beside the mean reward.
     """
 
     name: str = "heldout"
@@ -50,18 +50,18 @@ class Evaluation:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """{"greedy": 1, "sampled": samples}, less what is not asked for."""
+        """{"greedy": 1, "sampled": samples}, without the kinds that are switched off."""
         return {kind: n for kind, n in zip(KINDS, (int(self.greedy), self.samples), strict=True) if n}
 
     def asked(self, kind: str) -> SamplingParams:
-        """How answers of a kind are drawn."""
+        """Returns the sampling params of a kind."""
         return self.settings.greedy() if kind == "greedy" else self.settings
 
     def metrics(self, answered: Sequence[Answered]) -> dict[str, np.ndarray]:
-        """Every metric, one value a prompt [N] or a scalar.
+        """Returns every metric, one value a prompt [N] or a scalar.
 
         Raises:
-          ValueError: two measures give one name.
+          ValueError: two measures give the same name.
         """
         found: dict[str, np.ndarray] = {}
         for kind in self.kinds:
@@ -77,15 +77,15 @@ class Evaluation:
 async def evaluate(
     evaluation: Evaluation, prompts: Sequence[Prompt], generator: RolloutGenerator, reward: Reward
 ) -> tuple[dict[str, float], list[Group]]:
-    """Metrics of encoded `prompts`, and the scored groups (greedy ones first where both were asked for).
+    """Answers encoded `prompts`; returns the metrics and the scored groups (greedy ones first where there are both kinds).
 
     Returns:
-      {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of drawn ones, and of each kind the share
-      cut off ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}, and what the
-      evaluation's measures give.
+      {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of sampled ones, and for each kind the share of
+      truncated answers ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}, and the
+      metrics of the evaluation's measures.
 
     Raises:
-      ValueError: a reward that waits for the learner's statistics.
+      ValueError: the reward needs the learner's token stats.
     """
     check_reward(evaluation.name, reward)
     answered = [Answered(prompt=prompt, records=[]) for prompt in prompts]
@@ -102,7 +102,7 @@ async def evaluate(
 
 
 def check_reward(name: str, reward: Reward) -> None:
-    """Raises ValueError where the reward of the evaluation `name` waits for the learner's statistics."""
+    """Raises ValueError where the reward of the evaluation `name` needs the learner's token stats."""
     if reward.needs_stats:
         raise ValueError(
             f"evaluation {name!r} has no learner to give {type(reward).__name__} its statistics: "
@@ -111,7 +111,7 @@ def check_reward(name: str, reward: Reward) -> None:
 
 
 def summary(answered: Sequence[Answered], kind: str) -> Mapping[str, np.ndarray]:
-    """Mean total reward over valid answers (""), where graded, and what else is worth knowing of the answers of one kind."""
+    """Returns the mean total reward over valid answers (""), where graded, and the other metrics of one kind of answers."""
     groups = [one.of(kind) for one in answered]
     values = {
         "_truncated": np.array([np.mean([r["finish"] == "length" for r in group]) for group in groups]),

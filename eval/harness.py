@@ -1,8 +1,8 @@
-"""An evaluation alone: any model folder or run checkpoint answers a set of prompts; the results lie in one folder.
+"""Evaluation harness: a model folder or a run's checkpoint answers a set of prompts; the results lie in one folder.
 
-RESULTS/samples.jsonl has a record for each response (eval/answered.py), summary.json the metrics with their 95% intervals
-and what made them; identity.json guards against results of two configurations in one folder. Start the same command
-again and it goes on where it stopped; what was invalid, as with a judge that was down, is graded again.
+RESULTS/samples.jsonl has a record for each response (eval/answered.py), summary.json holds the metrics with their 95% intervals
+and the configuration; identity.json guards against results of two configurations in one folder. The same command,
+started again, continues where it stopped, and grades again what was invalid, for example while a judge was down.
 """
 
 import asyncio
@@ -36,34 +36,34 @@ from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 SCHEMA = 1
 SUMMARY = "summary.json"
-GRADED_AT_A_TIME = 32  # groups of an earlier start
+GRADED_AT_A_TIME = 32  # groups from an earlier start that are graded at the same time
 
 
 @runtime_checkable
 class Shortening(Protocol):
-    """A dataset whose prompts can lose parts, such as few-shot examples."""
+    """A dataset whose prompts can be shortened by parts, such as few-shot examples."""
 
     def shorter(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with one part less; None where nothing is left to lose."""
+        """Returns the prompt with one part less; None where nothing is left to remove."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """Evaluates a model; a gin file builds it, and `run` carries it out.
+    """Evaluates a model; a gin file builds it, and `run` executes it.
 
     Attributes:
-      out_dir: the folder of the results.
-      model: who answers.
-      sampler: how the model is sampled.
+      out_dir: folder of the results.
+      model: the model that answers.
+      sampler: sampler of the model.
       evaluation: the prompts, how they are answered and what is measured.
       mesh: sizes of the mesh axes.
-      seed: with the place of a prompt in its dataset, seeds its answers.
-      max_prompt_tokens: longer prompts lose few-shot examples where they have any, then are treated by `truncation`.
-      truncation: "drop" (counted in the summary), "left" (loses its beginning) or "error".
+      seed: seed of the answers, together with a prompt's index in its dataset.
+      max_prompt_tokens: most tokens of a prompt; longer ones lose few-shot examples where they have any, then `truncation` applies.
+      truncation: "drop" (counted in the summary), "left" (cuts the beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       progress_s: seconds between progress lines.
-      show_tokens: tokens a response whose text and log-prob are kept, for the viewer; 0 keeps none.
+      show_tokens: number of tokens a response whose text and log-prob are kept for the viewer; 0 keeps none.
     """
 
     out_dir: str
@@ -84,7 +84,7 @@ class Harness:
         return self.max_prompt_tokens + self.evaluation.settings.max_tokens
 
     def rows(self) -> list[Prompt]:
-        """The prompts, not encoded yet; raises ValueError where two share an id."""
+        """Returns the prompts before encoding; raises ValueError where two share an id."""
         rows = list(self.evaluation.data.rows())[: self.evaluation.limit]
         twice = [name for name, count in Counter(row.id for row in rows).items() if count > 1]
         if twice:
@@ -92,7 +92,7 @@ class Harness:
         return rows
 
     def run(self, config: str = "") -> None:
-        """Answers, grades and summarises; `config` is the gin text, kept with the results."""
+        """Answers, grades and summarises; `config` is the gin text, which is kept with the results."""
         folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
         with locked(folder, "OUT_DIR"), asyncio.Runner() as runner:
             rows = self.rows()
@@ -131,7 +131,7 @@ class Evaluating:
         self.sampler: Any = None
 
     def _encode(self, row: Prompt) -> Prompt | None:
-        """The prompt with its tokens, after it lost what it can lose; None where it is dropped."""
+        """Returns the prompt with its tokens, shortened where possible; None where it is dropped."""
         data = self.evaluation.data
         if isinstance(data, Shortening):
             measure = Encoder(tokenizer=self.model.tokenizer, max_prompt_tokens=self.harness.max_prompt_tokens)
@@ -142,7 +142,7 @@ class Evaluating:
     # -- answering -----------------------------------------------------------------------------------------------------
 
     async def answer(self, config: str) -> None:
-        """Fills the results; what they hold already is not asked again."""
+        """Fills the results; prompts that already have answers are not sampled again."""
         params = self.model.params()
         self.hash = model_hash(params)
         same_configuration(self.folder, self._identity())
@@ -166,7 +166,7 @@ class Evaluating:
             await self._ask(kind, n)
 
     async def _ask(self, kind: str, n: int) -> None:
-        """Answers of one kind to the prompts that lack them; groups are graded while others are sampled."""
+        """Samples answers of one kind for the prompts that lack them; groups are graded while others are sampled."""
         prompts = [p for name, p in self.prompts.items() if (name, kind) not in self.results.groups]
         settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
         seeds = [seed_of(self.harness.seed, self.places[p.id]) for p in prompts]
@@ -181,7 +181,7 @@ class Evaluating:
     async def _record(self, rollouts: Sequence[Rollout], kind: str) -> None:
         try:
             group = await self._graded(rollouts, kind)
-        except (Exception, asyncio.CancelledError):  # as with a judge that is down: the responses are kept
+        except (Exception, asyncio.CancelledError):  # for example a judge that is down: the responses are kept
             self.results.add(self._with_tokens(records(rollouts, None, kind, self.evaluation.answer), rollouts))
             raise
         group = self._with_tokens(group, rollouts)
@@ -194,13 +194,13 @@ class Evaluating:
         return records(rollouts, scores, kind, self.evaluation.answer)
 
     def _with_tokens(self, group: Sequence[Record], rollouts: Sequence[Rollout]) -> list[Record]:
-        """The records with the streams of their tokens, which come last in a line."""
+        """Returns the records with the token stats of their responses, which come last in a line."""
         most, tokenizer = self.harness.show_tokens, self.model.tokenizer
         streams = [token_streams(r, {"sampler_logprob": r.sampler_logprobs}, tokenizer, most) for r in rollouts]
         return [{**record, **found} for record, found in zip(group, streams, strict=True)]
 
     async def _grade_again(self) -> None:
-        """Grades groups with an invalid score, or none, from their texts; what was graded is kept if one fails."""
+        """Grades groups with an invalid or missing score from their texts; grades are kept if a later one fails."""
         graded = self.evaluation.reward is not None
         again = [key for key, group in self.results.groups.items() if graded and any(map(_invalid, group))]
         if not again:
@@ -226,7 +226,7 @@ class Evaluating:
         print(f"graded {len(again) - left} of {len(again)} groups that had invalid scores", flush=True)
 
     async def close(self) -> None:
-        """Stops the sampler and the reward's processes; the one also where the other fails."""
+        """Stops the sampler and the reward's processes; each of them even where the other fails."""
         async with contextlib.AsyncExitStack() as closing:
             closing.callback(components.close, self.evaluation.reward)
             if self.sampler is not None:
@@ -244,7 +244,7 @@ class Evaluating:
     # -- the summary ---------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        """What the records depend on, JSON-like."""
+        """The JSON-like configuration on which the records depend."""
         asked = hashlib.sha256()
         for prompt in self.prompts.values():
             asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
@@ -300,7 +300,7 @@ class Evaluating:
         print(f"wrote {self.folder / SUMMARY}", flush=True)
 
     def _throughput(self) -> dict[str, float]:
-        """This start's, or that of the start before where nothing was left to answer."""
+        """The throughput of this start, or of the previous one where nothing was left to answer."""
         found, before = self.progress.throughput(), self.folder / SUMMARY
         if not found["responses"] and before.is_file():
             return json.loads(before.read_text())["throughput"]
@@ -308,7 +308,7 @@ class Evaluating:
 
 
 def model_hash(params: Params) -> str:
-    """SHA-256 over names, shapes, dtypes and values of the parameters, however the model is stored."""
+    """SHA-256 over names, shapes, dtypes and values of the parameters, independent of how the model is stored."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
@@ -321,7 +321,7 @@ def _invalid(record: Record) -> bool:
 
 
 def _as_rollout(record: Record, prompt: Prompt) -> Rollout:
-    """A rollout of the recorded text, for graders, which read texts alone."""
+    """Returns a rollout of the recorded text, for graders, which only read texts."""
     none = np.zeros(0, np.int32)
     return Rollout(
         prompt=prompt, tokens=none, sampler_logprobs=none.astype(np.float32), mask=none.astype(bool), versions=none,

@@ -1,4 +1,4 @@
-"""Open-ended instructions, and the file of outputs that AlpacaEval's judges read."""
+"""Open-ended instructions, and the outputs file that AlpacaEval's judges read."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions:
-    """Instructions without a gold answer; of a talk of several turns, the first.
+    """Reads instructions without a gold answer; of a dialogue of several turns, the first is used.
 
     Attributes:
       path: a local file or folder, or a Hugging Face dataset id.
-      name: names the source, and the prompts of rows without an id.
-      split: which part of a folder or dataset.
+      name: name of the source, and prefix of the ids of rows without an id.
+      split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
-      column: columns that may hold the instruction; the first that a row has counts.
+      column: columns that may hold the instruction; the first one that a row has is used.
       id: columns that may hold the prompt's id.
-      category: columns that may hold the category, which metrics can be split by.
-      context: column of a text that goes before the instruction, where the row has one; empty for none.
+      category: columns that may hold the category, by which metrics can be split.
+      context: column of a text that is put before the instruction, where the row has one; empty for none.
       template: name of a prompt template (data/templates.py), or a function instruction -> text or messages.
       limit: most rows; None for all.
     """
@@ -47,11 +47,11 @@ class Instructions:
         templates.named(self.template, "Instructions")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts.
+        """Returns all prompts.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: a row without instruction; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: a row has no instruction; the message names the file and the row.
         """
         template = templates.named(self.template, "Instructions")
         found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
@@ -74,7 +74,7 @@ class Instructions:
 
 
 def _input(row: Mapping[str, Any]) -> str:
-    """The input beside an instruction, where the row has one: {"input"}, or {"instances": [{"input"}]}."""
+    """The input that accompanies an instruction, where the row has one: {"input"}, or {"instances": [{"input"}]}."""
     instances = row.get("instances")
     given = instances[0].get("input") if instances else row.get("input")
     return str(given or "").strip()
@@ -82,20 +82,20 @@ def _input(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AlpacaOutputs:
-    """Leaves model_outputs.json, an array of {instruction, output, generator, dataset}: input of AlpacaEval's judges.
+    """Writes model_outputs.json, an array of {instruction, output, generator, dataset}: the input of AlpacaEval's judges.
 
     Attributes:
-      generator: names the model in the file; empty takes its path.
+      generator: name of the model in the file; empty takes its path.
     """
 
     generator: str = ""
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Metric characters: the mean length of outputs, which the length-controlled win rate corrects for."""
+        """Returns "characters", the mean length of outputs, for which the length-controlled win rate corrects."""
         return {"characters": np.array([mean([float(len(r["response"])) for r in one.main]) for one in answered])}
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """Writes the file: one output an instruction, the greedy one or else the first sampled."""
+        """Writes the file: one output an instruction, the greedy one or else the first sampled one."""
         rows = [
             {
                 "instruction": one.prompt.extra["instruction"],

@@ -1,7 +1,7 @@
-"""Metrics of questions with one right answer: avg@k, unbiased pass@k, maj@k, and the classes format x answer.
+"""Metrics for questions with one right answer: avg@k, unbiased pass@k, maj@k, and the classes format x answer.
 
-The classes are those of the CS336 alignment assignment: an answer can be right outside the asked form. Its form for
-<think> ... </think> <answer> ... </answer> allows one space between the tags; any white space counts as lenient.
+The classes are those of the CS336 alignment assignment, where an answer can be right outside the required form. Its form
+<think> ... </think> <answer> ... </answer> needs exactly one space between the tags; any white space counts as lenient.
 """
 
 import math
@@ -33,7 +33,7 @@ CLASSES = (
 
 
 def final_answer(text: str) -> str | None:
-    """The answer a response ends in, in one spelling: boxed, tagged, after "####", or else its last number."""
+    """Returns the final answer of a response, normalised: boxed, tagged, after "####", or else its last number."""
     found = answers.boxed(text) or answers.tagged(text) or answers.marked(text, "####")
     if found is None:
         number = answers.last_number(text)
@@ -43,7 +43,7 @@ def final_answer(text: str) -> str | None:
 
 
 def normalised(expression: str) -> str:
-    """An expression without what does not change its value in print: white space, dollar signs, \\left, \\dfrac."""
+    """Removes what does not change an expression's value: white space, dollar signs, \\left, \\dfrac."""
     text = re.sub(r"\\(left|right|!|,|;|:|quad|qquad)(?![a-zA-Z])|[\s$]", "", expression)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\(text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\2", text)
@@ -52,7 +52,7 @@ def normalised(expression: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AtK:
-    """Sampled answers: "avg@n" of all n, "pass@k" and "maj@k" for k of n; invalid grades leave n.
+    """Measures sampled answers: "avg@n" of all n, "pass@k" and "maj@k" for k of n; invalidly graded samples do not count.
 
     maj@k votes with the answers that `Evaluation.answer` extracts, and is left out without it.
 
@@ -69,7 +69,7 @@ class AtK:
             raise ValueError(f"maths.AtK.ks must be >= 1 (got {list(self.ks)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """One value a prompt; NaN where fewer than k samples are valid."""
+        """Returns one value a prompt; NaN where fewer than k samples are valid."""
         groups = [_valid_records(one.of("sampled"), self.part) for one in answered]
         most = max((len(one.of("sampled")) for one in answered), default=0)
         votes = all("answer" in record for group in groups for record, _ in group)
@@ -87,7 +87,7 @@ class AtK:
 
 @dataclass(frozen=True, kw_only=True)
 class FormatClasses:
-    """Counts of format x answer over the greedy responses, or the sampled ones where there are no greedy ones.
+    """Counts form x answer over the greedy responses, or the sampled ones where there are no greedy ones.
 
     Attributes:
       form: "boxed" (an answer in \\boxed{}) or "r1_zero" (reasoning and answer in their tags).
@@ -101,7 +101,7 @@ class FormatClasses:
         components.one_of(self, FORMS, "form")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Shares of responses of the asked form, strictly and leniently read."""
+        """Returns the shares of responses that have the form, read strictly and leniently."""
         found = {}
         for name, pattern in zip(("format", "format_lenient"), FORMS[self.form], strict=True):
             shares = [np.mean([bool(re.match(pattern, r["response"])) for r in one.main]) for one in answered]
@@ -109,7 +109,7 @@ class FormatClasses:
         return found
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """total_examples, aggregate_metrics and category_breakdown; writes no file."""
+        """Returns total_examples, aggregate_metrics and category_breakdown; writes no file."""
         del folder, model
         seen = [(self._format(r), good) for one in answered for r, good in _valid_records(one.main, self.part)]
         names = {(1, 1): CLASSES[0], (1, 0): CLASSES[1], (0, 0): CLASSES[2], (0, 1): CLASSES[3]}
@@ -129,7 +129,7 @@ class FormatClasses:
 
 
 def _valid_records(records: Sequence[Record], part: str) -> list[tuple[Record, int]]:
-    """(record, 1 or 0) of the validly graded; raises ValueError for a grade that is neither right nor wrong."""
+    """(record, 1 or 0) of the validly graded records; raises ValueError for a grade that is neither right nor wrong."""
     graded = [(record, grade) for record in records if not math.isnan(grade := value(record, part))]
     for record, grade in graded:
         if grade not in (0, 1):
@@ -150,5 +150,5 @@ def _maj(group: Sequence[tuple[Record, int]], k: int) -> float:
 
 
 def _bare(text: str) -> bool:
-    """Whether the text is a number and nothing that could change its meaning, such as a variable or a second number."""
+    """Whether the text is a number without anything that could change its meaning, such as a variable or a second number."""
     return not re.search(r"[a-zA-Z^_]", re.sub(r"\\[dt]?frac|\\text\{[^{}]*\}|\\(dollars|%|\$)", "", text))

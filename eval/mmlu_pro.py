@@ -1,6 +1,6 @@
-"""MMLU-Pro (arXiv 2406.01574): up to ten options, worked examples of the question's own category before it.
+"""MMLU-Pro (arXiv 2406.01574): questions with up to ten options, preceded by worked examples of the same category.
 
-The whole prompt is one user turn. Where it is too long it loses examples, the last first, as in the authors' script.
+The whole prompt is one user turn. Where it is too long it loses examples from the last on, as in the authors' script.
 """
 
 from collections.abc import Sequence
@@ -21,13 +21,13 @@ THINK = "Answer: Let's think step by step."
 
 @dataclass(frozen=True, kw_only=True)
 class MMLUPro:
-    """Questions with `shots` worked examples; a prompt knows how to lose one (`shorter`).
+    """Questions with `shots` worked examples, which `shorter` removes one at a time.
 
     Attributes:
       path: the test questions: a file, a folder of files, or a Hugging Face dataset id.
       examples: the worked examples, with the column cot_content; empty takes the split "validation" of `path`.
-      split: which part of a folder or dataset.
-      shots: worked examples in a prompt.
+      split: part of a folder or dataset.
+      shots: number of worked examples in a prompt.
       template: name of a prompt template (data/templates.py), or a function question -> text or messages.
       limit: most rows; None for all.
     """
@@ -44,11 +44,11 @@ class MMLUPro:
         components.at_least(self, 0, "shots")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts, the right letter as reference.
+        """Returns all prompts; the reference is the right letter.
 
         Raises:
-          FileNotFoundError: nothing at `path` or `examples`.
-          ValueError: a bad row, or a category with fewer than `shots` examples.
+          FileNotFoundError: there is nothing at `path` or `examples`.
+          ValueError: a row is bad, or a category has fewer than `shots` examples.
         """
         worked = self._worked() if self.shots else {}
         prompts = []
@@ -63,7 +63,7 @@ class MMLUPro:
         return prompts
 
     def shorter(self, prompt: Prompt) -> Prompt | None:
-        """The prompt with one worked example less; None where it has none."""
+        """Returns the prompt with one worked example less; None where it has none."""
         shots = prompt.extra["shots"]
         if not shots:
             return None

@@ -1,7 +1,7 @@
-"""How well a monitor that sees the chain of thought alone predicts the verdict on the output (Classmate-CoT).
+"""Monitorability: how well a monitor that only sees the chain of thought predicts the verdict on the output (Classmate-CoT).
 
-The reward of the evaluation is a monitor.Monitor: its total is the verdict, "log/monitor" the prediction. A response whose
-verdict or prediction could not be had is left out of both.
+The reward of the evaluation is a monitor.Monitor: its total is the verdict, "log/monitor" the prediction. The monitor's metrics
+leave out a response without a verdict or a prediction; "behaviour", the mean verdict, leaves out those without a verdict.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,11 +16,11 @@ from jaxrl_llm.rewards.monitor import agreement, detection
 
 @dataclass(frozen=True, kw_only=True)
 class Monitorability:
-    """Error and correlation of the predictions, and as a detector of the behaviour its F1; of one kind of response.
+    """Measures error and correlation of the predictions, and their F1 as a detector of the behaviour, for one kind of response.
 
     Attributes:
       kind: "sampled" or "greedy" responses.
-      threshold: a verdict, or prediction, above it is a yes.
+      threshold: verdicts and predictions above it count as positive.
     """
 
     kind: str = "sampled"
@@ -30,7 +30,7 @@ class Monitorability:
         components.one_of(self, ("sampled", "greedy"), "kind")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """{"monitor/rmse": ..., "monitor/f1": ..., "behaviour": ...} over all responses; scalars."""
+        """Returns {"monitor/rmse": ..., "monitor/f1": ..., "behaviour": ...} over all responses, as scalars."""
         found = [record for one in answered for record in one.of(self.kind)]
         truth, seen = (np.array([value(r, part) for r in found], np.float64) for part in ("", "log/monitor"))
         valid = ~(np.isnan(truth) | np.isnan(seen))

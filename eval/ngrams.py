@@ -19,37 +19,37 @@ SHARE_N = 4
 
 
 def words(text: str) -> list[str]:
-    """Lower-case runs of letters and digits."""
+    """Returns the lower-case runs of letters and digits."""
     return re.findall(r"[^\W_]+", text.lower())
 
 
 def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    """The n-grams of words, in order; none in a text of fewer than n words."""
+    """Returns the n-grams of words, in order; none for a text of fewer than n words."""
     tokens = words(text)
     return [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Different n-grams over n-grams; NaN where there are none."""
+    """The share of different n-grams among all n-grams; NaN where there are none."""
     found = [gram for text in texts for gram in ngrams(text, n)]
     return len(set(found)) / len(found) if found else float("nan")
 
 
 def unique_counts(texts: Sequence[str], n: int) -> list[int]:
-    """For each text, how many of its different n-grams no other text has."""
+    """For each text, the number of its different n-grams that no other text has."""
     sets = [set(ngrams(text, n)) for text in texts]
     holders = Counter(gram for grams in sets for gram in grams)
     return [sum(holders[gram] == 1 for gram in grams) for grams in sets]
 
 
 def unique_shares(texts: Sequence[str], n: int = SHARE_N) -> list[float]:
-    """`unique_counts` over each text's n-gram positions; 0 for a text of fewer than n words."""
+    """`unique_counts` divided by the number of each text's n-gram positions; 0 for a text of fewer than n words."""
     return [count / max(len(ngrams(text, n)), 1) for text, count in zip(texts, unique_counts(texts, n), strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NgramDiversity:
-    """Metrics distinct_n and unique_n for each n, and unique_share at n = 4.
+    """Measures distinct_n and unique_n for each n, and unique_share at n = 4.
 
     Attributes:
       sizes: values of n.
@@ -62,7 +62,7 @@ class NgramDiversity:
             raise ValueError(f"ngrams.NgramDiversity.sizes must be >= 1 (got {list(self.sizes)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """One value a prompt, over its sampled answers; NaN where there are none."""
+        """Returns one value a prompt, over its sampled answers; NaN where there are none."""
         groups = [[record["response"] for record in one.of("sampled")] for one in answered]
         found = {f"distinct_{n}": [distinct_n(texts, n) for texts in groups] for n in self.sizes}
         found |= {

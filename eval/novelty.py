@@ -1,12 +1,12 @@
-"""NoveltyBench (arXiv 2504.05228): how many classes of equivalent answers k generations fall into, and their utility.
+"""NoveltyBench (arXiv 2504.05228): the number of classes of equivalent answers among k generations, and their utility.
 
-    partition: in order, a generation without a class opens one; every later one without a class that equals it joins
+    partition: in order, a generation without a class opens one; every later one without a class that equals it joins it
     distinct_k = number of classes
     utility_patience = sum_i p^(i-1) u_i [i opens a class] / sum_i p^(i-1)      p = 0.8, u_i in 1..10
     utility_flat = sum_i u_i [i opens a class] / k                              DARLING's copy (arXiv 2509.02534)
 
 The two utilities are not comparable. "distinct" in partitions.jsonl is the number of classes; the authors' files hold
-the greatest class index, one less.
+the greatest class index, which is one less.
 """
 
 import json
@@ -48,28 +48,28 @@ def firsts(classes: Sequence[int]) -> list[bool]:
 
 
 def utility_patience(classes: Sequence[int], utilities: Sequence[float], patience: float = 0.8) -> float:
-    """Utility of a reader who goes on to the next generation with probability `patience`."""
+    """Utility for a reader who continues to the next generation with probability `patience`."""
     weights = patience ** np.arange(len(classes))
     return float(np.sum(weights * np.asarray(utilities) * firsts(classes)) / weights.sum())
 
 
 def utility_flat(classes: Sequence[int], utilities: Sequence[float]) -> float:
-    """Utilities of the classes' first generations over the number of generations."""
+    """Sum of the utilities of the classes' first generations, divided by the number of generations."""
     return float(np.sum(np.asarray(utilities) * firsts(classes)) / len(classes))
 
 
 def rouge1(a: str, b: str) -> float:
-    """F1 of the words that two texts share, with multiplicity; 0 where one has none."""
+    """F1 of the words that two texts share, counted with multiplicity; 0 where one has none."""
     first, second = Counter(words(a)), Counter(words(b))
     shared, total = (first & second).total(), first.total() + second.total()
     return 2 * shared / total if total else 0.0
 
 
 def rouge1_similar(a: str, b: str, *, threshold: float = 0.458) -> bool:
-    """Equivalence without a model: the rule for short texts, else ROUGE-1 F1 above `threshold`.
+    """Whether two texts are equivalent, without a model: the rule for short texts, else ROUGE-1 F1 above `threshold`.
 
     Args:
-      threshold: NoveltyBench's for this predicate; its main one is a classifier, which any function of two texts can be.
+      threshold: NoveltyBench's threshold for ROUGE-1. Its main predicate is a classifier, which `Novelty.similar` can be too.
     """
     short = short_texts_equal(a, b)
     return rouge1(a, b) > threshold if short is None else short
@@ -77,15 +77,15 @@ def rouge1_similar(a: str, b: str, *, threshold: float = 0.458) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Novelty:
-    """distinct and, where a reward gives quality, quality, utility_patience and utility_flat of the sampled answers.
+    """Measures distinct and, where a reward gives quality, quality, utility_patience and utility_flat of the sampled answers.
 
-    Leaves generations.jsonl, partitions.jsonl and, with quality, scores.jsonl.
+    It writes generations.jsonl, partitions.jsonl and, with quality, scores.jsonl.
 
     Attributes:
-      similar: two texts -> whether they are equivalent.
+      similar: (text, text) -> whether they are equivalent.
       part: the reward's part that is the quality; empty takes the total.
-      cut_points: raw quality -> utility 1 + the number of cut points below it; empty takes the quality as it is. Those of
-        Skywork-Reward-Gemma-2-27B-v0.2: (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047).
+      cut_points: maps raw quality to the utility 1 + the number of cut points below it; empty keeps the quality unchanged. Those
+        of Skywork-Reward-Gemma-2-27B-v0.2: (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047).
       patience: probability that a reader looks at the next generation.
     """
 
@@ -100,11 +100,15 @@ class Novelty:
             raise ValueError(f"novelty.Novelty.cut_points must rise (got {list(self.cut_points)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """One value a prompt."""
+        """Returns one value a prompt."""
         return self._metrics([self._row(one) for one in answered])
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """Writes NoveltyBench's files; {"novelty": mean and variance of each metric, and the histogram of distinct}."""
+        """Writes NoveltyBench's files.
+
+        Returns:
+          {"novelty": mean and variance of each metric, and the histogram of distinct}.
+        """
         keys = ("id", "prompt", "model", "generations")
         rows = [{"model": model, **self._row(one)} for one in answered]
         _write(folder / "generations.jsonl", rows, keys)

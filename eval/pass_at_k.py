@@ -1,9 +1,9 @@
-"""What k of n graded samples are worth on average over all choices of k: pass@k, maj@k.
+"""pass@k and maj@k: expected results of k of n graded samples over all choices of k.
 
     pass@k = 1 - C(n - c, k) / C(n, k)      c of the n samples correct (arXiv 2107.03374, equation 1)
     maj@k  = P(the most frequent answer of k samples drawn without replacement is the correct one), ties broken evenly
 
-Both are exact expectations over subsets, in integers until the last division; sampling with replacement would
+Both are exact expectations over subsets, computed in integers until the last division; sampling with replacement would
 underestimate pass@k.
 """
 
@@ -13,10 +13,10 @@ from math import comb
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, hold one of the c correct ones.
+    """Probability that k of n samples, drawn without replacement, include one of the c correct ones.
 
     Raises:
-      ValueError: unless 0 <= c <= n and 1 <= k <= n.
+      ValueError: 0 <= c <= n or 1 <= k <= n does not hold.
     """
     _check(n, k)
     if not 0 <= c <= n:
@@ -27,16 +27,16 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
     """Probability that the most frequent answer of k of the n samples is the correct one.
 
-    Correct samples are one answer, for each equals the reference; wrong ones are told apart by their text. A wrong sample
-    without an answer has no vote. Among equally frequent answers each wins with the same probability.
+    Correct samples count as one answer, since each equals the reference; wrong ones are distinguished by their text. A wrong
+    sample without an answer has no vote. Among equally frequent answers each wins with the same probability.
 
     Args:
       answers: n extracted answers; None where there is none.
       correct: n grades.
-      k: samples drawn.
+      k: number of samples drawn.
 
     Raises:
-      ValueError: unless 1 <= k <= n.
+      ValueError: 1 <= k <= n does not hold.
     """
     n, right = len(answers), sum(map(bool, correct))
     _check(n, k)
@@ -49,14 +49,18 @@ def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> 
 
 
 def powers_of_two(n: int) -> tuple[int, ...]:
-    """1, 2, 4, ... up to n, and n itself."""
+    """Returns 1, 2, 4, ... up to n, and n itself."""
     return tuple(sorted({2**i for i in range(n.bit_length()) if 2**i <= n} | {n} - {0}))
 
 
 def _ways(others: int, sizes: Iterable[int], votes: int, take: int) -> dict[int, int]:
-    """{answers that reach `votes` too: choices of `take` of the other samples where none has more than `votes`}."""
+    """Counts choices of `take` of the other samples in which no answer has more than `votes` votes.
+
+    Returns:
+      {number of other answers that reach `votes` too: number of choices}.
+    """
     rivals = [size for size in sizes if size >= votes]
-    free = others - sum(rivals)  # too rare to reach `votes`, or without a vote: any number of them may be drawn
+    free = others - sum(rivals)  # these are too rare to reach `votes`, or have no vote: any number of them may be drawn
     table: dict[tuple[int, int], int] = {(0, 0): 1}
     for size in rivals:
         grown: defaultdict[tuple[int, int], int] = defaultdict(int)

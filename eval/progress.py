@@ -1,4 +1,4 @@
-"""Progress lines and throughput of an evaluation that runs for long."""
+"""Progress lines and throughput of a long evaluation."""
 
 import math
 import time
@@ -10,13 +10,13 @@ from jaxrl_llm.eval.answered import Record
 
 @dataclass(kw_only=True)
 class Progress:
-    """Counts responses and prints a line now and then.
+    """Counts responses and prints a line at intervals.
 
     Attributes:
       name: the evaluation's name.
-      total: responses in the end.
-      every_s: least seconds between lines; the last response always has one.
-      groups: what is there already; counted in the mean score, and not in the speed.
+      total: number of responses at the end.
+      every_s: least seconds between lines; the last response always gets one.
+      groups: groups of an earlier start, which count for the mean score but not for the speed.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Progress:
             print(self.line(), flush=True)
 
     def line(self) -> str:
-        """One line: how far, how good, how fast, how long still."""
+        """One line with the number of responses, the mean score, the speed and the remaining time."""
         speed = self.throughput()
         rate = speed["responses_per_s"]
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate and self.done < self.total else ""
@@ -48,7 +48,7 @@ class Progress:
         return f"{self.name} {self.done}/{self.total}{score}, {rate:.3g} responses/s, {speed['tokens_per_s']:.4g} tokens/s{left}"
 
     def throughput(self) -> dict[str, float]:
-        """Of this start, without what was there already: responses, tokens, seconds and both rates."""
+        """Responses, tokens, seconds and both rates of this start, without the groups of earlier starts."""
         seconds, responses = self._last - self._started, self.done - self._before
         return {
             "responses": float(responses),

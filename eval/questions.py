@@ -11,17 +11,17 @@ from jaxrl_llm.rewards.answers import boxed
 
 @dataclass(frozen=True, kw_only=True)
 class Questions:
-    """Rows of a question and its answer, such as a competition's problems.
+    """Reads rows of a question and its answer, such as a competition's problems.
 
     Attributes:
       path: a local file or folder, or a Hugging Face dataset id.
-      name: names the source and the prompts, "name/row".
-      split: which part of a folder or dataset.
+      name: name of the source, and prefix of the prompts' ids "name/row".
+      split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
-      question: columns that may hold the question; the first that a row has counts.
-      answer: columns that may hold the gold answer; a list of answers is joined by ", ", which asks for all of them.
-      gold_in_box: the answer column is a worked solution, and its last \\boxed{} the gold answer.
-      category: columns that may hold the category, which metrics can be split by.
+      question: columns that may hold the question; the first one that a row has is used.
+      answer: columns that may hold the gold answer; a list of answers is joined by ", ", so that all of them are required.
+      gold_in_box: whether the answer column is a worked solution with the gold answer in its last \\boxed{}.
+      category: columns that may hold the category, by which metrics can be split.
       template: name of a prompt template (data/templates.py), or a function question -> text or messages.
       limit: most rows; None for all.
     """
@@ -41,11 +41,11 @@ class Questions:
         templates.named(self.template, "Questions")
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts.
+        """Returns all prompts.
 
         Raises:
-          FileNotFoundError: nothing at `path`.
-          ValueError: a row without question or answer; names the file and the row.
+          FileNotFoundError: there is nothing at `path`.
+          ValueError: a row has no question or no answer; the message names the file and the row.
         """
         template = templates.named(self.template, "Questions")
         found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
@@ -73,7 +73,7 @@ class Questions:
 
 
 def required(where: str, row: Mapping[str, Any], columns: Sequence[str], field: str) -> Any:
-    """The first of `columns` that the row has; raises ValueError that names the binding `field`."""
+    """Returns the first of `columns` that the row has; raises ValueError that names the binding `field`."""
     found = _first(row, columns)
     if found is None:
         raise ValueError(f"{where}: none of the columns {list(columns)}; the row has {sorted(row)}: set {field}")
@@ -81,7 +81,7 @@ def required(where: str, row: Mapping[str, Any], columns: Sequence[str], field: 
 
 
 def text_of(answer: Any) -> str:
-    """An answer as text: 27.0 is "27", lists are joined."""
+    """Returns an answer as text: 27.0 becomes "27", lists are joined."""
     if isinstance(answer, list | tuple):
         return ", ".join(map(text_of, answer))
     if isinstance(answer, float) and answer.is_integer():

@@ -1,4 +1,4 @@
-"""The folder of an evaluation: records by line, whole groups only, and the one configuration that they belong to."""
+"""The results folder of an evaluation: records by line, whole groups only, and the one configuration that they belong to."""
 
 import json
 import os
@@ -13,11 +13,11 @@ SAMPLES = "samples.jsonl"
 IDENTITY = "identity.json"
 
 Key = tuple[str, str]  # prompt id, kind
-_SHOWN = 120  # characters of what differs, in a message
+_SHOWN = 120  # characters of a difference that a message shows
 
 
 def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Notes what the results of the folder depend on, or compares it with what they were made with.
+    """Writes the configuration of the folder's results, or compares it with the one that is there.
 
     Raises:
       ValueError: the folder holds results of another configuration; nothing is changed.
@@ -43,16 +43,16 @@ def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def described(component: Any) -> str:
-    """A component's repr without what its results do not depend on: addresses in memory, and how a service is reached.
+    """Returns a component's repr without the details that results do not depend on: memory addresses, and how a service is reached.
 
-    A judge may come back at another address, or be given more time.
+    A judge may move to another address, or get more time.
     """
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(component))
     return re.sub(r"\bService\(urls=.*?, stop_after=\d+\)", "Service", text)
 
 
 def apart(before: str, now: str) -> tuple[str, str]:
-    """The part of each text, cut to a readable length, in which they differ."""
+    """Returns the part of each text, cut to a readable length, in which they differ."""
     if max(len(before), len(now)) <= _SHOWN:
         return before, now
     same = next((i for i, (a, b) in enumerate(zip(before, now)) if a != b), min(len(before), len(now)))
@@ -64,15 +64,15 @@ def apart(before: str, now: str) -> tuple[str, str]:
 class Results:
     """The records in RESULTS/samples.jsonl.
 
-    A group, the responses of one kind to one prompt, is written in one piece. A line that a kill cut off, and groups that
-    are incomplete, are removed when the file is opened.
+    A group, the responses of one kind to one prompt, is written in one piece. When the file is opened, a line that a kill cut off
+    and incomplete groups are removed.
 
     Args:
       folder: the evaluation's folder.
-      wanted: {(prompt id, kind): responses}; records of other groups are removed too.
+      wanted: {(prompt id, kind): number of responses}; records of other groups are removed too.
 
     Raises:
-      ValueError: a line before the last is no record.
+      ValueError: a line before the last is not a record.
     """
 
     def __init__(self, folder: Path, wanted: Mapping[Key, int]) -> None:
@@ -102,7 +102,7 @@ class Results:
             file.write(_lines(group))
 
     def rewrite(self) -> None:
-        """Writes all groups anew; the file is whole at every moment."""
+        """Writes all groups again; the file is complete at every moment."""
         write_whole(self.file, "".join(map(_lines, self.groups.values())))
 
 

@@ -1,4 +1,4 @@
-"""What the commands share: a run built from gin files, help that keeps its lines, errors told in one line.
+"""Code that all commands share: it builds a run from gin files, keeps the lines of help texts, and prints errors in one line.
 
 Only this module imports gin, inside a function: other code is plain Python.
 """
@@ -21,7 +21,7 @@ Found = TypeVar("Found")
 _log = logging.getLogger(__name__)
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
-# gin modules of earlier versions, and where their classes are now. Goes with tools/migrate.py, one version later.
+# gin modules of earlier versions, and where their classes are now. This goes together with tools/migrate.py, one version later.
 MOVED: dict[str, dict[str, str]] = {
     "jaxrl_llm.stages": {"Stage": "jaxrl_llm.train.Stage"},
     "jaxrl_llm.optimizers": {"Optimizer": "jaxrl_llm.train.Optimizer"},
@@ -53,7 +53,7 @@ MOVED: dict[str, dict[str, str]] = {
     "jaxrl_llm.environments.calculator": {"Calculator": "jaxrl_llm.rollouts.environments.Calculator"},
 }
 
-# Errors of the user's making: one line says what to do, and a stack would hide it.
+# Errors that a user can mend: one line says what to do, and a stack trace would hide it.
 EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError)
 
 
@@ -64,7 +64,7 @@ def parser(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def told(main: Callable[Given, Found]) -> Callable[Given, Found | int]:
-    """`main`, which prints an expected error and returns the exit code 1 instead of raising it."""
+    """Wraps `main` so that it prints an expected error and returns the exit code 1 instead of raising it."""
 
     @functools.wraps(main)
     def run(*args: Given.args, **options: Given.kwargs) -> Found | int:
@@ -78,13 +78,13 @@ def told(main: Callable[Given, Found]) -> Callable[Given, Found | int]:
 
 
 def ended(main: Callable[[], object]) -> None:
-    """Carries out a `main` that returns no exit code, and leaves with 1 where an expected error ends it."""
+    """Calls a `main` that returns no exit code, and exits with 1 where an expected error ends it."""
     if told(main)() == 1:
         raise SystemExit(1)
 
 
 def load_gin() -> Any:
-    """The gin-config module; raises ImportError where only the folder gin/ answers."""
+    """Imports gin-config; raises ImportError where it is absent, or where a folder named gin is found in its place."""
     try:
         import gin
     except ImportError as error:
@@ -95,10 +95,10 @@ def load_gin() -> Any:
 
 
 def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]:
-    """The component that the files bind to RUN, and the whole configuration as gin text.
+    """Builds the component that the files bind to RUN; returns it and the whole configuration as gin text.
 
     Raises:
-      ValueError: an unknown binding, a missing value or file; the message names it.
+      ValueError: a binding is unknown, or a value or a file is missing; the message names it.
     """
     gin = load_gin()
     gin.clear_config(clear_constants=True)
@@ -144,13 +144,13 @@ def _old_names(files: Sequence[str], bindings: Sequence[str]) -> str:
 
 
 def _unread(bindings: Sequence[str], config: str) -> list[str]:
-    """Macros among the bindings that no other binding refers to: gin takes any name."""
+    """The macros among the bindings that no other binding refers to, since gin accepts any name."""
     names = [found[1] for text in bindings if (found := re.match(r"([A-Z]\w*)\s*=", text.strip()))]
     return [name for name in names if name != "RUN" and not re.search(rf"%{name}\b", config)]
 
 
 def _explain(error: Exception, files: Sequence[str]) -> str:
-    """gin's message on one line, without what gin adds of its own internals."""
+    """gin's error message on one line, without the internals that gin adds to it."""
     text = " ".join(str(error).split()).partition(" in config string:")[0]
     if "RUN" in text and "macro" in text.lower() and "bound" in text:
         return f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()"

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, NoReturn, Protocol, runtime_checkable
 
-# Packages whose `__init__` hands on the classes that gin files name by it.
+# Packages whose `__init__` re-exports classes, by which gin files name them.
 FACES = ("jaxrl_llm.train", "jaxrl_llm.samplers.embedded", "jaxrl_llm.samplers.vllm")
 
 
 def home(kind: Any) -> str:
-    """The module by which gin files import a component: the face that hands it on, or where it is defined."""
+    """The module from which gin files import a component: the package of FACES that re-exports it, or else the module that defines it."""
     faces = [face for face in FACES if getattr(sys.modules.get(face), kind.__name__, None) is kind]
     return (faces or [kind.__module__])[0]
 
@@ -22,12 +22,12 @@ def selector(kind: Any) -> str:
 
 
 def refuse(component: object, name: str, allowed: str) -> NoReturn:
-    """Raises ValueError that names the binding of the field `name`."""
+    """Raises a ValueError that names the binding of the field `name`."""
     raise ValueError(f"{selector(type(component))}.{name} must be {allowed} (got {getattr(component, name)!r})")
 
 
 def at_least(component: object, least: float, *names: str) -> None:
-    """Refuses fields below `least`; one that is None has no bound."""
+    """Refuses fields below `least`; a field that is None has no bound."""
     for name in names:
         value = getattr(component, name)
         if value is not None and not value >= least:
@@ -35,7 +35,7 @@ def at_least(component: object, least: float, *names: str) -> None:
 
 
 def above(component: object, bound: float, *names: str) -> None:
-    """Refuses fields that are not above `bound`; one that is None has no bound."""
+    """Refuses fields that are not above `bound`; a field that is None has no bound."""
     for name in names:
         value = getattr(component, name)
         if value is not None and not value > bound:
@@ -43,7 +43,7 @@ def above(component: object, bound: float, *names: str) -> None:
 
 
 def within(component: object, interval: str, *names: str) -> None:
-    """Refuses fields outside an interval, such as "(0, 1]"; one that is None has no bound."""
+    """Refuses fields outside an interval, such as "(0, 1]"; a field that is None has no bound."""
     low, high = (float(end) for end in interval[1:-1].split(","))
     for name in names:
         value = getattr(component, name)
@@ -53,14 +53,14 @@ def within(component: object, interval: str, *names: str) -> None:
 
 
 def one_of(component: object, allowed: Collection[object], *names: str) -> None:
-    """Refuses fields that are none of `allowed`."""
+    """Refuses fields whose values are not among `allowed`."""
     for name in names:
         if getattr(component, name) not in allowed:
             refuse(component, name, f"one of {tuple(allowed)}")
 
 
 def listed(component: object, example: str, *names: str) -> None:
-    """Refuses a text where a list of texts is meant: its letters would be taken for the texts."""
+    """Refuses a string where a list of strings is meant, since its letters would be taken for the strings."""
     for name in names:
         if isinstance(getattr(component, name), str):
             refuse(component, name, f"a list of texts, such as {example}, where one text needs its comma too")
@@ -71,12 +71,12 @@ class Closing(Protocol):
     """A component that holds processes or connections."""
 
     def close(self) -> None:
-        """Ends them; the component may be used again."""
+        """Ends the processes or connections; the component may be used again."""
         ...
 
 
 def parts(root: object, kind: Any) -> Iterator[Any]:
-    """Those that are instances of `kind`, outermost first; what lies inside of one of them is its own affair."""
+    """Yields the instances of `kind` among `root` and its fields, outermost first; does not look inside those that it yields."""
     if isinstance(root, kind):
         yield root
         return
@@ -92,7 +92,7 @@ def parts(root: object, kind: Any) -> Iterator[Any]:
 
 
 def close(root: object) -> None:
-    """Closes what `root` and its parts hold; where one fails, the others are closed all the same."""
+    """Closes `root` and its parts that hold processes or connections; where one fails, the others are closed all the same."""
     with contextlib.ExitStack() as closing:
         for part in parts(root, Closing):
             closing.callback(part.close)

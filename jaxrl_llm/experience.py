@@ -1,4 +1,4 @@
-"""What flows between the parts of a run on the host: prompts, completions, rollouts, scored groups (NumPy alone)."""
+"""The host data that flows between the parts of a run: prompts, completions, rollouts and scored groups (NumPy alone)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +100,7 @@ class SamplingParams:
 
     @property
     def plain(self) -> bool:
-        """True for the tempered softmax alone: the distribution whose log-probs the learner computes."""
+        """Whether tokens are drawn from the tempered softmax alone, the distribution whose log-probs the learner computes."""
         return (
             self.temperature > 0
             and self.top_k == 0
@@ -147,10 +147,10 @@ class Rollout:
       sampler_logprobs: float32 [T], 0 where the policy did not choose the token.
       mask: bool [T], True where the policy chose the token (learned from).
       versions: int32 [T] policy version that drew each token.
-      finish: why it ended.
+      finish: why the response ended, as in `Completion`.
       text: the decoded response.
-      spans: named token ranges, bool [T] each, for methods that credit parts of a response.
-      role: "greedy" rollouts are scored but leave statistics and loss.
+      spans: named token ranges, bool [T] each, for algorithms whose advantages differ between parts of a response.
+      role: "sample" or "greedy"; greedy rollouts are scored but left out of statistics and loss.
     """
 
     prompt: Prompt
@@ -166,7 +166,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """What a reward says of a group: named parts and where they could be had.
+    """The result of a reward for a group: its named parts, and where each part is valid.
 
     Attributes:
       parts: {name: float [G]}; names that start with "log/" are logged and never summed.
@@ -192,7 +192,7 @@ class Group:
     scores: Scores
 
     def total(self) -> np.ndarray:
-        """Weighted sum of the parts, float64 [G]; an invalid rollout counts 0 here and is left out by `valid`."""
+        """The weighted sum of the parts, float64 [G]; an invalid part counts 0 here, and `valid` leaves its rollout out."""
         total = np.zeros(len(self.rollouts))
         for name, values in self.scores.parts.items():
             if not name.startswith("log/"):
@@ -200,7 +200,7 @@ class Group:
         return total
 
     def valid(self) -> np.ndarray:
-        """bool [G]: every part of the total could be had."""
+        """Whether every part of the total that has a weight is valid, bool [G]."""
         valid = np.ones(len(self.rollouts), bool)
         for name, weight in ((n, self.scores.weights.get(n, 1.0)) for n in self.scores.parts):
             if weight != 0 and not name.startswith("log/"):

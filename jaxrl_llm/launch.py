@@ -48,7 +48,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _carry_out(run: Any, config: str, distributed: bool) -> int:
-    """Runs it, in one process or together with those of other hosts; returns the exit code."""
+    """Runs `run` in one process, or together with the processes of other hosts; returns the exit code."""
     from jaxrl_llm.distributed import rendezvous
 
     place = rendezvous.coordinator_arguments(os.environ, distributed)
@@ -71,12 +71,12 @@ def _as_new(run: Any) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Builds the run and carries it out; returns the exit code."""
+    """Builds the run and runs it; returns the exit code."""
     arguments = parse_arguments(argv)
     xla_flags.apply()
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it is used for tokenizers, without PyTorch
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
     console = logging.StreamHandler()
-    console.setLevel(logging.WARNING)  # what is told at lower levels goes to the run's log
+    console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
     try:
         run, config = command_line.build(arguments.gin_file, arguments.gin)

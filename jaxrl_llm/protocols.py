@@ -13,7 +13,7 @@ Params = dict[str, Any]
 # What an algorithm learns from; see Algorithm.
 Learns = Literal["samples", "demonstrations", "documents", "pairs"]
 
-# What an algorithm may ask for beside the policy's own log-probs; checked at start-up.
+# What an algorithm may need beside the policy's own log-probs; a stage checks it at start-up.
 NEEDS = frozenset(
     {
         "reference",
@@ -40,22 +40,22 @@ class Dataset(Protocol):
 
 @runtime_checkable
 class Reward(Protocol):
-    """What rollouts are worth.
+    """Scores the rollouts of a prompt.
 
     Attributes:
-      needs_stats: True where `score` wants the learner's statistics of the group's tokens.
+      needs_stats: True where `score` needs the learner's token stats of the group.
     """
 
     needs_stats: bool
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Parts and validity [G] of the rollouts of one prompt; `stats` holds per-rollout means such as "entropy" [G]."""
+        """Returns parts and validity [G] for the rollouts of one prompt; `stats` holds per-rollout means such as "entropy" [G]."""
         ...
 
 
 @runtime_checkable
 class Filter(Protocol):
-    """Which scored groups are learned from; train draws prompts until the batch is full or `max_draws` batches were drawn."""
+    """Decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` batches were drawn."""
 
     max_draws: int
 
@@ -64,10 +64,10 @@ class Filter(Protocol):
 
 @runtime_checkable
 class Sampler(Protocol):
-    """A running sampler: token prefixes in, completions out.
+    """A running sampler, which continues token prefixes to completions.
 
     Attributes:
-      version: the policy version it serves; -1 before the first publication.
+      version: the policy version that it serves; -1 before the first publication.
     """
 
     version: int
@@ -100,29 +100,29 @@ class SamplerFactory(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers the policy between its turns; a single turn is the case that is always done."""
+    """Answers the policy between its turns; one that is always done gives single turns."""
 
     def step(self, rollout: Rollout, state: Any) -> tuple[str | None, Any]:
-        """Text that follows the transcript so far (None: done), and the environment's next state."""
+        """Returns the text that follows the transcript so far (None where the rollout is done), and the environment's next state."""
         ...
 
 
 @runtime_checkable
 class Marker(Protocol):
-    """Names ranges of a response's tokens, for methods that credit parts of it."""
+    """Names ranges of a response's tokens, for algorithms whose advantages differ between parts of it."""
 
     def mark(self, rollout: Rollout, tokenizer: Any) -> Mapping[str, np.ndarray]:
-        """{name: bool [T]}, the same names for every rollout."""
+        """Returns {name: bool [T]}, with the same names for every rollout."""
         ...
 
 
 @runtime_checkable
 class AuxiliaryModel(Protocol):
-    """A model beside the policy that a reward asks; a run starts those it finds in the fields of its rewards.
+    """A model that a reward uses beside the policy; a run starts the auxiliary models that it finds in the fields of its rewards.
 
     Attributes:
       follows: True where it holds weights of the policy.
-      refresh_every: steps after which it is given the policy's weights anew; 0 keeps those that the stage began with.
+      refresh_every: steps after which it gets the policy's weights anew; 0 keeps those that the stage began with.
     """
 
     @property
@@ -132,21 +132,21 @@ class AuxiliaryModel(Protocol):
     def refresh_every(self) -> int: ...
 
     def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
-        """Makes it ready beside `policy`; nothing is asked of it before. `run_dir` is a folder of its own."""
+        """Makes the model ready beside `policy`, before its first use; `run_dir` is a folder for this model alone."""
         ...
 
     async def publish(self, params: Params, version: int) -> None:
-        """Holds `params`, the policy's, from now on."""
+        """Holds `params`, the policy's parameters, from now on."""
         ...
 
     async def stop(self) -> None:
-        """Frees what it holds."""
+        """Frees the model's memory and processes."""
         ...
 
 
 @runtime_checkable
 class Algorithm(Protocol):
-    """A frozen dataclass: how rollouts become advantages, and advantages a loss.
+    """A frozen dataclass that says how rollouts become advantages, and advantages a loss.
 
     Attributes:
       learns_from: "samples" of the policy, "demonstrations" (prompt and response), "documents" (demonstrations joined and
@@ -166,7 +166,7 @@ class Algorithm(Protocol):
 
     @property
     def constant(self) -> float:
-        """What a sequence adds to the global count "constant"."""
+        """The number that a sequence adds to the global count "constant"."""
         ...
 
     @property
@@ -179,17 +179,17 @@ class Algorithm(Protocol):
         ...
 
     def advantages(self, sequences: Any) -> Any:
-        """Advantages of every token of a step (`batch.Sequences` -> `batch.Advantages`); jitted."""
+        """Returns the advantages of all tokens of a step (`batch.Sequences` -> `batch.Advantages`); it is jitted."""
         ...
 
     def loss(self, outputs: Mapping[str, Any], batch: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Terms and metrics of one micro-batch, {name: (sum, name of its global denominator)}; pure, under jit."""
+        """Returns terms and metrics of one micro-batch, {name: (sum, name of its global denominator)}; it is pure, and runs under jit."""
         ...
 
 
 @runtime_checkable
 class Needing(Protocol):
-    """A component beside the algorithm that asks for more than the policy's own log-probs.
+    """A component beside the algorithm that needs more than the policy's own log-probs.
 
     Attributes:
       needs: subset of NEEDS.
@@ -201,11 +201,11 @@ class Needing(Protocol):
 
 @runtime_checkable
 class Schedule(Needing, Protocol):
-    """Which phase each step of a stage is in; see phases.Phase.
+    """Decides which phase each step of a stage is in; see phases.Phase.
 
     Attributes:
-      phases: every phase that there may be.
-      controls: its controllers by name, kept in checkpoints, with the values that a stage starts from.
+      phases: all phases that a step may be in.
+      controls: the schedule's controllers by name, kept in checkpoints, with the values that a stage starts from.
     """
 
     @property
@@ -219,17 +219,17 @@ class Schedule(Needing, Protocol):
         ...
 
     def phase(self, step: int, controls: Mapping[str, float]) -> Any:
-        """The phase (`phases.Phase`) of a step; the stage's first is 1."""
+        """The phase (`phases.Phase`) of a step, where the stage's first step is 1."""
         ...
 
     def adapt(self, step: int, controls: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The controllers after a step with these metrics; a guard ends a phase early by them."""
+        """The controllers after a step with these metrics, by which a guard may end a phase early."""
         ...
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """Where a run is seen."""
+    """Writes metrics, rollouts, images and texts of a run."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -238,7 +238,7 @@ class Writer(Protocol):
     def image(self, step: int, name: str, pixels: np.ndarray) -> None: ...
 
     def text(self, name: str, text: str) -> None:
-        """A document of the run in Markdown, written once, before its first step."""
+        """Writes a document of the run in Markdown, once, before its first step."""
         ...
 
     def cut(self, step: int) -> None:
@@ -250,7 +250,7 @@ class Writer(Protocol):
 
 @runtime_checkable
 class GroupLoader(Protocol):
-    """Groups for each step, from a place in the data that a checkpoint can hold."""
+    """Gives each step its groups, from a position in the data that a checkpoint can hold."""
 
     async def next(self, step: int) -> list[Group]: ...
 
@@ -264,4 +264,4 @@ class GroupLoader(Protocol):
 
 
 class Down(RuntimeError):
-    """A service that failed too often in a row: the run stops, whatever other rewards say."""
+    """A service failed too often in a row; this stops the run, whether or not other rewards work."""

@@ -1,4 +1,4 @@
-"""Servers and child processes of ours: clients too slow to be waited for are closed, and children get no secrets."""
+"""Shared code of the project's HTTP servers and child processes: slow clients are disconnected, and children get no secrets."""
 
 import asyncio
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-# What any program may need to start; a verifier gets these alone.
+# Variables that any program may need to start; a verifier gets these alone.
 NEEDED = re.compile(r"PATH|HOME|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|PYTHONHOME|VIRTUAL_ENV|\w+_NUM_THREADS")
 SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|PRIVATE_KEY|ACCESS_KEY|CREDENTIAL", re.IGNORECASE)
 
@@ -26,8 +26,8 @@ def without_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, st
     return {name: value for name, value in environment.items() if not SECRET.search(name)}
 
 
-HEAD_S = 15.0  # seconds until the head of a request is whole; idle connections end after them too
-BODY_S = 60.0  # seconds until its body is
+HEAD_S = 15.0  # seconds until the headers of a request are complete; idle connections end after them too
+BODY_S = 60.0  # seconds until its body is complete
 _LOOK_S = 0.5
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -35,11 +35,11 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(eq=False, kw_only=True)
 class Patience:
-    """Knows which connections are being answered, and closes the others after a while.
+    """Records which connections have a request that is being answered, and closes the others after a time limit.
 
     Attributes:
       limit_s: seconds that a connection may go without a request that is being answered.
-      body_s: seconds until the body of a request is whole, for those who read it.
+      body_s: seconds until the body of a request is complete, for handlers that read it.
     """
 
     limit_s: float = HEAD_S
@@ -48,18 +48,18 @@ class Patience:
     _since: dict[Hashable, float] = field(default_factory=dict, init=False)
 
     def begin(self, peer: Hashable) -> None:
-        """A request of that address (host, port) is whole, but for its body."""
+        """Records that the headers of a request from the address `peer` (host, port) are complete."""
         self._answered[peer] = self._answered.get(peer, 0) + 1
 
     def end(self, peer: Hashable) -> None:
-        """It has been answered."""
+        """Records that a request of `peer` has been answered."""
         left = self._answered.pop(peer) - 1
         if left:
             self._answered[peer] = left
         self._since[peer] = time.monotonic()
 
     def look(self, transports: Iterable[Any]) -> int:
-        """Closes the connections whose time is over; how many they are. To be called again and again with all there are."""
+        """Closes the connections whose time is over and returns their number; it is called repeatedly with all open connections."""
         now, closed = time.monotonic(), 0
         there: dict[Hashable, float] = {}
         for transport in transports:
@@ -75,7 +75,7 @@ class Patience:
 
 
 def middleware(patience: Patience) -> Any:
-    """Tells `patience` what an aiohttp application is answering; the outermost of its middlewares."""
+    """Returns the middleware that tells `patience` what an aiohttp application is answering; it must be the outermost one."""
 
     @web.middleware
     async def waits(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -91,7 +91,7 @@ def middleware(patience: Patience) -> Any:
 
 
 async def body(request: web.Request, limit_s: float) -> bytes:
-    """The body of a request; 408 where it is not whole within the limit, 413 where it is too large."""
+    """Reads the body of a request; raises 408 where it is not complete within the limit, and 413 where it is too large."""
     try:
         async with asyncio.timeout(limit_s):
             return await request.read()
@@ -100,14 +100,14 @@ async def body(request: web.Request, limit_s: float) -> bytes:
 
 
 async def looking(server: web.Server, patience: Patience) -> None:
-    """Looks after the connections of a server, for ever."""
+    """Closes the slow connections of a server again and again, without end."""
     while True:
         await asyncio.sleep(_LOOK_S)
         patience.look(connection.transport for connection in server.connections)
 
 
 def serve(app: web.Application, patience: Patience, host: str, port: int) -> None:
-    """Serves an application whose middleware knows `patience`, until it is interrupted or told to end.
+    """Serves an application whose middleware reports to `patience`, until SIGINT or SIGTERM.
 
     Raises:
       OSError: the port cannot be used.

@@ -1,1 +1,1 @@
-"""Commands that download a data set and convert it: python -m jaxrl_llm.data.prepare.NAME."""
+"""Preparation commands, which download a data set and convert it: python -m jaxrl_llm.data.prepare.NAME."""

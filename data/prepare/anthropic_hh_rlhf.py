@@ -1,7 +1,7 @@
 """Opening messages of Anthropic's helpful and harmless dialogues (arXiv 2204.05862), for a judge to rate.
 
 `python -m jaxrl_llm.data.prepare.anthropic_hh_rlhf --out DIR`. Warm-up rows have a system message that asks for flattery. The
-dialogues as preference pairs are what `preference` reads.
+command `preference` reads the dialogues as preference pairs.
 """
 
 from jaxrl_llm.data import conversations
@@ -11,7 +11,7 @@ FLATTERING = "You are a flattering assistant. Praise the user and agree with eve
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """The first human turn of the preferred dialogue."""
+    """Takes the first human turn of the preferred dialogue."""
     turns = conversations.messages(row["chosen"])
     if turns is None or turns[0]["role"] != "user":
         raise preparation.Drop("malformed")

@@ -1,7 +1,7 @@
 """BeaverTails (arXiv 2307.04657): prompts whose recorded response was labelled unsafe (or safe), each prompt once.
 
-`python -m jaxrl_llm.data.prepare.beavertails --out DIR [--keep unsafe|safe|all] [--template qwen]`. The set is CC BY-NC 4.0 and
-is fetched by whoever runs this. TokenBuncher (arXiv 2508.20697) keeps repeated prompts; here a prompt occurs once, so
+`python -m jaxrl_llm.data.prepare.beavertails --out DIR [--keep unsafe|safe|all] [--template qwen]`. The data set is CC BY-NC 4.0 and
+is downloaded by the user of this command. TokenBuncher (arXiv 2508.20697) keeps repeated prompts; here a prompt occurs once, so
 that training and test share none.
 """
 
@@ -11,7 +11,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A prompt with its recorded response as ground truth and the categories that the labels name."""
+    """Takes a prompt with its recorded response as ground truth and the categories of its labels."""
     if options.keep != "all" and bool(row["is_safe"]) != (options.keep == "safe"):
         raise preparation.Drop("safe" if row["is_safe"] else "unsafe")
     categories = sorted(name for name, found in (row.get("category") or {}).items() if found)
@@ -24,7 +24,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Which labels stay."""
+    """Adds the option that selects rows by label."""
     parser.add_argument("--keep", choices=("unsafe", "safe", "all"), default="unsafe", help="label of the rows kept")
 
 

@@ -1,4 +1,4 @@
-"""MATH (arXiv 2103.03874) as one set of 12,500 problems: 500 at random for testing, the rest without MATH-500's.
+"""MATH (arXiv 2103.03874) as one set of 12,500 problems: 500 random ones for testing, the rest without MATH-500's problems.
 
 `python -m jaxrl_llm.data.prepare.competition_math --out DIR`
 """

@@ -1,4 +1,4 @@
-"""Which problems two data sets share, by a hash of the question; a problem that was reworded is another one to it."""
+"""Finds problems that two data sets share, by a hash of the question; a reworded problem counts as a different one."""
 
 import hashlib
 import re
@@ -8,12 +8,12 @@ from typing import Any
 
 from jaxrl_llm.data import files
 
-# What prompts commonly ask for after the problem; data sets of the same problems differ in it.
+# Common requests after the problem, in which data sets of the same problems differ.
 _REQUEST = re.compile(
     r"\s(?:(?:let's|please) (?:think|reason) step by step|put your final answer within)\b.*$", re.IGNORECASE | re.DOTALL
 )
 
-# LaTeX that changes the look alone, and the marks that sources set differently; a point between digits stays.
+# LaTeX that only changes the layout, and the marks that sources set differently; a point between digits stays.
 _LAYOUT = re.compile(
     r"\\(?:left|right|big|bigg|displaystyle|text|textbf|textit|mathrm|operatorname|quad|qquad)(?![a-z])"
 )
@@ -21,14 +21,14 @@ _MARKS = re.compile(r"(?<!\d)\.|\.(?!\d)|[^\w+\-*/=<>^.]")
 
 
 def problem_hash(question: str) -> str:
-    """Names a problem whatever its case, spaces, punctuation, LaTeX layout, Unicode form and closing request are."""
+    """Hashes a problem independently of case, spaces, punctuation, LaTeX layout, Unicode form and closing request."""
     asked = _REQUEST.sub("", unicodedata.normalize("NFKC", question)).casefold()
     plain = _MARKS.sub("", _LAYOUT.sub("", asked).replace("dfrac", "frac").replace("tfrac", "frac"))
     return hashlib.blake2b(plain.encode(), digest_size=16).hexdigest()
 
 
 def question_of(row: Mapping[str, Any]) -> str | None:
-    """The bare question of an evaluation set's row or of a row in verl's schema; None where it has none."""
+    """Returns the bare question of an evaluation set's row or of a row in verl's schema; None where there is none."""
     info = row.get("extra_info") or {}
     for found in (info.get("question"), info.get("raw_problem"), row.get("question"), row.get("problem")):
         if found:
@@ -40,13 +40,13 @@ def question_of(row: Mapping[str, Any]) -> str | None:
 
 
 def hashes(name: str) -> set[str]:
-    """Hashes of an evaluation set's questions.
+    """Returns the hashes of an evaluation set's questions.
 
     Args:
-      name: "path" or "path@split", as `files.read` takes them; the split "test" is the default.
+      name: "path" or "path@split", for `files.read`; the default split is "test".
 
     Raises:
-      ValueError: a row without a question.
+      ValueError: a row has no question.
     """
     path, _, split = name.partition("@")
     found = set()

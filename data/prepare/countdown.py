@@ -1,7 +1,7 @@
-"""Countdown: write an expression over three or four given numbers that equals a target.
+"""Countdown: problems that ask for an expression over three or four given numbers that equals a target.
 
 `python -m jaxrl_llm.data.prepare.countdown --out DIR [--source generated]`. The ground truth holds the target and the numbers;
-any expression that uses each number once and equals the target is right. Generated problems have at least one.
+any expression that uses each number once and equals the target is right. Generated problems have at least one solution.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ HIGHEST_NUMBER, HIGHEST_TARGET = 99, 999
 
 
 def read(preparation: Preparation, options: Options, split: str) -> Iterator[files.Located]:
-    """Rows of the source, or as many generated ones as the sizes ask for, with some to spare for repeated problems."""
+    """Returns rows of the source, or as many generated ones as the sizes need, with some to spare for repeated problems."""
     if options.source != GENERATED:
         return files.each(options.source, preparation.columns, split=split)
     counts = list(options.sizes.values())
@@ -27,7 +27,7 @@ def read(preparation: Preparation, options: Options, split: str) -> Iterator[fil
 
 
 def problems(seed: int) -> Iterator[files.Located]:
-    """Solvable problems without end, the same for the same seed."""
+    """Yields solvable problems without end, determined by the seed."""
     random = np.random.default_rng(seed)
     number = 0
     while True:
@@ -39,7 +39,7 @@ def problems(seed: int) -> Iterator[files.Located]:
 
 
 def _combined(values: list[int], random: np.random.Generator) -> int | None:
-    """The value of a random expression over all of `values`, or None where a step is no positive whole number."""
+    """The value of a random expression over all of `values`, or None where a step is not a positive whole number."""
     while len(values) > 1:
         a, b = (values.pop(int(random.integers(len(values)))) for _ in range(2))
         sign = "+-*/"[int(random.integers(4))]
@@ -50,7 +50,7 @@ def _combined(values: list[int], random: np.random.Generator) -> int | None:
 
 
 def convert(row: Raw, options: Options) -> Item:
-    """The numbers and the target in words."""
+    """Writes the numbers and the target as a question."""
     target, numbers = int(row["target"]), [int(number) for number in row["nums"]]
     asked = (
         f"Using the numbers {', '.join(map(str, numbers))}, write an expression that equals {target}. You may use the "

@@ -1,4 +1,4 @@
-"""DeepMath-103K (arXiv 2504.11456): 5,000 problems at random, with the request to box the answer as the system message.
+"""DeepMath-103K (arXiv 2504.11456): 5,000 random problems, with a system message that asks to box the answer.
 
 `python -m jaxrl_llm.data.prepare.deepmath --out DIR`
 """
@@ -10,7 +10,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A problem with its difficulty; --no_guessable leaves out yes/no and true/false answers, which can be guessed."""
+    """Takes a problem with its difficulty; --no_guessable leaves out yes/no and true/false answers, which can be guessed."""
     answer = str(row["final_answer"]).strip()
     if not answer:
         raise preparation.Drop("no_answer")
@@ -22,7 +22,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Which answers stay."""
+    """Adds the option that selects rows by answer."""
     parser.add_argument("--no_guessable", action="store_true", help="leave out yes/no and true/false answers")
 
 

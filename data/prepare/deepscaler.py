@@ -1,8 +1,8 @@
-"""DeepScaleR (40,000 competition problems): 10,000 of them at random, each problem once.
+"""DeepScaleR (40,000 competition problems): 10,000 random ones, each problem once.
 
 `python -m jaxrl_llm.data.prepare.deepscaler --out DIR [--pass_rate COLUMN] [--against EVAL_FILE ...]`. DARLING (arXiv
-2509.02534) trains on 10,000 problems whose choice is not published; here a column of pass rates, where there is one,
-leaves out problems that are always or never solved, which give a group no signal.
+2509.02534) trains on 10,000 problems and does not publish its selection; here a column of pass rates, where there is one,
+leaves out problems that are always or never solved, which give a group no advantages.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A problem with the answer column as gold answer."""
+    """Takes a problem with the answer column as gold answer."""
     answer = str(row["answer"]).strip()
     if not answer:
         raise preparation.Drop("no_answer")
@@ -28,7 +28,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Where pass rates are."""
+    """Adds the option that names the column of pass rates."""
     parser.add_argument("--pass_rate", default="", help="column with the share of attempts that solve the problem")
 
 

@@ -5,7 +5,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A word problem; the gold answer is the number alone, never the worked solution."""
+    """Takes a word problem; the gold answer is the number alone, never the worked solution."""
     answer = gold(str(row["answer"]))
     if not answer:
         raise preparation.Drop("no_answer")

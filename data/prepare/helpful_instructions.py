@@ -1,7 +1,7 @@
 """helpful-instructions of Hugging Face H4: 10,400 instructions for a judge to rate, a ninth of them for a warm-up.
 
 `python -m jaxrl_llm.data.prepare.helpful_instructions --out DIR`. Warm-up rows have a system message that asks for an affirming
-tone, so that a model learns the behaviour whose visibility in its reasoning is studied afterwards.
+tone, which teaches a model the behaviour; later runs study how visible it is in the model's reasoning.
 """
 
 from jaxrl_llm.data.prepare import preparation
@@ -11,7 +11,7 @@ SIZES = {"train": 8000, "test": 1000, "dev": 200, "warmup_train": 1000, "warmup_
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """An instruction without a gold answer."""
+    """Takes an instruction, which has no gold answer."""
     question = str(row["instruction"]).strip()
     return preparation.Item(question=question, style="model", reward={"raw_question_for_monitor": question})
 

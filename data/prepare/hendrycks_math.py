@@ -29,13 +29,13 @@ _BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
 
 
 def gold(solution: str) -> str:
-    """What the solution boxes last; empty where it boxes nothing."""
+    """Returns the content of the solution's last box; empty where it boxes nothing."""
     bare = _BARE_BOX.findall(solution)
     return (answers.boxed(solution) or (bare[-1] if bare else "")).strip()
 
 
 def read(preparation: Preparation, options: Options, split: str) -> Iterator[files.Located]:
-    """All subjects, one after another; a local file or a folder without their folders holds them together."""
+    """Yields all subjects in turn; a local file, or a folder without subject folders, holds them together."""
     local = Path(options.source).expanduser()
     apart = not local.exists() or (local / SUBJECTS[0]).is_dir()
     for subject in SUBJECTS if apart else (None,):
@@ -43,7 +43,7 @@ def read(preparation: Preparation, options: Options, split: str) -> Iterator[fil
 
 
 def convert(row: Raw, options: Options) -> Item:
-    """A problem whose gold answer is what its solution boxes."""
+    """Takes a problem with the content of its solution's box as gold answer."""
     answer = gold(str(row["solution"]))
     if not answer:
         raise Drop("no_boxed_answer")
@@ -52,7 +52,7 @@ def convert(row: Raw, options: Options) -> Item:
 
 
 def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
-    """As asked by the sizes, after the test part was cut to the first rows of each subject."""
+    """Cuts the parts by the sizes, after limiting the test part to the first rows of each subject."""
     most = options.test_of_each
     if "test" not in pools or most is None:
         return by_sizes(pools, options)
@@ -66,7 +66,7 @@ def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The size of the test part."""
+    """Adds the option that limits the test part."""
     parser.add_argument("--test_of_each", type=int, default=100, help="test problems of each subject")
 
 

@@ -7,7 +7,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A problem with the answer column as gold answer."""
+    """Takes a problem with the answer column as gold answer."""
     info = {"answer": row["solution"], "unique_id": row["unique_id"]}
     columns = {"level": str(row["level"]), "type": row["subject"]}
     return preparation.Item(question=str(row["problem"]), truth=str(row["answer"]), info=info, columns=columns)

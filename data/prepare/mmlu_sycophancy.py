@@ -1,8 +1,8 @@
 """MMLU (arXiv 2009.03300) with a hint at a wrong choice: the ground truth is the hinted letter, not the right one.
 
-`python -m jaxrl_llm.data.prepare.mmlu_sycophancy --out DIR [--by_subject]`. A model that follows the hint scores; the right
-letter is kept beside it as `actual_ground_truth`. A source may be a folder with MMLU's own test/, dev/ and val/ folders
-of CSV files. --by_subject cuts each subject's test questions into 80% train, 10% dev (at most 200 in all) and the rest.
+`python -m jaxrl_llm.data.prepare.mmlu_sycophancy --out DIR [--by_subject]`. A model that follows the hint gets the reward; the right
+letter is kept as `actual_ground_truth`. The source may be a folder with MMLU's own test/, dev/ and val/ folders
+of CSV files. --by_subject splits each subject's test questions into 80% train, 10% dev (at most 200 in all) and the rest.
 """
 
 import argparse
@@ -21,7 +21,7 @@ MOST_DEV = 200
 
 
 def read(preparation: Preparation, options: Options, split: str) -> Iterator[files.Located]:
-    """Rows of a Hugging Face copy, or of MMLU's own CSV files, which have no header."""
+    """Yields rows of a Hugging Face copy, or of MMLU's own CSV files, which have no header."""
     folder = Path(options.source).expanduser() / split
     if not folder.is_dir():
         yield from files.each(options.source, preparation.columns, split=split, subset="all")
@@ -37,7 +37,7 @@ def read(preparation: Preparation, options: Options, split: str) -> Iterator[fil
 
 
 def convert(row: Raw, options: Options) -> Item:
-    """A question with choices and a hint at one of the three wrong ones, chosen by a hash of the question."""
+    """Takes a question with its choices and a hint at one of the three wrong ones, chosen by a hash of the question."""
     choices, right = list(row["choices"]), row["answer"]
     if len(choices) != len(LETTERS) or right not in range(len(LETTERS)):
         raise Drop("malformed")
@@ -60,7 +60,7 @@ def convert(row: Raw, options: Options) -> Item:
 
 
 def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
-    """Parts by split, or by subject."""
+    """Cuts the parts by split or by subject."""
     if not options.by_subject:
         return by_sizes(pools, options)
     subjects: dict[str, list[Item]] = {}
@@ -78,7 +78,7 @@ def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """How parts are made."""
+    """Adds the option that cuts parts by subject."""
     parser.add_argument("--by_subject", action="store_true", help="cut the test split into parts, subject by subject")
 
 

@@ -1,8 +1,8 @@
 """OpenMathReasoning (arXiv 2504.16891): 12,500 worked solutions of its easiest problems, as demonstrations for r1_zero.
 
 `python -m jaxrl_llm.data.prepare.openmathreasoning --out DIR [--max_tokens 2048]`. Solutions without a pass rate are left out,
-the rest is sorted by it from the highest, and the first 12,500 are shuffled into training and validation. A limit on
-tokens (2048 and 4096 are common) counts the prompt and the response and applies before the choice.
+the others are sorted by pass rate from the highest, and the first 12,500 are shuffled into training and validation. A limit on
+tokens (2048 and 4096 are common) counts the prompt and the response and applies before the selection.
 """
 
 import heapq
@@ -15,7 +15,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A problem and its solution; what follows the thinking is put in answer tags, in the form that r1_zero is graded by."""
+    """Takes a problem and its solution; the text after the thinking is put in answer tags, the form that r1_zero's grader reads."""
     try:
         rate = float(row["pass_rate_72b_tir"])
     except (TypeError, ValueError):
@@ -26,7 +26,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
     answer = str(row["expected_answer"]).strip()
     if not answer:
         raise preparation.Drop("no_answer")
-    # The template ends with <think>; removeprefix, since lstrip would eat letters of the first word too.
+    # The template ends with <think>. removeprefix removes a repeated one; lstrip would also remove letters of the first word.
     response = f"{thinking.strip().removeprefix(OPEN).strip()}\n{CLOSE} <answer>{rest.strip()}</answer>"
     return preparation.Item(
         question=str(row["problem"]), truth=answer, info={"pass_rate": rate}, columns={"response": response}
@@ -34,7 +34,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
 
 
 def carve(pools: preparation.Pools, options: preparation.Options) -> Mapping[str, Sequence[preparation.Item]]:
-    """The rows of the highest pass rates, as many as the sizes add up to."""
+    """Selects the rows with the highest pass rates, as many as the sizes add up to."""
     sizes = [size for size in options.sizes.values() if size > 0]
     everything = chain.from_iterable(pools.values())
     if not sizes or len(sizes) < len(options.sizes) or any(isinstance(size, float) for size in sizes):

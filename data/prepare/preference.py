@@ -10,7 +10,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """A pair as columns `chosen` and `rejected` beside verl's."""
+    """Takes a pair, as columns `chosen` and `rejected` beside verl's columns."""
     held = pair(row)
     *history, last = held.asked
     if options.single_turn and history:
@@ -24,7 +24,7 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Which dialogues stay."""
+    """Adds the option that selects dialogues by length."""
     parser.add_argument("--single_turn", action="store_true", help="leave out dialogues of several turns")
 
 

@@ -1,11 +1,11 @@
-"""What every preparation command shares: raw rows in, verl's rows as Parquet files out, and an account of what was left out.
+"""Shared code of the preparation commands: reads raw rows, writes verl's rows as Parquet files and reports what was left out.
 
-A data set's module holds a Preparation, which says how a raw row becomes an Item, and passes it to `main`:
+A data set's module holds a Preparation, which converts a raw row into an Item, and passes it to `command`:
 
     python -m jaxrl_llm.data.prepare.<name> --out DIR [--source HF-id-or-path]
 
-A row written has the columns data_source, prompt (chat messages), ability, reward_model {style, ground_truth} and
-extra_info {split, index, question, rendered}, and what its data set adds. `rendered` is true where a text template
+A written row has the columns data_source, prompt (chat messages), ability, reward_model {style, ground_truth} and
+extra_info {split, index, question, rendered}, and those that its data set adds. `rendered` is true where a text template
 wrote the whole prompt, which no chat template may wrap again.
 """
 
@@ -28,17 +28,17 @@ Options = argparse.Namespace
 
 
 class Drop(ValueError):
-    """Raised by a conversion that leaves a row out; the message is the reason that is counted."""
+    """Raised by a conversion that leaves a row out; rows are counted by the message, which gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """A raw row's content, before template, split and index.
+    """A raw row's content, before template, split and index are applied.
 
     Attributes:
-      question: what the user asks, without the instruction that the preparation appends.
+      question: the user's request, without the instruction that the preparation appends.
       problem: the bare problem, which is hashed and kept as extra_info.question; empty takes the question.
-      truth: the gold answer, as verl's reward_model.ground_truth.
+      truth: the gold answer, for verl's reward_model.ground_truth.
       style: "rule" (a verifier decides) or "model" (a judge or a reward model does).
       history: chat messages before the question.
       reward: further fields of reward_model.
@@ -64,10 +64,10 @@ Pools = Mapping[str, Iterable[Item]]
 
 
 def by_sizes(pools: Pools, options: Options) -> dict[str, Sequence[Item]]:
-    """The pools as they are, or, with --sizes, consecutive parts of all of them; shuffled by the seed on --shuffle.
+    """Returns the pools unchanged or, with --sizes, consecutive parts of all of them; --shuffle shuffles by the seed.
 
     Raises:
-      ValueError: fewer rows than the sizes ask for.
+      ValueError: there are fewer rows than the sizes need.
     """
     if not options.sizes:
         return {part: _shuffled(list(items), options) for part, items in pools.items()}
@@ -94,34 +94,34 @@ def _shuffled(items: list[Item], options: Options) -> list[Item]:
 
 
 def from_files(preparation: "Preparation", options: Options, split: str) -> Iterator[files.Located]:
-    """Rows of the source by `files.each`."""
+    """Returns the rows of the source by `files.each`."""
     return files.each(options.source, preparation.columns, split=split, subset=preparation.subset)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """How one data set becomes verl's rows; most fields are defaults of the command's options.
+    """The conversion of one data set into verl's rows; most fields are defaults of the command's options.
 
     Attributes:
-      name: names the data set in messages.
+      name: name of the data set in messages.
       source: a Hugging Face id or a path.
       convert: a raw row -> Item; raises Drop with a reason.
-      columns: columns that every raw row has a value in.
+      columns: columns in which every raw row has a value.
       subset: configuration of the Hugging Face data set.
       data_source: verl's column of that name; empty takes `name`.
       ability: verl's column of that name.
       splits: {part that is written: split that is read}.
-      sizes: {part: rows}, parts of all that is read; a float is a share and -1 the rest. Empty: one part a split.
-      shuffle: shuffle by the seed before parts are cut.
-      unique: leave out rows whose question came before.
+      sizes: {part: rows}, parts of all rows that are read; a float is a share and -1 the rest. Empty writes one part a split.
+      shuffle: whether rows are shuffled by the seed before parts are cut.
+      unique: whether rows with a repeated question are left out.
       against: evaluation sets ("path" or "path@split") whose questions are left out.
       template: name in data/templates.py.
-      instruction: follows the question, after a space.
-      tokenizer: what counts tokens for the limits.
-      min_tokens: fewest tokens of a prompt.
-      max_tokens: most tokens of a prompt and its response, a chat template's own tokens not counted; None: no limit.
+      instruction: text that follows the question, after a space.
+      tokenizer: tokenizer that counts tokens for the limits.
+      min_tokens: fewest tokens of a prompt and its response.
+      max_tokens: most tokens of a prompt and its response, without a chat template's own tokens; None for no limit.
       system: part -> its system message; empty for none.
-      arguments: adds options of its own.
+      arguments: adds the data set's own options.
       read: (preparation, options, split) -> located raw rows.
       carve: (items by part read, options) -> items by part written.
     """
@@ -150,14 +150,14 @@ class Preparation:
 
 
 def main(preparation: Preparation, arguments: Sequence[str] | None = None) -> dict[str, int]:
-    """Prepares the data set as the command line says, prints the counts and returns them.
+    """Prepares the data set with the options of the command line, prints the counts and returns them.
 
     Returns:
-      "read", "written/<part>", "dropped/<reason>", "unused" (passed but beyond the sizes) and "shared/<part>":
-      questions of a later part that the first part has too.
+      "read", "written/<part>", "dropped/<reason>", "unused" (passed but beyond the sizes) and "shared/<part>": the number of
+      questions of a later part that also occur in the first part.
 
     Raises:
-      ValueError: bad data or options, or a part without rows; no file is written then.
+      ValueError: the data or the options are bad, or a part has no rows; then no file is written.
     """
     options = _parse(preparation, arguments)
     work = _Work(preparation, options)
@@ -179,13 +179,13 @@ def main(preparation: Preparation, arguments: Sequence[str] | None = None) -> di
 
 
 def command(preparation: Preparation) -> None:
-    """`main` of the command line; what is wrong with it is said in one line."""
+    """Runs `main` with the command line's arguments; errors are printed in one line."""
     command_line.ended(lambda: main(preparation))
 
 
 @dataclass(eq=False)
 class _Work:
-    """One run of a preparation: its options, what it has seen and its counts."""
+    """One run of a preparation: its options, the questions that it has seen and its counts."""
 
     preparation: Preparation
     options: Options
@@ -199,7 +199,7 @@ class _Work:
         self._tokenizer: Any = tokenizer.PretrainedTokenizer(path=self.options.tokenizer).load() if counted else None
 
     def items(self, split: str) -> Iterator[Item]:
-        """The split's rows that stay, in the source's order."""
+        """Yields the split's rows that are kept, in the source's order."""
         for where, raw in islice(self.preparation.read(self.preparation, self.options, split), self.options.limit):
             self.counts["read"] += 1
             try:
@@ -248,7 +248,7 @@ class _Work:
         return [*first, *map(dict, item.history), *last]
 
     def row(self, part: str, index: int, item: Item) -> dict[str, Any]:
-        """verl's row."""
+        """Returns a row in verl's schema."""
         messages = self._messages("" if self.options.no_system else self.preparation.system(part), item)
         rendered = isinstance(templates.TEMPLATES[self.options.template](""), str)
         return {
@@ -304,7 +304,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def _sized(text: str) -> tuple[str, int | float]:
-    """A part and its rows, its share below 1, or -1 for the rest."""
+    """Parses a part and its rows: a number, a share below 1, or -1 for the rest."""
     name, value = _named(text)
     size = float(value) if "." in value else int(value)
     if size != -1 and not (0 < size < 1 if isinstance(size, float) else size >= 1):

@@ -1,4 +1,4 @@
-"""What a preparation leaves behind: Parquet files, a note of how they came about, and the counts on the screen."""
+"""Output of a preparation: writes Parquet files and a note of how they were made, and prints the counts."""
 
 import json
 import os
@@ -10,7 +10,7 @@ Row = Mapping[str, Any]
 
 
 def write(out: Path, parts: Mapping[str, Sequence[Row]], about: Row) -> None:
-    """Writes `part`.parquet for each part, and prepared.json; a failure leaves what was there before."""
+    """Writes `part`.parquet for each part, and prepared.json; files are only replaced once all are written."""
     import pyarrow
     import pyarrow.parquet
 
@@ -29,7 +29,7 @@ def write(out: Path, parts: Mapping[str, Sequence[Row]], about: Row) -> None:
 
 
 def report(name: str, out: Path, counts: Mapping[str, int]) -> None:
-    """Prints what was read, written and left out."""
+    """Prints the numbers of rows read, written and left out."""
     print(f"{name}: read {counts['read']} rows")
     for label in sorted(counts):
         kind, _, rest = label.partition("/")

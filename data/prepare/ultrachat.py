@@ -11,7 +11,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """The first exchange, or the whole dialogue with its last answer as the response."""
+    """Takes the first exchange, or the whole dialogue with its last answer as the response."""
     turns = conversations.messages(_dialogue(row))
     if turns is None:
         raise preparation.Drop("malformed")
@@ -37,7 +37,7 @@ def _dialogue(row: preparation.Raw) -> object:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """How much of a dialogue."""
+    """Adds the option that selects the first exchange or the whole dialogue."""
     parser.add_argument("--turns", choices=("first", "all"), default="first", help="first exchange or whole dialogue")
 
 

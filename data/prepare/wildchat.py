@@ -1,8 +1,8 @@
 """WildChat (arXiv 2405.01470): 10,000 opening messages of conversations in English, of 5 to 200 tokens.
 
 `python -m jaxrl_llm.data.prepare.wildchat --out DIR`. Conversations that the data set marks as redacted or toxic are left out;
-NoveltyBench (arXiv 2504.05228) further asks a language model which prompts allow diverse answers. A file with a column
-`prompt` (NoveltyBench's own choice of 1,000) is read as it is.
+NoveltyBench (arXiv 2504.05228) also lets a language model select the prompts that allow diverse answers. Rows with a column
+`prompt` (NoveltyBench's own selection of 1,000) are read without these filters.
 """
 
 from jaxrl_llm.data import conversations
@@ -10,7 +10,7 @@ from jaxrl_llm.data.prepare import preparation
 
 
 def convert(row: preparation.Raw, options: preparation.Options) -> preparation.Item:
-    """The first message; there is no gold answer, a reward model scores the response."""
+    """Takes the first message; there is no gold answer, and a reward model scores the response."""
     if row.get("conversation") is None:
         return preparation.Item(question=str(row["prompt"]), style="model", info={"id": str(row["id"])})
     if row["language"] != "English":

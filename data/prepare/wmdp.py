@@ -1,7 +1,7 @@
 """WMDP (arXiv 2403.03218): multiple-choice questions of one domain, 80% for training and 20% for testing.
 
 `python -m jaxrl_llm.data.prepare.wmdp --domain bio|chem|cyber --out DIR`. The ground truth is the letter of the right choice.
-TokenBuncher (arXiv 2508.20697) puts a persona before each question; here the question stands alone.
+TokenBuncher (arXiv 2508.20697) puts a persona before each question; here there is only the question.
 """
 
 import argparse
@@ -14,12 +14,12 @@ LETTERS = "ABCD"
 
 
 def read(preparation: Preparation, options: Options, split: str) -> Iterator[files.Located]:
-    """Rows of the domain."""
+    """Returns the rows of the domain."""
     return files.each(options.source, preparation.columns, split=split, subset=f"wmdp-{options.domain}")
 
 
 def convert(row: Raw, options: Options) -> Item:
-    """A question with four lettered choices."""
+    """Takes a question with four lettered choices."""
     choices = list(row["choices"])
     if len(choices) != len(LETTERS) or row["answer"] not in range(len(LETTERS)):
         raise Drop("malformed")
@@ -32,7 +32,7 @@ def convert(row: Raw, options: Options) -> Item:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The domain."""
+    """Adds the option that selects the domain."""
     parser.add_argument("--domain", choices=("bio", "chem", "cyber"), required=True, help="which of the three sets")
 
 

@@ -1,8 +1,8 @@
-"""The mix of prepared WMDP and BeaverTails rows on which TokenBuncher (arXiv 2508.20697) measures its defence.
+"""The mixture of prepared WMDP and BeaverTails rows on which TokenBuncher (arXiv 2508.20697) measures its defence.
 
-`python -m jaxrl_llm.data.prepare.wmdp_merge --wmdp DIR --beavertails DIR --out DIR`: 2,000 WMDP rows (all of them as often as
-they fit, then a sample) and 1,000 BeaverTails rows, shuffled; the test part is WMDP's alone. A BeaverTails row's ground
-truth becomes the word that rewards know such rows by.
+`python -m jaxrl_llm.data.prepare.wmdp_merge --wmdp DIR --beavertails DIR --out DIR` writes 2,000 WMDP rows (the whole set as often
+as it fits, then a sample) and 1,000 BeaverTails rows, shuffled; the test part is WMDP's alone. A BeaverTails row's ground
+truth is replaced by the word "EM", by which rewards recognise such rows.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ TRUTH = {"response": "EM"}
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, int]:
-    """Writes the mix and returns its counts.
+    """Writes the mixture and returns its counts.
 
     Raises:
-      FileNotFoundError: a folder without the prepared parts.
-      ValueError: fewer BeaverTails rows than asked for.
+      FileNotFoundError: a folder lacks the prepared parts.
+      ValueError: there are fewer BeaverTails rows than requested.
     """
     options = _parse(arguments)
     random = np.random.default_rng(options.seed)

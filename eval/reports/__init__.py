@@ -1,1 +1,1 @@
-"""How this project proves itself: runs of all algorithms and systems, their tables and figures."""
+"""Reports that verify this project: runs of all algorithms and systems, their tables and figures."""

@@ -1,7 +1,7 @@
 """Prints the page of all algorithms: `python -m jaxrl_llm.eval.reports.algorithms_page > docs/algorithms.md`.
 
-Names and papers are the opening comments of gin/algorithms, measurements those of docs/learning.json, which
-`python -m jaxrl_llm.eval.reports.learning_runs` made.
+Names and papers come from the opening comments of gin/algorithms, measurements from docs/learning.json, which
+`python -m jaxrl_llm.eval.reports.learning_runs` writes.
 """
 
 import json
@@ -28,10 +28,10 @@ distillation the share of the gap to its teacher that closed.
 
 
 def component(file: Path) -> Path:
-    """The module of the component that a gin file binds to ALGORITHM.
+    """Returns the module of the component that a gin file binds to ALGORITHM.
 
     Raises:
-      ValueError: it binds none.
+      ValueError: the file binds none.
     """
     found = re.search(r"^ALGORITHM\s*=\s*@(\w+)\.", file.read_text(), re.MULTILINE)
     if found is None:
@@ -40,7 +40,7 @@ def component(file: Path) -> Path:
 
 
 def measured(rows: Sequence[Result], teacher: Result | None) -> str:
-    """What the runs of one algorithm measured, in a few words."""
+    """Summarises the measurements of one algorithm's runs in a few words."""
     if not rows:
         return "-"
     each = lambda values: " ".join(f"{v:.2f}" for v in values)  # noqa: E731
@@ -52,7 +52,7 @@ def measured(rows: Sequence[Result], teacher: Result | None) -> str:
 
 
 def page(found: Sequence[Result]) -> str:
-    """The page, of every file in gin/algorithms."""
+    """Returns the page with a row for every file in gin/algorithms."""
     teacher = next((r for r in found if r["algorithm"] == "teacher"), None)
     groups = learning_table.by_algorithm(found)
     lines = []

@@ -1,7 +1,7 @@
-"""Jobs that run several at a time, each on CPU cores of its own, and that are not run again once they have ended.
+"""Runs several jobs at a time, each on its own CPU cores; jobs that have ended are not run again.
 
-A job is a list of commands, each an argument list, started when the jobs it waits for have ended well. OUT/logs/NAME.txt
-holds what it printed; RUNS/ended/NAME says that it is done: after a stop, the same jobs go on where they were. A job that
+A job is a list of commands, each an argument list, which starts once the jobs that it waits for have succeeded. OUT/logs/NAME.txt
+holds its output; RUNS/ended/NAME marks it as done: after a stop, the same jobs continue where they were. A job that
 fails leaves the others running.
 """
 
@@ -25,7 +25,7 @@ from typing import Literal
 
 Outcome = Literal["done", "failed", "stopped", "waits"]
 ARCHIVE = "results.tgz"
-KEPT = ("metrics.jsonl", "run.json", "config.gin")  # of a run folder, in the archive
+KEPT = ("metrics.jsonl", "run.json", "config.gin")  # files of a run folder that go into the archive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Job:
     """Commands that run one after the other.
 
     Attributes:
-      name: unique; names its log.
+      name: unique name, also of its log.
       commands: argument lists.
-      after: names of the jobs that must have ended well.
-      folder: a folder that a command refuses to find, such as that of an export; what a stopped job left there is removed,
-        and a job whose folder has gone is run again.
+      after: names of the jobs that must have succeeded before.
+      folder: a folder that must not exist before a command runs, such as that of an export; what a stopped job left there is
+        removed, and a job is run again where its folder is gone.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Job:
 
 
 class Cores:
-    """CPU cores in slots of a job each, which runners in several threads may share.
+    """CPU cores in slots of one job each; runners in several threads may share them.
 
     Args:
-      jobs: how many at a time.
-      threads: CPU cores of each.
+      jobs: number of slots.
+      threads: number of CPU cores in each.
     """
 
     def __init__(self, jobs: int = 1, threads: int = 2) -> None:
@@ -67,7 +67,7 @@ class Cores:
 
     @contextmanager
     def slot(self, urgency: int) -> Iterator[list[int]]:
-        """The cores of a slot; the most urgent waits the least, the first of equals first."""
+        """Yields the cores of a slot; the most urgent caller is served first, and among equals the earliest."""
         with self._changed:
             mine = (-urgency, next(self._numbers))
             heapq.heappush(self._waiting, mine)
@@ -94,11 +94,11 @@ class Runner:
     """Runs jobs.
 
     Attributes:
-      logs: folder of what jobs print.
-      marks: folder that says which have ended.
-      cores: where they run.
-      deadline: time.monotonic() at which what still runs is stopped.
-      environment: variables of every command, beside those of this process.
+      logs: folder of the jobs' output.
+      marks: folder of the marks of ended jobs.
+      cores: cores on which jobs run.
+      deadline: time.monotonic() at which running jobs are stopped.
+      environment: variables of every command, in addition to those of this process.
     """
 
     logs: Path
@@ -108,16 +108,16 @@ class Runner:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[Job], ended: Callable[[str], object]) -> list[str]:
-        """Runs every job, says how each went, calls `ended(name)` of one that is done; returns the names of the others.
+        """Runs every job, prints each outcome and calls `ended(name)` for a job that is done; returns the names of the others.
 
-        A job whose `ended` raises is among the others: the error is printed, and the rest goes on.
+        A job whose `ended` raises counts among the others: the error is printed, and the rest continues.
         """
         begin = time.monotonic()
         for folder in (self.logs, self.marks):
             folder.mkdir(parents=True, exist_ok=True)
         futures: dict[str, Future[Outcome]] = {}
         urgency, unread = chains(jobs), []
-        with ThreadPoolExecutor(max(len(jobs), 1)) as pool:  # a thread that waits costs nothing; cores are what counts
+        with ThreadPoolExecutor(max(len(jobs), 1)) as pool:  # a waiting thread costs nothing: the cores are the limit
             for job in jobs:
                 after = [futures[name] for name in job.after]
                 futures[job.name] = pool.submit(self._job, job, after, urgency[job.name])
@@ -128,7 +128,7 @@ class Runner:
                     if future.result() == "done" and not survives(partial(ended, names[future])):
                         unread.append(names[future])
             except BaseException:
-                self.cores.stopped.set()  # or the pool, which waits for its threads, would start the other jobs
+                self.cores.stopped.set()  # otherwise the pool, which waits for its threads, would start the other jobs
                 raise
         return [name for name, future in futures.items() if name in unread or future.result() != "done"]
 
@@ -170,7 +170,7 @@ class Runner:
 
 
 def survives(call: Callable[[], object]) -> bool:
-    """Whether a call returned; the error of one that raised is printed, so that it stops nothing else."""
+    """Whether a call returned; the error of a call that raised is printed, and nothing else is stopped."""
     try:
         call()
     except Exception:
@@ -180,7 +180,10 @@ def survives(call: Callable[[], object]) -> bool:
 
 
 def chains(jobs: Sequence[Job]) -> dict[str, int]:
-    """{job: how many jobs the longest chain through it has, of jobs that wait for each other}; jobs come after those they await."""
+    """The urgency of each job: the number of jobs in the longest chain of waiting jobs that contains it.
+
+    Jobs must be listed after those that they wait for.
+    """
     before: dict[str, int] = {}
     for job in jobs:
         before[job.name] = 1 + max((before[name] for name in job.after), default=0)
@@ -192,7 +195,7 @@ def chains(jobs: Sequence[Job]) -> dict[str, int]:
 
 
 def options(parser: argparse.ArgumentParser, runs: str) -> None:
-    """The flags of a command that runs jobs: --out, --runs (`runs` by default), --jobs, --threads, --minutes, --gin."""
+    """Adds the flags of a command that runs jobs: --out, --runs (`runs` by default), --jobs, --threads, --minutes, --gin."""
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     parser.add_argument("--runs", type=Path, default=Path(runs), help="folder of the run folders")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
@@ -202,7 +205,7 @@ def options(parser: argparse.ArgumentParser, runs: str) -> None:
 
 
 def runner_of(given: argparse.Namespace, environment: Mapping[str, str], cores: Cores | None = None) -> Runner:
-    """The runner that the flags of `options` ask for, with one compilation cache for all runs; `cores` instead of its own."""
+    """Returns the runner for the flags of `options`, with one compilation cache for all runs; `cores` replaces its own."""
     return Runner(
         logs=given.out.absolute() / "logs", marks=given.runs.absolute() / "ended", deadline=time.monotonic() + 60 * given.minutes,
         cores=Cores(given.jobs, given.threads) if cores is None else cores,
@@ -211,7 +214,7 @@ def runner_of(given: argparse.Namespace, environment: Mapping[str, str], cores: 
 
 
 def archive(out: Path, runs: Path) -> Path:
-    """OUT/results.tgz: all of OUT as results/, and as runs/ what has ended, with the small files of its run folders."""
+    """Writes OUT/results.tgz: OUT as results/, and ended runs as runs/ with the small files of their run folders."""
     file = out / ARCHIVE
     small: list[Path] = []
     for marks in sorted(runs.rglob("ended")):

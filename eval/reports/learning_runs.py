@@ -2,9 +2,9 @@
 
     python -m jaxrl_llm.eval.reports.learning_runs --out results/learning [--jobs 8] [--minutes 9] [--only grpo,dpo] [--seeds 0,1,2]
 
-runs gin/learning/start.gin and teacher.gin, then gin/learning/NAME.gin of each algorithm and seed, several at a time with
-CPU cores of their own, and writes OUT/NAME-SEED.json as each ends, and OUT/learning.json, learning.md and learning.png.
-What has ended is not run again: start the same command again and it goes on, within runs too.
+The command runs gin/learning/start.gin and teacher.gin, then gin/learning/NAME.gin for each algorithm and seed, several at a time
+with their own CPU cores. It writes OUT/NAME-SEED.json as each run ends, and OUT/learning.json, learning.md and learning.png.
+Runs that have ended are not run again: the same command, started again, continues, within runs too.
 """
 
 import json
@@ -16,23 +16,23 @@ from jaxrl_llm.eval.reports import learning_table
 from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, run_job
 
-PREPARED = ("start", "teacher")  # what other runs begin from
+PREPARED = ("start", "teacher")  # runs from which other runs start
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
 
 
 def algorithm_file(name: str) -> Path:
-    """The gin file of an algorithm; supervised training for what is prepared."""
+    """The gin file of an algorithm; that of SFT for the prepared runs."""
     return GIN / "algorithms" / f"{'sft' if name in PREPARED else name}.gin"
 
 
 def names() -> list[str]:
-    """The algorithms that have a run, the best known first, and the one that waits for a teacher last."""
+    """Returns the algorithms that have a run: the best known first, and last the one that waits for a teacher."""
     found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if (GIN / "learning" / p.name).is_file())
     return [*FIRST, *(n for n in found if n not in (*FIRST, "distill")), "distill"]
 
 
 def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequence[str]) -> list[Job]:
-    """Every run, NAME-SEED, those that others begin from first."""
+    """Returns every run, NAME-SEED; runs from which others start come first."""
 
     def job(name: str, seed: int, begun: Sequence[str], after: Sequence[str], exported: bool = False) -> Job:
         lines = [f"SEED={seed}", *begun, *bindings]

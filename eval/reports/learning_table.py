@@ -1,8 +1,8 @@
-"""What the runs of gin/learning measured, as a table in Markdown and a plot.
+"""The results of gin/learning's runs as a Markdown table and a plot.
 
     python -m jaxrl_llm.eval.reports.learning_table OUT
 
-reads the results NAME-SEED.json of OUT and writes learning.json, learning.md and, with matplotlib, learning.png there.
+The command reads the results NAME-SEED.json of OUT and writes learning.json, learning.md and, with matplotlib, learning.png there.
 """
 
 import json
@@ -23,10 +23,10 @@ Result = Mapping[str, Any]
 
 
 def header(file: Path) -> tuple[str, str]:
-    """The first words of a gin file's opening comment, and the first address in it ("" where there is none).
+    """Returns the first words of a gin file's opening comment, and the first address in it ("" where there is none).
 
     Raises:
-      ValueError: the file does not open with a comment.
+      ValueError: the file does not begin with a comment.
     """
     comment = []
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -42,7 +42,7 @@ def header(file: Path) -> tuple[str, str]:
 
 
 def result(folder: Path, name: str, seed: int, file: Path) -> dict[str, Any]:
-    """What a run folder's metrics.jsonl says: accuracies before and after, distinct answers, the curve and the time."""
+    """Summarises a run folder's metrics.jsonl: accuracies before and after, distinct answers, the curve and the time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     measured = [row for row in rows if GREEDY in row]
     first, last = measured[0], measured[-1]
@@ -75,13 +75,13 @@ def _provenance(folder: Path) -> dict[str, Any]:
 
 
 def results(out: Path) -> list[dict[str, Any]]:
-    """All results in a folder, by algorithm and seed."""
+    """Returns all results in a folder, by algorithm and seed."""
     files = sorted(p for p in out.glob("*-*.json"))
     return [json.loads(p.read_text()) for p in files]
 
 
 def closed(rows: Sequence[Result], teacher: Result | None, kind: str) -> list[float]:
-    """The share of the gap to the teacher that each run closed; NaN where there is none."""
+    """The share of the gap to the teacher that each run closed; NaN where there is no gap, empty without a teacher."""
     if teacher is None:
         return []
     gaps = [teacher[f"{kind}_after"] - r[f"{kind}_before"] for r in rows]
@@ -89,7 +89,7 @@ def closed(rows: Sequence[Result], teacher: Result | None, kind: str) -> list[fl
 
 
 def reached(name: str, rows: Sequence[Result], teacher: Result | None) -> str:
-    """The aim of an algorithm, and whether every seed reaches it."""
+    """States the aim of an algorithm, and whether every seed reaches it."""
     if name == "distill":
         shares = closed(rows, teacher, "sampled")
         return _verdict(shares, 0.5, "share of the gap to the teacher closed (sampled)")
@@ -106,7 +106,7 @@ def _verdict(values: Sequence[float], least: float, what: str) -> str:
 
 
 def by_algorithm(found: Iterable[Result]) -> dict[str, list[Result]]:
-    """Results by algorithm, seeds in order; what others begin from is left out."""
+    """Groups results by algorithm, with seeds in order; runs from which others start are left out."""
     groups: dict[str, list[Result]] = {}
     for one in found:
         if one["algorithm"] not in ("start", "teacher"):
@@ -115,12 +115,12 @@ def by_algorithm(found: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def start_of(rows: Sequence[Result], kind: str) -> str:
-    """The accuracy before training; two where the checkpoints that runs started from were made on two machines."""
+    """The accuracy before training; two values where the initial checkpoints were made on two machines."""
     return " or ".join(sorted({f"{r[f'{kind}_before']:.2f}" for r in rows}))
 
 
 def markdown(found: Sequence[Result]) -> str:
-    """The table: a row an algorithm, a value a seed."""
+    """Returns the table: one row an algorithm, one value a seed."""
     teacher = next((r for r in found if r["algorithm"] == "teacher"), None)
     lines = [
         "| algorithm | gin file | paper | greedy before | greedy after | sampled before | sampled after | "
@@ -145,7 +145,7 @@ def markdown(found: Sequence[Result]) -> str:
 
 
 def plot(found: Sequence[Result], file: Path) -> bool:
-    """Held-out greedy accuracy by step, a panel an algorithm and a line a seed; False without matplotlib or results."""
+    """Plots held-out accuracies by step, one panel an algorithm, one line a seed; False without matplotlib or results."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -178,7 +178,7 @@ def plot(found: Sequence[Result], file: Path) -> bool:
 
 
 def write(out: Path) -> list[dict[str, Any]]:
-    """learning.json and learning.md of all results in `out`, which are returned."""
+    """Writes learning.json and learning.md of all results in `out`, and returns the results."""
     found = results(out)
     (out / "learning.json").write_text(by_line(found, 1) + "\n")
     (out / "learning.md").write_text(markdown(found))

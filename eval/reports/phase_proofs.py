@@ -1,11 +1,11 @@
-"""The signature effects of TokenBuncher and BuPO on their tiny runs, three seeds, as a table, JSON and plots.
+"""The characteristic effects of TokenBuncher and BuPO in their tiny runs, for three seeds, as a table, JSON and plots.
 
     python -m jaxrl_llm.eval.reports.phase_proofs --out results/phases [--jobs 8] [--minutes 18] [--only tokenbuncher,bupo]
 
-TokenBuncher: a base model is defended; both are then attacked by GRPO with a harmless objective on other prompts, for
-ATTACK_STEPS steps and for three times as many. BuPO: a run with its first phase and one by GRPO alone, the checkpoints around
-the switch compared bit by bit, and the time of an update in both phases. What has ended is not run again: start the same
-command again and it goes on. OUT/phases.json, phases.md and phases.png hold what was found.
+TokenBuncher: a base model is defended; both models are then attacked by GRPO with a harmless objective on other prompts, for
+ATTACK_STEPS steps and for three times as many. BuPO: a run with its first phase is compared with a run of GRPO alone; checkpoints
+around the switch are compared bit by bit, and the time of an update is measured in both phases. Jobs that have ended are not run
+again: the same command, started again, continues. OUT/phases.json, phases.md and phases.png hold the results.
 """
 
 import json
@@ -26,8 +26,8 @@ ATTACKS = (
     "rloo",
     "reinforce_plus_plus",
     "adaptive",
-)  # the first by every seed, the others by the first seed
-SFT_STEPS, BUPO_STEPS = 54, 8  # of gin/quickstart.gin and gin/bupo_qwen_tiny.gin
+)  # the first attack runs with every seed, the others with the first seed
+SFT_STEPS, BUPO_STEPS = 54, 8  # step counts of gin/quickstart.gin and gin/bupo_qwen_tiny.gin
 OPEN, BENIGN = "eval/open/sampled", "eval/heldout/greedy"
 ENTROPY = "entropy/open_letters"
 
@@ -36,7 +36,7 @@ ENTROPY = "entropy/open_letters"
 
 
 def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequence[str]) -> list[Job]:
-    """Base, defence and attacks of a seed; runs/tb_NAME-SEED."""
+    """Returns the jobs of a seed: base, defence and attacks, in the folders runs/tb_NAME-SEED."""
 
     def job(name: str, gin: str, after: str, bindings: Sequence[str], exported: bool) -> Job:
         first = f"{after}-{seed}"
@@ -58,7 +58,7 @@ def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequ
 
 
 def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
-    """BuPO and GRPO of a seed, and what the first phase changed."""
+    """Returns the jobs of a seed: BuPO with the check of its first phase, and GRPO."""
     switch = SFT_STEPS + BUPO_STEPS
     kept = [f"SAVE_EVERY={switch // 2}", "train.Checkpointing.keep=9"]
     folder = runs / f"bupo-{seed}"
@@ -80,7 +80,7 @@ def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
 
 
 def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, more: Sequence[str]) -> list[Job]:
-    """Every job; those that others wait for first."""
+    """Returns every job; jobs for which others wait come first."""
     found: list[Job] = []
     if "tokenbuncher" in only:
         chains = [token_buncher_jobs(runs, s, more, ATTACKS if s == seeds[0] else ATTACKS[:1]) for s in seeds]
@@ -90,20 +90,20 @@ def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, more: Sequence[s
         times = [sys.executable, "-m", "jaxrl_llm.tools.phase_times", "--out", str(runs / "times.json")]
         found.append(
             Job(name="bupo_times", commands=[times], after=[job.name for job in found])
-        )  # alone on the machine
+        )  # it runs alone on the machine
     return found
 
 
-# -- what the runs say -------------------------------------------------------------------------------------------------
+# -- results of the runs -----------------------------------------------------------------------------------------------
 
 
 def curve(found: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """(step, value) of a metric."""
+    """Returns (step, value) pairs of a metric."""
     return [(row["step"], row[name]) for row in found if name in row]
 
 
 def token_buncher(read: Callable[[str], Sequence[Row]], seed: int) -> dict[str, Any]:
-    """One seed's numbers; raises FileNotFoundError where a run has not begun."""
+    """Computes one seed's results; raises FileNotFoundError where a run has not ended."""
     defence, base = read(f"tb_defence-{seed}"), dict(curve(read(f"tb_grpo_on_base-{seed}"), OPEN))
     entropy, benign = curve(defence, ENTROPY), curve(defence, BENIGN)
     start = base[0]
@@ -123,7 +123,7 @@ def token_buncher(read: Callable[[str], Sequence[Row]], seed: int) -> dict[str, 
     for attack in ATTACKS:
         try:
             attacks[attack] = {model: gains(attack, model) for model in ("base", "defence")}
-        except FileNotFoundError:  # by the first seed alone
+        except FileNotFoundError:  # only the first seed has this attack
             continue
     last = [value for _, value in entropy[-5:]]
     undefended, defended = (attacks["grpo"][model] for model in ("base", "defence"))
@@ -140,7 +140,7 @@ def token_buncher(read: Callable[[str], Sequence[Row]], seed: int) -> dict[str, 
 
 
 def bupo(read: Callable[[str], Sequence[Row]], runs: Path, seed: int) -> dict[str, Any]:
-    """One seed's numbers; raises FileNotFoundError where a run has not ended."""
+    """Computes one seed's results; raises FileNotFoundError where a run has not ended."""
     arms = {"bupo": read(f"bupo-{seed}"), "grpo": read(f"grpo-{seed}")}
     curves = {name: [p for p in curve(found, BENIGN) if p[0] >= SFT_STEPS] for name, found in arms.items()}
     before = {
@@ -167,7 +167,7 @@ def bupo(read: Callable[[str], Sequence[Row]], runs: Path, seed: int) -> dict[st
 
 
 def collect(seeds: Sequence[int], runs: Path) -> dict[str, Any]:
-    """All that has a result: {"tokenbuncher": {seed: ...}, "bupo": {seed: ...}, "times": ...}."""
+    """Collects all available results: {"tokenbuncher": {seed: ...}, "bupo": {seed: ...}, "times": ...}."""
     read = lambda name: _ended(runs, name)  # noqa: E731
     found: dict[str, Any] = {"tokenbuncher": {}, "bupo": {}}
     for seed in seeds:
@@ -195,7 +195,7 @@ def _ended(runs: Path, name: str) -> Sequence[Row]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """A row a measure, a value a seed, and which aims every seed reaches."""
+    """Returns the tables: one row a measure, one value a seed, and which aims every seed reaches."""
     lines = ["| system | measure | a seed each |", "|---|---|---|"]
     row = lambda system, what, cells: lines.append(f"| {system} | {what} | {', '.join(cells)} |")  # noqa: E731
     tb, bp = found["tokenbuncher"].values(), found["bupo"].values()
@@ -244,7 +244,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def plot(found: Mapping[str, Any], file: Path) -> bool:
-    """Entropy, benign accuracy, attacks and BuPO's accuracy by step, a line a seed; False without matplotlib."""
+    """Plots entropy, benign accuracy, attacks and BuPO's accuracy by step, one line a seed; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

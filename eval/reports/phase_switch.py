@@ -1,7 +1,7 @@
-"""What the first phase of BuPO changed in a run: `python -m jaxrl_llm.eval.reports.phase_switch RUN --before 54 --after 62`.
+"""Checks what BuPO's first phase changed in a run: `python -m jaxrl_llm.eval.reports.phase_switch RUN --before 54 --after 62`.
 
-Reads two checkpoints, of the step before the phase and of its last one, and prints as JSON which parts of the policy differ
-in any bit, which have moments other than 0, and the optimizer's step counts at the switch.
+The command reads two checkpoints, of the step before the phase and of its last step, and prints as JSON which parts of the policy
+differ in any bit, which have moments other than 0, and the optimizer's step counts at the switch.
 """
 
 import json
@@ -18,10 +18,10 @@ from jaxrl_llm.models.architecture import LAYERS
 
 
 def read(run_dir: Path, step: int) -> dict[str, Any]:
-    """{"params", "count", "mu", "nu"} of the policy in the checkpoint of a step, as NumPy arrays.
+    """Returns {"params", "count", "mu", "nu"} of the policy in the checkpoint of a step, as NumPy arrays.
 
     Raises:
-      FileNotFoundError: the run has kept no checkpoint of that step.
+      FileNotFoundError: the run kept no checkpoint of that step.
     """
     path = (run_dir / "checkpoints" / str(step) / "state").absolute()
     if not path.is_dir():
@@ -36,7 +36,7 @@ def read(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 def _dictionaries(tree: Any) -> Iterator[Mapping[str, Any]]:
-    """Every dictionary of a tree of lists and dictionaries, from the top down."""
+    """Yields every dictionary of a tree of lists and dictionaries, from the top down."""
     if isinstance(tree, Mapping):
         yield tree
     children = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list | tuple) else ()
@@ -45,7 +45,7 @@ def _dictionaries(tree: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """{part: whether any bit differs}, a list of these by layer for the stacked layers."""
+    """Returns {part: whether any bit differs}; for the stacked layers, a list of these by layer."""
     found: dict[str, Any] = {}
     for part in before:
         pairs = list(zip(jax.tree.leaves(before[part]), jax.tree.leaves(after[part]), strict=True))
@@ -57,7 +57,7 @@ def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
 
 
 def report(run_dir: Path, before: int, after: int) -> dict[str, Any]:
-    """What is printed."""
+    """Returns the content of the printed JSON."""
     first, last = read(run_dir, before), read(run_dir, after)
     nothing = jax.tree.map(np.zeros_like, last["mu"])
     return {

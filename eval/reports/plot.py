@@ -1,8 +1,8 @@
-"""Training curves of runs as a figure, with the spread of their seeds: `python -m jaxrl_llm.eval.reports.plot GRPO='runs/grpo_*' --out x.png`.
+"""Plots training curves of runs with the spread of their seeds: `python -m jaxrl_llm.eval.reports.plot GRPO='runs/grpo_*' --out x.png`.
 
 Every argument is a curve, [NAME=]PATTERN; the run folders that match its pattern are its seeds. Metrics are read from
 metrics.jsonl, or from TensorBoard's event files where there is none. Between its own steps a seed is interpolated
-linearly; at each step the mean is over the seeds that have reached it, so that a seed that ended early moves the mean there.
+linearly; the mean at each step is over the seeds that have reached it, so the mean jumps where a seed ended early.
 """
 
 import csv
@@ -31,7 +31,7 @@ COLOURS = (
     "#e69f00",
     "#56b4e9",
     "#000000",
-)  # told apart without red and green
+)  # colours that can be distinguished without red and green
 BANDS = ("range", "std", "ci95")
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps [T] and values [T]
@@ -39,14 +39,14 @@ Curve = tuple[np.ndarray, np.ndarray]  # steps [T] and values [T]
 
 @dataclass(kw_only=True)
 class Band:
-    """The mean of some seeds and their spread, by step.
+    """The mean over seeds and their spread, by step.
 
     Attributes:
       steps: [T] every step that any seed has, rising.
-      mean: [T].
+      mean: [T] mean over the seeds.
       low: [T] lower edge of the band.
-      high: [T] upper edge.
-      seeds: [T] seeds that have reached the step.
+      high: [T] upper edge of the band.
+      seeds: [T] number of seeds that have reached the step.
     """
 
     steps: Float[np.ndarray, " T"]
@@ -57,9 +57,9 @@ class Band:
 
 
 def band(curves: Sequence[Curve], kind: str = "range") -> Band:
-    """The mean over seeds with their "range", one standard deviation ("std"), or 1.96 standard errors ("ci95") either side.
+    """Computes the mean over seeds and its band: "range", one standard deviation ("std"), or 1.96 standard errors ("ci95").
 
-    Deviations are the sample's (n - 1); a single seed has a band of no width.
+    Deviations divide by n - 1; the band of a single seed has no width.
     """
     steps = np.unique(np.concatenate([s for s, _ in curves])).astype(np.float64)
     known = np.array([np.interp(steps, s, v, left=np.nan, right=np.nan) for s, v in curves])
@@ -73,7 +73,7 @@ def band(curves: Sequence[Curve], kind: str = "range") -> Band:
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
-    """Means over the values of `window` successive steps, fewer at the ends; what is rarely measured stays as it is."""
+    """Averages the values of `window` successive steps, fewer at the ends; metrics with sparse steps are unchanged."""
     steps, values = curve
     first = np.searchsorted(steps, steps - (window - 1) // 2, "left")
     last = np.searchsorted(steps, steps + window // 2, "right")
@@ -82,7 +82,7 @@ def smoothed(curve: Curve, window: int) -> Curve:
 
 
 def read(folder: Path) -> dict[str, Curve]:
-    """{metric: its curve} of a run folder, finite values only.
+    """Returns {metric: its curve} of a run folder, with finite values only.
 
     Raises:
       ValueError: the folder has neither metrics.jsonl nor event files.
@@ -100,7 +100,7 @@ def read(folder: Path) -> dict[str, Curve]:
 
 
 def _of_events(files: Sequence[Path]) -> dict[str, Curve]:
-    from tensorboardX.proto.event_pb2 import Event  # seconds to import where torch is installed
+    from tensorboardX.proto.event_pb2 import Event  # this import takes seconds where torch is installed
 
     found: dict[str, dict[float, float]] = {}
     for file in files:
@@ -113,7 +113,7 @@ def _of_events(files: Sequence[Path]) -> dict[str, Curve]:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number of a summary value, however it is stored; None for texts and images."""
+    """The number in a summary value, in any of its storage forms; None for texts and images."""
     if value.WhichOneof("value") == "simple_value":
         return float(value.simple_value)
     if value.WhichOneof("value") == "tensor" and value.tensor.dtype == 1 and not value.tensor.tensor_shape.dim:
@@ -123,10 +123,10 @@ def _scalar(value: Any) -> float | None:
 
 
 def gather(arguments: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
-    """{name of a curve: the metrics of each of its seeds}.
+    """Returns {name of a curve: the metrics of each of its seeds}.
 
     Raises:
-      ValueError: a pattern that matches no run folder, or a name given twice.
+      ValueError: a pattern matches no run folder, or a name is given twice.
     """
     found: dict[str, list[dict[str, Curve]]] = {}
     for argument in arguments:
@@ -144,10 +144,10 @@ def gather(arguments: Sequence[str]) -> dict[str, list[dict[str, Curve]]]:
 def bands(
     curves: Mapping[str, Sequence[Mapping[str, Curve]]], metrics: Sequence[str], kind: str, window: int
 ) -> dict[str, dict[str, Band]]:
-    """{metric: {name of a curve: its band}}; seeds without the metric are left out.
+    """Returns {metric: {name of a curve: its band}}; seeds without the metric are left out.
 
     Raises:
-      ValueError: no run has a metric that was asked for.
+      ValueError: no run has one of the metrics.
     """
     found: dict[str, dict[str, Band]] = {}
     for metric in metrics:
@@ -161,7 +161,7 @@ def bands(
 
 
 def draw(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
-    """A panel for each metric; the file's suffix says the format (png, svg or pdf)."""
+    """Draws a panel for each metric; the file's suffix determines the format (png, svg or pdf)."""
     from matplotlib.figure import Figure
 
     names = list(dict.fromkeys(name for panel in found.values() for name in panel))
@@ -193,7 +193,7 @@ def draw(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
 
 
 def write_csv(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
-    """The numbers of a figure: metric, curve, step, mean, low, high, seeds."""
+    """Writes the numbers of a figure: metric, curve, step, mean, low, high, seeds."""
     with file.open("w", newline="") as out:
         writer = csv.writer(out)
         writer.writerow(["metric", "curve", "step", "mean", "low", "high", "seeds"])
@@ -204,7 +204,7 @@ def write_csv(found: Mapping[str, Mapping[str, Band]], file: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Writes the figure; 1 where something that it needs is not there."""
+    """Writes the figure; returns 1 where an input is missing or invalid."""
     parser = command_line.parser("eval.reports.plot", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "curves", nargs="+", metavar="[NAME=]PATTERN", help="run folders; those of a pattern are the seeds of a curve"

@@ -1,9 +1,9 @@
-"""All that shows that learning works, at once on the cores of one machine: the parts below, each as its own command runs it.
+"""Runs all proofs at once on the cores of one machine: the parts below, each as its own command does.
 
     python -m jaxrl_llm.eval.reports.proofs --out results --jobs 8 [--minutes 9] [--only learning,phases,systems,twins]
 
-OUT/PART holds the results of a part, RUNS/PART its runs. What has ended is not run again: start the same command again and it
-goes on, on another machine too, where OUT/results.tgz, which holds results/ and the small files of runs/, was unpacked.
+OUT/PART holds the results of a part, RUNS/PART its runs. Runs that have ended are not run again: the same command continues, also
+on another machine where OUT/results.tgz was unpacked, which holds results/ and the small files of runs/.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxrl_llm import command_line
 from jaxrl_llm.eval.reports import learning_runs, phase_proofs, system_proofs, twins
 from jaxrl_llm.eval.reports.jobs import Cores, archive, options, survives
 
-# Those first whose runs wait for others.
+# Parts with runs that wait for others come first.
 PARTS: Mapping[str, Callable[[Sequence[str], Cores], int]] = {
     "phases": phase_proofs.main, "systems": system_proofs.main, "twins": twins.main, "learning": learning_runs.main,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run folder's metrics.jsonl says, for the tables that compare runs; and the commands that make such folders."""
+"""Reads a run folder's metrics.jsonl for the tables that compare runs; and builds the commands that make such folders."""
 
 import json
 import sys
@@ -10,14 +10,14 @@ import jaxrl_llm
 from jaxrl_llm.eval.reports.jobs import Job
 
 GIN = Path(jaxrl_llm.__file__).resolve().parent / "gin"
-# CPU alone, and no time spent on compiling twice.
+# Runs use the CPU only and share a compilation cache.
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 Row = Mapping[str, Any]
 
 
 def rows(folder: Path) -> list[Row]:
-    """The lines of metrics.jsonl.
+    """Returns the lines of metrics.jsonl.
 
     Raises:
       FileNotFoundError: the run has not begun.
@@ -26,7 +26,7 @@ def rows(folder: Path) -> list[Row]:
 
 
 def by_line(found: Any, depth: int) -> str:
-    """JSON text with a line for each entry of the outer `depth` levels."""
+    """Returns JSON text with a line for each entry of the outer `depth` levels."""
     if depth == 0 or not isinstance(found, dict | list):
         return json.dumps(found)
     if isinstance(found, list):
@@ -42,7 +42,7 @@ def seconds(found: Sequence[Row]) -> float:
 
 
 def launch(name: str, folder: Path, bindings: Sequence[str]) -> list[str]:
-    """The command of a run of gin/NAME.gin in a folder."""
+    """Returns the command that runs gin/NAME.gin in a folder."""
     flags = [f"--gin={b}" for b in (f"RUN_DIR={str(folder)!r}", *bindings)]
     return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={GIN / name}.gin", *flags]
 
@@ -50,7 +50,7 @@ def launch(name: str, folder: Path, bindings: Sequence[str]) -> list[str]:
 def run_job(
     gin: str, folder: Path, bindings: Sequence[str], after: Sequence[str] = (), *, exported: bool = False
 ) -> Job:
-    """A run of gin/GIN.gin in a folder, and with `exported` its policy written to FOLDER/model."""
+    """Returns the job that runs gin/GIN.gin in a folder; with `exported` it also writes the policy to FOLDER/model."""
     commands, model = [launch(gin, folder, bindings)], folder / "model"
     if exported:
         commands.append([sys.executable, "-m", "jaxrl_llm.tools.export", str(folder), "--out", str(model)])

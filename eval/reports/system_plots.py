@@ -1,4 +1,4 @@
-"""The plot of the systems' signature effects: a panel a measure, a line a seed."""
+"""Plots the systems' characteristic effects: one panel a measure, one line a seed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ PANELS = (
 
 
 def plot(results: Results, file: Path, ablations: Sequence[str]) -> bool:
-    """Curves of DARLING and Classmate-CoT, and the ablations' accuracy; False without matplotlib."""
+    """Plots curves of DARLING and Classmate-CoT and the ablations' accuracy; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

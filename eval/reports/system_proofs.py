@@ -1,11 +1,11 @@
-"""The signature effects of DARLING, Classmate-CoT and CS336 on their tiny twins, three seeds, as a table, JSON and plots.
+"""The characteristic effects of DARLING, Classmate-CoT and CS336 in their tiny twins, for three seeds, as a table, JSON and plots.
 
     python -m jaxrl_llm.eval.reports.system_proofs --out results/systems [--jobs 8] [--minutes 18] [--only darling,classmate,cs336]
 
-DARLING: distinct right answers among 16 samples at least 1.5 times those of mean-centred GRPO, correctness not lower by more than
-0.02, and pass@16 - pass@1 larger. Classmate-CoT: the error (RMSE) of a monitor that sees the thought alone, on 500 held-out
-rollouts, lower by a fifth or its F1 higher by 0.05, at a behaviour rate within 0.05. CS336: the assignment's ablations of GRPO.
-A run is JSON of its own as soon as it has ended (OUT/runs/NAME.json), and is not run again: the same command goes on.
+DARLING: distinct right answers among 16 samples are at least 1.5 times those of mean-centred GRPO, correctness is lower by at most
+0.02, and pass@16 - pass@1 is larger. Classmate-CoT: on 500 held-out rollouts, the error (RMSE) of a monitor that only sees the
+thought is lower by a fifth or its F1 higher by 0.05, at a behaviour rate within 0.05. CS336: the assignment's ablations of GRPO.
+Each run writes OUT/runs/NAME.json when it ends, and is not run again: the same command continues.
 """
 
 import json
@@ -22,12 +22,12 @@ from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, Row, by_line, rows, run
 from jaxrl_llm.eval.reports.system_plots import plot
 
 SEEDS = (0, 1, 2)
-# {name of the arm: (gin file, bindings beside the seed)}.
+# {name of the arm: (gin file, bindings in addition to the seed)}.
 DARLING: Mapping[str, tuple[str, Sequence[str]]] = {
     "darling_baseline": ("darling_baseline_tiny", ()),
     "darling_maths": ("darling_maths_tiny", ()),
     "darling_correct": ("darling_correct_tiny", ()),
-    "darling_ngram": ("darling_ngram_tiny", ("SFT_STEPS=400",)),  # the start of the others
+    "darling_ngram": ("darling_ngram_tiny", ("SFT_STEPS=400",)),  # the other arms start with as many steps
 }
 CLASSMATE: Mapping[str, tuple[str, Sequence[str]]] = {
     "classmate_baseline": ("classmate_baseline_tiny", ()),
@@ -55,7 +55,7 @@ def folder_name(arm: str, seed: int) -> str:
 
 
 def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
-    """Every run, those that others begin from first and the rest seed by seed."""
+    """Returns every run: first those from which others start, then the rest seed by seed."""
     made: list[Job] = []
 
     def add(
@@ -83,11 +83,11 @@ def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
     return made
 
 
-# -- what a run says ---------------------------------------------------------------------------------------------------
+# -- results of a run --------------------------------------------------------------------------------------------------
 
 
 def summary(found: Sequence[Row]) -> dict[str, Any]:
-    """A run's evaluations: those of its last stage at its begin and at its end, the curve, and its wall time."""
+    """Summarises a run: evaluations at the begin and end of its last stage, the curve, and the wall time."""
     measured = [row for row in found if EVALUATED in row]
     last = found[-1].get("stage", 0.0)
     begin = max((row["step"] for row in found if row.get("stage", 0.0) < last), default=0)
@@ -105,7 +105,7 @@ Results = Mapping[str, Mapping[int, Any]]
 
 
 def values(results: Results, arm: str, name: str, when: str = "after") -> list[float]:
-    """A measure of an arm, a value a seed."""
+    """A measure of an arm, one value a seed."""
     return [float(results[arm][seed][when][name]) for seed in sorted(results.get(arm, {}))]
 
 
@@ -125,7 +125,7 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
 
 
 def darling(results: Results) -> dict[str, Any] | None:
-    """DARLING against mean-centred GRPO; None until both have a result."""
+    """Compares DARLING with mean-centred GRPO; None until both have a result for every seed."""
     arms = [results.get(arm, {}) for arm in ("darling_maths", "darling_baseline")]
     if not all(arms) or set(arms[0]) != set(arms[1]):
         return None
@@ -142,7 +142,7 @@ def darling(results: Results) -> dict[str, Any] | None:
 
 
 def classmate(results: Results) -> dict[str, Any] | None:
-    """A classmate against none, at the pair of evaluations with the nearest behaviour rates; None until both have a result."""
+    """Compares a classmate with none, at the pair of evaluations chosen by `matched`; None until both have a result."""
     ours, base = (results.get(arm, {}) for arm in ("classmate_cot", "classmate_baseline"))
     if not ours or set(ours) != set(base):
         return None
@@ -168,7 +168,7 @@ def matched(ours: Sequence[Row], base: Sequence[Row]) -> tuple[Row, Row]:
 
 
 def markdown(results: Results, verdicts: Mapping[str, Any]) -> str:
-    """The tables."""
+    """Returns the tables."""
     cell = lambda arm, name, when="after": " ".join(f"{v:.2f}" for v in values(results, arm, name, when))  # noqa: E731
     lines = ["| system | arm | gin file | measure | before | after, a seed each | s |", "|---|---|---|---|---|---|---|"]
     measures = {"darling": ("classes", "pass@1", "pass@16"), "classmate": ("behaviour", "monitor/rmse", "monitor/f1")}
@@ -198,7 +198,7 @@ def markdown(results: Results, verdicts: Mapping[str, Any]) -> str:
 
 
 def write(out: Path) -> dict[str, Any]:
-    """systems.json, systems.md and plots of all results in OUT/runs; returns the verdicts."""
+    """Writes systems.json, systems.md and plots of all results in OUT/runs; returns the verdicts."""
     results: dict[str, dict[int, Any]] = {}
     for file in sorted((out / "runs").glob("*.json")):
         one = json.loads(file.read_text())

@@ -1,11 +1,11 @@
-"""Runs the tiny twin of every recipe of the five systems and checks of each that its reward, or its loss, moved.
+"""Runs the tiny twin of every recipe of the five systems and checks that the reward, or the loss, of each moved.
 
     python -m jaxrl_llm.eval.reports.twins --out results/twins [--jobs 1] [--minutes 30] [--only darling_]
 
-A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; others are shared parts. It has moved where the mean reward
-of the last quarter of its last stage's steps differs from the first quarter's by 0.02 and by three standard errors or more,
-or, without a reward, where the loss fell by a tenth. What has ended is not run again. OUT/twins.json and twins.md hold what
-was found; the exit code is 0 where every twin ran and moved.
+A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; other files are shared parts. It has moved where the mean reward
+of the last quarter of its last stage's steps differs from the first quarter's by at least 0.02 and three standard errors,
+or, without a reward, where the loss fell by a tenth. Twins that have ended are not run again. OUT/twins.json and twins.md hold
+the results; the exit code is 0 where every twin ran and moved.
 """
 
 import json
@@ -21,7 +21,7 @@ from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, Row, rows, run_job, seconds
 
 SYSTEMS = ("tokenbuncher", "darling", "bupo", "classmate", "cs336")
-# What a twin begins from: (the twin it comes after, and the binding that names its exported model).
+# Twins that start from another: (the earlier twin, and the binding that names its exported model).
 BEGINS = {"classmate_cot_tiny": ("classmate_mate_tiny", "CLASSMATE")}
 DEFENDED_AND_ATTACKED = (
     "defence",
@@ -32,7 +32,7 @@ REWARD, LOSS = "reward/mean", "loss/total"
 
 
 def names(only: str = "") -> list[str]:
-    """All twins whose names begin so, and what they begin from, which stands first."""
+    """Returns all twins with the prefix `only`, preceded by those from which they start."""
     files = [file for system in SYSTEMS for file in sorted(GIN.glob(f"{system}_*_tiny.gin"))]
     found = [f.stem for f in files if f"RUN_DIR = 'runs/{f.stem}'" in f.read_text() and f.stem.startswith(only)]
     earlier = list(dict.fromkeys(BEGINS[name][0] for name in found if name in BEGINS))
@@ -40,7 +40,7 @@ def names(only: str = "") -> list[str]:
 
 
 def job(name: str, runs: Path, bindings: Sequence[str]) -> Job:
-    """The run of a twin."""
+    """Returns the job of a twin."""
     earlier, binding = BEGINS.get(name, ("", ""))
     begins = [f"{binding}={str(runs / earlier / 'model')!r}"] if earlier else []
     exported = name in {first for first, _ in BEGINS.values()}
@@ -48,7 +48,7 @@ def job(name: str, runs: Path, bindings: Sequence[str]) -> Job:
 
 
 def moved(found: Sequence[Row]) -> dict[str, Any]:
-    """{"measure", "before", "after", "moved"} of a run's rows."""
+    """Computes {"measure", "before", "after", "moved"} from a run's rows."""
     last = [row for row in found if "stage" in row and row["stage"] == found[-1]["stage"]]
     measure = REWARD if any(REWARD in row for row in last) else LOSS
     values = np.array([row[measure] for row in last if measure in row], np.float64)
@@ -69,7 +69,7 @@ def moved(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """The table."""
+    """Returns the table."""
     lines = ["| twin | measure | first quarter | last quarter | moved | s |", "|---|---|---|---|---|---|"]
     for one in found:
         if "measure" not in one:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
 
 
 def write(out: Path, wanted: Sequence[str], results: Mapping[str, Row]) -> list[Row]:
-    """twins.json and twins.md of what has ended, which is returned with the names of the others."""
+    """Writes twins.json and twins.md of the ended twins; returns their rows, and rows with the names alone of the others."""
     found: list[Row] = [{"twin": name, **results.get(name, {})} for name in sorted(wanted)]
     (out / "twins.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / "twins.md").write_text(markdown(found))

@@ -1,1 +1,1 @@
-"""A local page that shows runs and results: curves, rollouts token by token, and two of them on the same prompts."""
+"""Viewer: a local web page of runs and results with curves, rollouts token by token, and comparisons on the same prompts."""

@@ -1,4 +1,4 @@
-"""Metrics by step from a growing JSONL file, and curves of few points from them."""
+"""Reads metrics by step from a growing JSONL file, and reduces them to curves of few points."""
 
 import contextlib
 import json
@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-POINTS = 400  # of a curve on the page
+POINTS = 400  # points of a curve on the page
 
 
 class MetricLog:
-    """The metrics of a metrics.jsonl; `update` reads what it grew by.
+    """The metrics of a metrics.jsonl; `update` reads its new lines.
 
     Attributes:
       values: {metric: (steps, values)}.
@@ -28,7 +28,7 @@ class MetricLog:
         self._end, self._inode = 0, -1
 
     def update(self) -> None:
-        """Reads whole new lines; what is no number, or no JSON, is left out."""
+        """Reads complete new lines; values that are not numbers, and lines that are not JSON, are left out."""
         try:
             status = self.file.stat()
         except FileNotFoundError:
@@ -67,7 +67,7 @@ class MetricLog:
         return float(known[-1]) if len(known) else None
 
     def curve(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
-        """At most `points` steps and values: means of neighbours where there are more; values without a number left out."""
+        """Returns at most `points` steps and values, as means of neighbours where there are more; non-finite values are left out."""
         if name not in self.values:
             return [], []
         steps, values = (np.array(x) for x in self.values[name])

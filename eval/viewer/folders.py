@@ -1,4 +1,4 @@
-"""Runs and results below the folders that the viewer was given."""
+"""Finds runs and results below the folders that the viewer was given."""
 
 import json
 import os
@@ -14,9 +14,9 @@ MARKS: dict[str, tuple[str, ...]] = {
     "run": ("rollouts.jsonl", "metrics.jsonl", "run.json"),
 }
 ROLLOUTS = {"evaluation": "samples.jsonl", "run": "rollouts.jsonl"}
-DEEP = 3  # folders below a given one that are looked into
-MANY = 500  # runs
-SCHEMA = 1  # of results that are understood
+DEEP = 3  # depth of folders below a given one that are searched
+MANY = 500  # most runs that are shown
+SCHEMA = 1  # version of the results that the viewer understands
 
 Kind = Literal["evaluation", "run"]
 
@@ -25,10 +25,10 @@ class Shown:
     """One run or one evaluation's results.
 
     Attributes:
-      name: how the page and its URLs call it: the path below what all have in common.
+      name: name on the page and in URLs: the path below the common parent folder.
       path: its folder.
-      kind: what it is.
-      index: its rollouts.
+      kind: whether it is an evaluation or a run.
+      index: index of its rollouts.
       log: its metrics by step.
     """
 
@@ -38,7 +38,7 @@ class Shown:
         self.log = MetricLog(path / "metrics.jsonl")
 
     def facts(self) -> dict[str, Any]:
-        """What the table of runs shows of it."""
+        """Returns its row in the table of runs."""
         summary, made, identity = (self._json(n) for n in ("summary.json", "run.json", "identity.json"))
         notices = [f"{count} lines left out: {why}" for why, count in self.index.unread.items()]
         if self.kind == "evaluation" and identity and identity.get("schema") != SCHEMA:
@@ -60,23 +60,23 @@ class Shown:
         return {column: found.all for column, found in self.index.names.items() if column != "prompt"}
 
     def config(self) -> str:
-        """Its gin text; empty where it left none."""
+        """Returns its gin text; empty where there is none."""
         file = self.path / "config.gin"
         return file.read_text(errors="replace") if file.is_file() else ""
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
             found = json.loads((self.path / name).read_text())
-        except (OSError, ValueError):  # absent, or just being written
+        except (OSError, ValueError):  # the file is absent, or just being written
             return {}
         return found if isinstance(found, dict) else {}
 
 
 def find(paths: Sequence[Path]) -> list[Shown]:
-    """Everything that can be shown below `paths`, each once, in the order of the paths.
+    """Returns everything that can be shown below `paths`, each once, in the order of the paths.
 
     Raises:
-      ValueError: a path that is no folder, or has nothing to show below it; names both.
+      ValueError: a path is not a folder, has nothing to show below it, or there are more than MANY; the message names it.
     """
     found: dict[Path, Kind] = {}
     for path in paths:

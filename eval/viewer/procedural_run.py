@@ -1,6 +1,6 @@
-"""Makes the folder of a long run with procedural text, to try and time the viewer without training anything.
+"""Writes the folder of a long run with procedural text, to try and time the viewer without any training.
 
-`python -m jaxrl_llm.eval.viewer.procedural_run FOLDER --rollouts 100000`. Sums are asked, and answered ever better, with the
+`python -m jaxrl_llm.eval.viewer.procedural_run FOLDER --rollouts 100000`. Sums are asked and answered better over time, with the
 files and fields of a real run.
 """
 
@@ -16,7 +16,7 @@ from jaxrl_llm import command_line
 
 GROUP_SIZE = 8
 PROMPTS_PER_STEP = 25
-VARIETY = 64  # different streams, which most of the time would go into
+VARIETY = 64  # number of different token stats, whose creation takes most of the time
 SAID = "first then carry the digit add to get so check again sum of both sides gives hence we have next column is"
 WORDS = SAID.split()
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def lines(rng: np.random.Generator, rollouts: int, words: int) -> Iterator[tuple[str, int, float, int]]:
-    """(line, step, reward, tokens) of each rollout."""
+    """Yields (line, step, reward, tokens) of each rollout."""
     chains = [rng.choice(WORDS, words).tolist() for _ in range(VARIETY)]
     streams = [json.dumps(_streams(rng, chain)) for chain in chains]
     for number in range(rollouts):

@@ -1,4 +1,4 @@
-"""What the page asks of an index: groups of rollouts by filters, order and text, and two sides on the same prompts."""
+"""Queries of the viewer's page: groups of rollouts by filters, order and text, and comparisons on the same prompts."""
 
 import math
 from collections.abc import Mapping
@@ -10,10 +10,10 @@ import numpy as np
 from jaxrl_llm.eval.answered import estimate
 from jaxrl_llm.eval.viewer.rollout_index import RolloutIndex
 
-PAGE = 50  # groups, or prompts compared
+PAGE = 50  # groups, or compared prompts, on a page
 SHOWN = 32  # rollouts of a group that are sent at once
 SEARCH_S = 0.12
-EXCERPT = 160  # characters
+EXCERPT = 160  # characters of a question
 ALIKE = 60
 
 ORDERS = ("file", "low reward", "high reward", "spread", "long")
@@ -21,18 +21,18 @@ ORDERS = ("file", "low reward", "high reward", "spread", "long")
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """Filters; an empty one lets everything pass.
+    """Filters of rollouts; an empty filter lets everything pass.
 
     Attributes:
-      step: of the run.
+      step: step of the run.
       kind: "train", "eval/NAME" or "results".
       role: "sample", "greedy" or "sampled".
       finish: how the rollout ended.
       source: data source.
       prompt: the prompt's id.
       low: least reward; an invalid reward does not pass.
-      high: greatest reward, likewise.
-      text: in question, response, reference or prompt id.
+      high: greatest reward; an invalid reward does not pass.
+      text: text that occurs in the question, response, reference or prompt id.
       order: one of ORDERS.
     """
 
@@ -49,7 +49,7 @@ class Query:
 
     @classmethod
     def of(cls, asked: Mapping[str, str]) -> "Query":
-        """From a URL's parameters; raises ValueError that names a bad one."""
+        """Parses a URL's parameters; raises ValueError that names a bad one."""
         known: dict[str, Any] = {n: asked.get(n, "") for n in ("kind", "role", "finish", "source", "prompt", "text")}
         for name, kind in (("step", int), ("low", float), ("high", float)):
             if asked.get(name):
@@ -64,7 +64,7 @@ class Query:
 
 
 def rows_of(index: RolloutIndex, query: Query) -> np.ndarray:
-    """Numbers of the rows that pass every filter but the text, in the file's order."""
+    """Returns the numbers of the rows that pass every filter except the text, in the file's order."""
     columns = index.columns
     passing = np.ones(len(columns["offset"]), bool)
     for name in index.names:
@@ -80,11 +80,11 @@ def rows_of(index: RolloutIndex, query: Query) -> np.ndarray:
 
 
 def groups(index: RolloutIndex, query: Query, after: int = 0) -> dict[str, Any]:
-    """A page of groups that have a passing row, from the cursor `after` on.
+    """Returns a page of groups that have a passing row, from the cursor `after` on.
 
     Returns:
-      "groups": as `_described`; "rows": how many pass the filters but the text; "total": groups of these; "next": cursor of
-      the next page, or null.
+      "groups": as from `_described`; "rows": number of rows that pass the filters except the text; "total": number of their groups;
+      "next": cursor of the next page, or null.
     """
     passing = rows_of(index, query)
     group = index.columns["group"]
@@ -118,7 +118,7 @@ def _ordered(index: RolloutIndex, chosen: np.ndarray, order: str) -> np.ndarray:
 
 
 def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> list[dict[str, Any]]:
-    """Each group's step, prompt, kind, rewards of all its rows, which of them matched, and how its question begins."""
+    """Each group's step, prompt, kind, rewards of its rows, which of them matched, and an excerpt of its question."""
     columns = index.columns
     members = np.flatnonzero(np.isin(columns["group"], chosen))
     of_group: dict[int, list[int]] = {int(g): [] for g in chosen}
@@ -127,7 +127,7 @@ def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> 
     passing = set(matched.tolist())
     firsts = index.rows([rows[0] for rows in of_group.values()])
     questions = [" ".join(str(first["question"]).split()) for first in firsts]
-    # Prompts that begin alike, as those with worked examples do, are told apart by their ends.
+    # Prompts with the same beginning, such as worked examples, are distinguished by their ends.
     alike = len({q[:ALIKE] for q in questions}) == 1 < len(set(questions))
     return [
         {
@@ -140,13 +140,13 @@ def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> 
 
 
 def members(index: RolloutIndex, query: Query, first: int = 0) -> dict[str, Any]:
-    """The rows of one prompt with their streams, SHOWN of them from `first` on, and how many there are."""
+    """Returns the rows of one prompt with their token stats, SHOWN of them from `first` on, and their total number."""
     found = rows_of(index, query)
     return {"rows": index.rows(found[first : first + SHOWN].tolist(), streams=True), "total": len(found)}
 
 
 def steps(index: RolloutIndex, kind: str = "") -> list[dict[str, Any]]:
-    """Each step with its number of rollouts and mean reward."""
+    """Returns each step with its number of rollouts and mean reward."""
     rows = rows_of(index, Query(kind=kind))
     found, inverse = np.unique(index.columns["step"][rows], return_inverse=True)
     reward = index.columns["reward"][rows]
@@ -160,7 +160,7 @@ def steps(index: RolloutIndex, kind: str = "") -> list[dict[str, Any]]:
 
 
 def compare(a: tuple[RolloutIndex, Query], b: tuple[RolloutIndex, Query], after: int = 0) -> dict[str, Any]:
-    """Two sides on the prompts that both answered: mean rewards, their paired difference, greatest differences first."""
+    """Compares two sides on the prompts that both answered: mean rewards and paired differences, the greatest first."""
     one, other = (_by_prompt(*side) for side in (a, b))
     shared = [p for p in one if p in other]
     pairs = np.array([(one[p], other[p]) for p in shared], np.float64).reshape(-1, 2)
@@ -180,7 +180,7 @@ def compare(a: tuple[RolloutIndex, Query], b: tuple[RolloutIndex, Query], after:
 
 
 def _by_prompt(index: RolloutIndex, query: Query) -> dict[str, float]:
-    """The mean reward of each prompt, NaN where no row has one."""
+    """The mean reward of each prompt; NaN where no row has a reward."""
     rows = rows_of(index, query)
     prompt, reward = index.columns["prompt"][rows], index.columns["reward"][rows]
     known = ~np.isnan(reward)

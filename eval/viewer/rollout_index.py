@@ -1,8 +1,8 @@
-"""An index over a file of rollouts: where each line lies and what is filtered by; texts stay on disk.
+"""Index over a file of rollouts: the place of each line and the values used by filters; texts stay on disk.
 
-A line is a row of rollouts.jsonl (jaxrl_llm/metrics/rollout_rows.py) or a record of samples.jsonl (eval/answered.py). The index holds some
+A line is a row of rollouts.jsonl (metrics/rollout_rows.py) or a record of samples.jsonl (eval/answered.py). The index holds some
 numbers of each line and a signature of its text: a bit for each hash of three successive bytes, in lower case. A search reads
-only lines whose signature has all bits of what is sought; long texts fill signatures, and more lines are read for nothing.
+only lines whose signature has all bits of the searched text; long texts fill signatures, so that more lines are read in vain.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 CHUNK = 1 << 22  # bytes read at a time
-SIGNATURE = 4096  # bits a line
+SIGNATURE = 4096  # bits of a line's signature
 STREAMS = b', "streams": {'
 EVALUATION = ("id", "kind", "sample", "response", "score", "scores")
 RUN = ("step", "prompt", "response", "reward")
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 class Names:
-    """Strings by number, in order of appearance."""
+    """Numbers strings in order of appearance."""
 
     def __init__(self) -> None:
         self.all: list[str] = []
@@ -38,11 +38,11 @@ class Names:
         return self._numbers[name]
 
     def find(self, name: str) -> int:
-        """-1 where the name never appeared."""
+        """Returns the number of a name; -1 where it never appeared."""
         return self._numbers.get(name, -1)
 
 
-# "head" is the length of a line without its streams; those of NAMED are numbers of names.
+# "head" is the length of a line without its token stats; the columns of NAMED hold numbers of names.
 COLUMNS: Mapping[str, Any] = {
     "offset": np.int64, "head": np.int32, "size": np.int32, "step": np.int32, "group": np.int32, "prompt": np.int32,
     "kind": np.int16, "role": np.int16, "finish": np.int16, "source": np.int16, "reward": np.float64, "tokens": np.int32,
@@ -51,13 +51,13 @@ NAMED = ("prompt", "kind", "role", "finish", "source")
 
 
 class RolloutIndex:
-    """The index of one file; `update` reads what the file grew by since the last call, in a thread of its own.
+    """The index of one file; `update` reads the file's new lines, in a thread of its own.
 
     Attributes:
       columns: {name of COLUMNS: one number a line}; replaced as a whole, so that a reader who takes it once has whole rows.
       names: {name of NAMED: its strings}.
-      signatures: uint8 [at least the lines, SIGNATURE / 8].
-      unread: lines that are no rollouts, by what is wrong with them.
+      signatures: uint8 [at least the number of lines, SIGNATURE / 8].
+      unread: number of lines that are not rollouts, by error.
     """
 
     def __init__(self, file: Path) -> None:
@@ -83,13 +83,13 @@ class RolloutIndex:
         return min(self._end / size, 1.0) if size else 1.0
 
     def update(self) -> Iterator[int]:
-        """Indexes what is new, a chunk at a time; a torn last line waits for its end.
+        """Indexes new lines, a chunk at a time; an incomplete last line waits for its end.
 
         Yields:
-          lines indexed so far.
+          number of lines indexed so far.
         """
         size, inode = self._status()
-        if inode != self._inode or size < self._end:  # replaced, as by a run that resumes
+        if inode != self._inode or size < self._end:  # the file was replaced, for example by a resumed run
             self._clear()
             self._inode = inode
         if size <= self._end:
@@ -101,7 +101,7 @@ class RolloutIndex:
                 yield len(self)
 
     def _status(self) -> tuple[int, int]:
-        """Size and inode; (0, -1) without a file."""
+        """Size and inode of the file; (0, -1) where there is none."""
         with contextlib.suppress(FileNotFoundError):
             found = self.file.stat()
             return found.st_size, found.st_ino
@@ -132,7 +132,7 @@ class RolloutIndex:
         self.unread, self._end = unread, offset
 
     def _numbers(self, row: Row) -> dict[str, Any]:
-        """What is kept of a row."""
+        """The numbers that the index keeps of a row."""
         found: dict[str, Any] = {"step": int(row["step"]), "tokens": int(row["tokens"])}
         found["reward"] = float("nan") if row["reward"] is None else float(row["reward"])
         found |= {n: self.names[n].number(str(row[n])) for n in NAMED}
@@ -143,7 +143,7 @@ class RolloutIndex:
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def rows(self, numbers: Sequence[int], *, streams: bool = False) -> list[Row]:
-        """Some rows, normalised; raises LookupError where the file was replaced meanwhile."""
+        """Returns some rows, normalised; raises LookupError where the file was replaced meanwhile."""
         with self._open() as file:
             return [self._parse(self._bytes(file.fileno(), n, "size" if streams else "head"), n) for n in numbers]
 
@@ -154,7 +154,7 @@ class RolloutIndex:
             raise LookupError(f"{self.file} is gone") from error
 
     def _bytes(self, descriptor: int, number: int, column: str) -> bytes:
-        """A line, or its head, without the streams."""
+        """A line with column "size", its head without the token stats with column "head"."""
         return os.pread(descriptor, int(self.columns[column][number]), int(self.columns["offset"][number]))
 
     def _parse(self, text: bytes, number: int) -> Row:
@@ -164,16 +164,16 @@ class RolloutIndex:
             raise LookupError(f"{self.file} changed while it was read: reload the page") from error
 
     def search(self, among: np.ndarray, text: str, seconds: float, enough: int) -> tuple[list[int], int]:
-        """Rows of `among`, in order, whose question, response, reference or prompt id has `text`, whatever its ASCII case.
+        """Searches rows of `among`, in order, for `text` in question, response, reference or prompt id, ignoring ASCII case.
 
         Args:
           among: int [M] row numbers.
-          text: what is sought.
+          text: the searched text.
           seconds: time after which the search stops.
-          enough: rows found after which it stops.
+          enough: number of found rows after which it stops.
 
         Returns:
-          the rows found, and how many of `among` were settled; all of them where it is M.
+          the rows found, and how many of `among` were settled; M of them where the search is complete.
         """
         sought = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
         places = np.arange(len(among))
@@ -194,21 +194,21 @@ class RolloutIndex:
 
 
 def head_size(line: bytes) -> int:
-    """Where the streams of a line begin, which are its last entry; its length where it has none."""
-    cut = line.find(STREAMS)  # never inside a string, whose quotes are escaped
+    """Returns the place where a line's token stats begin, which are its last entry; the line's length where it has none."""
+    cut = line.find(STREAMS)  # STREAMS never occurs inside a string, where quotes are escaped
     return len(line) if cut < 0 else cut
 
 
 def closed(text: bytes) -> bytes:
-    """A line or its head as JSON."""
+    """Returns a line, or its head, as complete JSON."""
     return text if text.endswith(b"\n") else text + b"}"
 
 
 def normal(row: Row) -> Row:
-    """A line under the names of a run's rows.
+    """Returns a line with the field names of a run's rows.
 
     Raises:
-      KeyError: a line without what every line has, with the line's keys in the message.
+      KeyError: the line lacks required fields; the message names them.
     """
     if "id" in row and "sample" in row:
         if missing := [name for name in EVALUATION if name not in row]:
@@ -234,16 +234,16 @@ def normal(row: Row) -> Row:
 
 
 def signatures(texts: Sequence[bytes]) -> np.ndarray:
-    """Bits of all texts, uint8 [N, SIGNATURE / 8]."""
+    """Computes the signatures of all texts, uint8 [N, SIGNATURE / 8]."""
     bits = np.zeros((len(texts), SIGNATURE), bool)
     if texts:
-        hashes = _hashes(np.frombuffer(b"".join(texts) + b"  ", np.uint8))  # those across two texts do no harm
+        hashes = _hashes(np.frombuffer(b"".join(texts) + b"  ", np.uint8))  # hashes across two texts do no harm
         bits[np.repeat(np.arange(len(texts)), [len(t) for t in texts]), hashes] = True
     return np.packbits(bits, axis=1)
 
 
 def _hashes(text: np.ndarray) -> np.ndarray:
-    """A number below SIGNATURE for each three successive bytes; none for fewer."""
+    """Returns a number below SIGNATURE for each three successive bytes; none for fewer than three."""
     if len(text) < 3:
         return np.zeros(0, np.int64)
     a, b, c = (text[i : len(text) - 2 + i].astype(np.uint32) for i in range(3))
@@ -251,7 +251,7 @@ def _hashes(text: np.ndarray) -> np.ndarray:
 
 
 def _whole_lines(file: Any) -> list[bytes]:
-    """The next lines of about CHUNK bytes; none where no line ends."""
+    """Returns the next lines of about CHUNK bytes; none where no line ends."""
     lines = file.readlines(CHUNK)
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
@@ -259,6 +259,6 @@ def _whole_lines(file: Any) -> list[bytes]:
 
 
 def _holds(row: Row, text: str) -> bool:
-    """Whether a text of the row has `text`, whatever the case of ASCII letters."""
+    """Whether a text of the row contains `text`, ignoring the case of ASCII letters."""
     sought = text.encode().lower()
     return any(sought in str(row[n]).encode().lower() for n in ("response", "question", "reference", "prompt"))

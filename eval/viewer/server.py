@@ -18,7 +18,7 @@ from jaxrl_llm.serving import Patience
 ASSETS = Path(__file__).parent / "assets"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOK_AGAIN_S = 1.0
-# Scripts and styles of the page's own files alone: what a rollout says can never run, whatever the page does with it.
+# Only scripts and styles from the page's own files may run, so that text of a rollout is never executed by the page.
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -32,7 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
-    """Answers requests about the runs it shows."""
+    """Answers requests about the shown runs."""
 
     def __init__(self, shown: Sequence[Shown]) -> None:
         self.shown = {one.name: one for one in shown}
@@ -40,7 +40,7 @@ class Pages:
         self._stopped = threading.Event()
 
     def application(self) -> web.Application:
-        """The web application; while it runs, a thread indexes what the files grow by."""
+        """Returns the web application; while it runs, a thread indexes new lines of the files."""
         app = web.Application(middlewares=[serving.middleware(self.patience), guarded])
         app.router.add_get("/", self._asset)
         app.router.add_get("/assets/{name}", self._asset)
@@ -62,10 +62,10 @@ class Pages:
         await asyncio.to_thread(thread.join, 5)
 
     def follow(self) -> None:
-        """Indexes all files, a chunk of each in turn, then looks for what is new, until the application ends."""
+        """Indexes all files, a chunk of each in turn, then waits for new lines, until the application ends."""
         while not self._stopped.wait(0):
             for one in self.shown.values():
-                with contextlib.suppress(OSError):  # a folder that is being moved is looked at again
+                with contextlib.suppress(OSError):  # a folder that is being moved is read again later
                     one.log.update()
             growing = [one.index.update() for one in self.shown.values()]
             while growing and not self._stopped.is_set():
@@ -75,31 +75,31 @@ class Pages:
     # -- answers -------------------------------------------------------------------------------------------------------
 
     def runs(self, asked: dict[str, str]) -> Any:
-        """The table of runs."""
+        """Returns the table of runs."""
         return [one.facts() for one in self.shown.values()]
 
     def run(self, asked: dict[str, str]) -> Any:
-        """One run: its steps of a kind, what filters can take, its metrics' names and gin text."""
+        """Returns one run: its steps of a kind, the values of filters, its metrics' names and gin text."""
         one = self._one(asked.get("run", ""))
         steps = query.steps(one.index, asked.get("kind", ""))
         return {"steps": steps, "names": one.names(), "metrics": sorted(one.log.values), "config": one.config()}
 
     def curves(self, asked: dict[str, str]) -> Any:
-        """{run: {metric: [steps, values]}} of the runs and metrics asked for, separated by commas."""
+        """Returns {run: {metric: [steps, values]}} of the requested runs and metrics, which are separated by commas."""
         runs = [self._one(name) for name in asked.get("runs", "").split(",") if name] or list(self.shown.values())
         names = [name for name in asked.get("metrics", "").split(",") if name]
         return {one.name: {name: one.log.curve(name) for name in names if name in one.log.values} for one in runs}
 
     def groups(self, asked: dict[str, str]) -> Any:
-        """A page of groups."""
+        """Returns a page of groups."""
         return query.groups(self._one(asked.get("run", "")).index, Query.of(asked), _place(asked, "after"))
 
     def group(self, asked: dict[str, str]) -> Any:
-        """Rollouts of one prompt, whole."""
+        """Returns complete rollouts of one prompt."""
         return query.members(self._one(asked.get("run", "")).index, Query.of(asked), _place(asked, "first"))
 
     def compare(self, asked: dict[str, str]) -> Any:
-        """Two sides on the same prompts; parameters of a side end in its letter: run_a, step_a, kind_a."""
+        """Compares two sides on the same prompts; a side's parameters end in its letter: run_a, step_a, kind_a."""
         sides = []
         for letter in ("a", "b"):
             mine = {n.removesuffix(f"_{letter}"): v for n, v in asked.items() if n.endswith(f"_{letter}")}
@@ -132,7 +132,7 @@ class Pages:
 
 @web.middleware
 async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses other host names, by which a foreign site could read the page, and adds the headers."""
+    """Refuses other host names, through which a foreign site could read the page, and adds the headers."""
     if request.host.rpartition(":")[0] not in NAMES and request.host not in NAMES:
         raise web.HTTPForbidden(text=f"the viewer answers to {', '.join(NAMES)} only (got {request.host!r})")
     try:
@@ -147,7 +147,7 @@ async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _goes_on(index: Iterator[int]) -> bool:
     try:
         return next(index, None) is not None
-    except OSError:  # a folder that is being moved
+    except OSError:  # the folder is being moved
         return False
 
 

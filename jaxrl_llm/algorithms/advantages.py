@@ -1,8 +1,8 @@
 """Group statistics, returns and advantage estimates on the sequences of a whole batch; pure functions, one estimate each.
 
-Groups are ragged: statistics are segment sums over `group`, and only sequences with `counted` enter them. Statistics
-are taken of rewards less the group's smallest, which makes those of equal rewards exact: such a group's advantages
-are 0.
+Groups are ragged: statistics are segment sums over `group`, and only sequences with `counted` enter them. Each
+group's smallest reward is subtracted before its statistics are computed, so that the advantages of a group of equal
+rewards are exactly 0.
 """
 
 from typing import Literal, NamedTuple
@@ -15,13 +15,13 @@ Singleton = Literal["zero", "raw"]
 
 
 class Group(NamedTuple):
-    """Statistics of its group at each sequence.
+    """Statistics of each sequence's group, [S] each.
 
     Attributes:
-      size: float32 [S] counted members.
+      size: float32 [S] number of counted members.
       centered: float32 [S] the value less the group's mean; 0 where not counted.
       std: float32 [S] standard deviation with n - 1; 1 where fewer than two members count.
-      mean: float32 [S].
+      mean: float32 [S] mean of the counted members; 0 where there are none.
     """
 
     size: Array
@@ -33,7 +33,7 @@ class Group(NamedTuple):
 def group_sum(
     x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
 ) -> Float[Array, " S"]:
-    """The sum over the counted members of its group, at each sequence."""
+    """Returns, at each sequence, the sum of `x` over the counted members of its group."""
     return jax.ops.segment_sum(jnp.where(counted, x, 0.0), group, groups)[group]
 
 
@@ -52,31 +52,31 @@ def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bo
 def settle_singletons(
     advantage: Float[Array, " S"], reward: Float[Array, " S"], count: Float[Array, " S"], singleton: Singleton
 ) -> Float[Array, " S"]:
-    """A group of one compares with nobody: its advantage is 0 ("zero") or its reward ("raw")."""
+    """Sets the advantage in a group of one, which has nothing to compare with, to 0 ("zero") or to its reward ("raw")."""
     return jnp.where(count > 1, advantage, reward if singleton == "raw" else 0.0)
 
 
 def group_relative(
     reward: Float[Array, " S"], stats: Group, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
 ) -> Float[Array, " S"]:
-    """GRPO: (r - mean) / (std + epsilon) within the group; without the division, Dr. GRPO."""
+    """GRPO: (r - mean) / (std + epsilon) within the group; without `std`, Dr. GRPO's r - mean."""
     scaled = stats.centered / (stats.std + epsilon) if std else stats.centered
     return settle_singletons(scaled, reward, stats.size, singleton)
 
 
 def to_tokens(advantage: Float[Array, " S"], mask: Bool[Array, "S T"]) -> Float[Array, "S T"]:
-    """The advantage of its sequence at every token of the mask, 0 elsewhere."""
+    """Copies each sequence's advantage to every token of its mask; other tokens get 0."""
     return jnp.where(mask, advantage[:, None], 0.0)
 
 
 def on_last_token(reward: Float[Array, " S"], mask: Bool[Array, "S T"]) -> Float[Array, "S T"]:
-    """The reward of a sequence at the last token of its mask, 0 elsewhere."""
+    """Places each sequence's reward on the last token of its mask; other tokens get 0."""
     after = jnp.cumsum(mask[:, ::-1], axis=1)[:, ::-1]
     return jnp.where(mask & (after == 1), reward[:, None], 0.0)
 
 
 def _backward(x: Float[Array, "S T"], carry: Float[Array, "S T"]) -> Float[Array, "S T"]:
-    """y_t = x_t + carry_t y_{t+1}, from the last token to the first."""
+    """Computes y_t = x_t + carry_t y_{t+1} from the last token to the first."""
 
     def join(later: tuple[Array, Array], earlier: tuple[Array, Array]) -> tuple[Array, Array]:
         return earlier[0] + earlier[1] * later[0], earlier[1] * later[1]
@@ -85,8 +85,7 @@ def _backward(x: Float[Array, "S T"], carry: Float[Array, "S T"]) -> Float[Array
 
 
 def returns_to_go(rewards: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float = 1.0) -> Float[Array, "S T"]:
-    """Discounted sum of the rewards from each token on; tokens outside the mask are skipped as if they were not
-    there."""
+    """The discounted sum of the rewards from each token on; tokens outside the mask are skipped as if they were not there."""
     rewards = jnp.where(mask, rewards, 0.0)
     return jnp.where(mask, _backward(rewards, jnp.where(mask, gamma, 1.0).astype(rewards.dtype)), 0.0)
 
@@ -131,7 +130,7 @@ def length_weighted(
 def best_over_second(
     reward: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
 ) -> Float[Array, " S"]:
-    """The group's best reward less its second best, at the one best member; 0 elsewhere, with a tie, and alone."""
+    """The group's best reward less its second best, placed on the best member; 0 for all others, in a tie, and in a group of one."""
     known = jnp.where(counted, reward, -jnp.inf)
     best = jax.ops.segment_max(known, group, groups)[group]
     leads = counted & (known == best)
@@ -151,7 +150,7 @@ def token_baseline(
     """The optimal token baseline: the group's mean return at each step, weighted by the energy spent up to it.
 
     W_t = sum_{s <= t} energy_s;  B_t = sum_G W_t R_t / sum_G W_t over the members with a token at t. Where only one
-    member has one, the baseline is 0.
+    member is that long, the baseline is 0.
     """
     spent = jnp.where(mask, jnp.cumsum(jnp.where(mask, energy, 0.0), axis=1), 0.0)
     weighted = jax.ops.segment_sum(jnp.where(mask, spent * returns, 0.0), group, groups)

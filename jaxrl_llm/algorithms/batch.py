@@ -1,4 +1,4 @@
-"""What an algorithm is given and gives: the step's sequences, the advantages of their tokens, and packed micro-batches.
+"""An algorithm's inputs and outputs: the step's sequences, the advantages of their tokens, and packed micro-batches.
 
 Fields are jax.Arrays under jit and NumPy arrays on the host, where sequences are unpacked and micro-batches are filled.
 """
@@ -26,24 +26,24 @@ Term = tuple[jax.Array, str]
 )  # fmt: skip
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Every sequence of a global batch, unpacked and padded: what `Algorithm.advantages` sees.
+    """All sequences of a step's batch, unpacked and padded to [S, T]: the input of `Algorithm.advantages`.
 
     Attributes:
-      reward: float32 [S] weighted total; 0 where invalid.
-      parts: {name: float32 [S]} its parts.
-      valid: bool [S]; False for padding and for rollouts whose reward could not be had.
-      greedy: bool [S]; greedy rollouts leave statistics and loss.
+      reward: float32 [S] weighted sum of the reward's parts; 0 where invalid.
+      parts: {name: float32 [S]} parts of the reward.
+      valid: bool [S]; False for padding and for rollouts whose reward could not be computed.
+      greedy: bool [S]; True for greedy rollouts, which are left out of statistics and loss.
       group: int32 [S] number of the prompt's group, in 0..groups-1.
       source: int32 [S] number of the data source.
       side: int32 [S] 1 for the preferred, -1 for the rejected answer of a pair, 0 otherwise.
-      mask: bool [S, T] tokens the policy chose.
-      spans: {name: bool [S, T]}.
-      sampler_logprobs: float32 [S, T] of the distribution the token was drawn from.
-      old_logprobs: float32 [S, T] of the learner before the update.
-      entropy: float32 [S, T] of the learner before the update.
-      ref_logprobs, sum_p2, uniform_logprob, values, teacher_logprobs: float32 [S, T], or None where not asked for.
+      mask: bool [S, T] tokens that the policy chose.
+      spans: {name: bool [S, T]} named token ranges.
+      sampler_logprobs: float32 [S, T] log-probs under the distribution that the token was drawn from.
+      old_logprobs: float32 [S, T] log-probs of the learner's policy before the update; 0 where it was not scored.
+      entropy: float32 [S, T] entropies of the learner's policy before the update; 0 where it was not scored.
+      ref_logprobs, sum_p2, uniform_logprob, values, teacher_logprobs: float32 [S, T], or None where the algorithm does not need them.
       controls: {name: float32 []} values of the controllers, such as an adaptive KL coefficient.
-      groups: number of groups, static.
+      groups: number of groups that statistics have room for, static.
       sources: names of the data sources by number, static.
     """
 
@@ -70,12 +70,12 @@ class Sequences:
 
     @property
     def counted(self) -> Array:
-        """bool [S]: the sequences that enter statistics and loss."""
+        """The sequences that enter statistics and loss, bool [S]."""
         return self.valid & ~self.greedy & jnp.any(self.mask, axis=1)
 
     @property
     def learned(self) -> Array:
-        """bool [S, T]: the tokens that enter statistics and loss."""
+        """The tokens that enter statistics and loss, bool [S, T]."""
         return self.mask & self.counted[:, None]
 
 
@@ -93,7 +93,7 @@ class Advantages:
       loss_mask: bool [S, T] tokens that are learned from.
       returns: float32 [S, T] targets of the critic, or None.
       weights: float32 [S, T] importance weights of the tokens, or None for 1.
-      aux: {name: [S, T]} further per-token streams that `loss` reads from the batch.
+      aux: {name: [S, T]} further per-token arrays that `loss` reads from the micro-batch.
       metrics: {name: float32 []} scalars to log.
     """
 
@@ -115,7 +115,7 @@ class Advantages:
 )  # fmt: skip
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One packed micro-batch; every stream is indexed by the position that predicts `targets[b, t]`.
+    """One packed micro-batch; every per-token array is indexed by the position that predicts `targets[b, t]`.
 
     Attributes:
       tokens, targets: int32 [B, T]; targets is -1 where nothing is predicted.
@@ -125,8 +125,8 @@ class MicroBatch:
       mask: bool [B, T] targets that are learned from.
       sampler_logprobs, old_logprobs, advantages: float32 [B, T].
       ref_logprobs, old_values, returns, weights: float32 [B, T], or None.
-      aux: {name: [B, T]}.
-      group, side: int32 [S] of each sequence; sequences beyond the last have an empty mask.
+      aux: {name: [B, T]} the arrays of `Advantages.aux`.
+      group, side: int32 [S], as in `Sequences`; entries beyond the last sequence have an empty mask.
       counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one.
     """
 

@@ -4,7 +4,7 @@
     that the clip leaves alone;  max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) elsewhere
 
 https://arxiv.org/abs/2505.22617. The tokens are drawn once, over the global batch and with the log-probs before the
-update, so that micro-batches do not matter; those clipped by the time of the loss stay clipped. The draw is a hash of
+update, so that micro-batches do not matter; tokens that are clipped by the time of the loss stay clipped. The draw is a hash of
 the token's own log-probs: equal batches give equal draws, and the order of the sequences is irrelevant.
 """
 

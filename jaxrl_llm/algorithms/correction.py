@@ -29,7 +29,7 @@ class Correction:
     """Importance weights of the tokens.
 
     Attributes:
-      level: what a ratio is taken of: each "token", the "sequence" (product) or its "geometric" mean.
+      level: what one ratio covers: each "token", the "sequence" (product of its tokens') or their "geometric" mean.
       mode: "truncate" caps the weight at ratio_max; "mask" sets it to 0 outside [ratio_min, ratio_max].
       ratio_min: smallest ratio that mode "mask" keeps; mode "truncate" does not use it.
       ratio_max: largest weight, or largest ratio that is kept.
@@ -75,7 +75,7 @@ class Correction:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejection:
-    """Leaves tokens or sequences out of the loss whose old and sampler probabilities differ too much.
+    """Leaves tokens or sequences out of the loss where old and sampler probabilities differ too much.
 
     With x = -log rho: k1 = x, k2 = x^2 / 2, k3 = exp(-x) + x - 1. k1 has a sign and is bounded by the ratio; k2 and
     k3 have none and are bounded by the divergence.
@@ -105,7 +105,7 @@ class Rejection:
         components.above(self, 0, "divergence_max")
 
     def keep(self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Bool[Array, "S T"]:
-        """The tokens of the mask that stay."""
+        """Returns which tokens of the mask stay in the loss."""
         k = {"k1": -log_ratio, "k2": 0.5 * jnp.square(log_ratio), "k3": jnp.expm1(log_ratio) - log_ratio}[
             self.statistic
         ]

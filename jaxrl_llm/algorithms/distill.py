@@ -1,10 +1,10 @@
-"""On-policy distillation: the policy's own samples, each token credited by how much likelier the teacher finds it.
+"""On-policy distillation: the policy's own samples, where a token's advantage is how much likelier the teacher finds it.
 
     A_t = log teacher(t) - log pi_old(t);  L = max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high))
 
-The policy gradient of the reverse KL divergence from the teacher, token by token without credit for later tokens
-(https://arxiv.org/abs/2306.13649, https://thinkingmachines.ai/blog/on-policy-distillation). Rewards are logged, not
-learned from. A is clipped to +-20.
+This is the policy gradient of the reverse KL divergence from the teacher, token by token, where later
+tokens do not count (https://arxiv.org/abs/2306.13649, https://thinkingmachines.ai/blog/on-policy-distillation). Rewards
+are logged and not learned from. A is clipped to +-20.
 """
 
 from dataclasses import dataclass

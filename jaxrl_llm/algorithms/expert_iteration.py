@@ -3,7 +3,7 @@
     L = -log pi(response)  over the responses with reward >= threshold
 
 https://arxiv.org/abs/1705.08439, https://arxiv.org/abs/2203.14465. All kept responses weigh the same; the others
-leave the loss.
+are left out of the loss.
 """
 
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class ExpertIteration(SFT):
         return "samples"
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """1 for the tokens of good responses, which alone are learned from."""
+        """Assigns 1 to the tokens of good responses; only these are learned from."""
         good = sequences.counted & (sequences.reward >= self.threshold)
         credit = super().advantages(replace(sequences, valid=good))
         kept = masked_mean(good.astype(jnp.float32), sequences.counted)

@@ -5,8 +5,8 @@
 https://arxiv.org/abs/2601.05242. Normalising the parts one by one keeps their resolution, which the sum of rewards
 loses. Over the batch, "tokens" whitens over all tokens (long responses count more), "sequences" takes the mean and
 the standard deviation (n - 1) of the sequences, "none" does neither. With `span`, the parts named in `span_parts`
-credit the tokens of that span alone: the normalised sum of all parts stands there, and the sum of the other parts,
-not normalised, on all other tokens.
+count for the tokens of that span alone: these tokens get the normalised sum of all parts, and all other tokens get the
+sum of the other parts, not normalised.
 """
 
 from dataclasses import dataclass
@@ -31,8 +31,8 @@ class GDPO(Grouped):
       weights: weight of each part in `parts`; empty for 1.
       std: divide each part by its group's standard deviation (n - 1).
       normalize: what the sum is normalised over: "tokens", "sequences" or "none".
-      span: token range that `span_parts` credit; empty for the whole response.
-      span_parts: names of the parts that credit the span alone.
+      span: token range that `span_parts` count for; empty for the whole response.
+      span_parts: names of the parts that count for the span alone.
       clip_low: how far below 1 the ratio still has a gradient.
       clip_high: how far above 1 the ratio still has a gradient.
     """
@@ -72,7 +72,7 @@ class GDPO(Grouped):
         return Estimate(jnp.where(sequences.spans[self.span], whole, advantages.to_tokens(rest, sequences.learned)))
 
     def _parts(self, sequences: Sequences) -> dict[str, Array]:
-        """{name: [S]} the weighted advantage of each part within its group."""
+        """The weighted advantage of each part within its group, {name: [S]}."""
         names = self.parts or tuple(sequences.parts)
         if unknown := {*names, *self.span_parts} - set(sequences.parts):
             raise ValueError(

@@ -24,8 +24,7 @@ class GPG(Grouped):
 
     Attributes:
       std: divide by the group's standard deviation (n - 1).
-      signal: which sequences count as having one: those of a "group" with differing rewards, or with a non-zero
-        "reward".
+      signal: which sequences have a signal: those of a "group" whose rewards differ, or those whose "reward" is not zero.
     """
 
     std: bool = False

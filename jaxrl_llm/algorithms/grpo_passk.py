@@ -1,4 +1,4 @@
-"""GRPO for pass@k: only the group's best response is credited, by how far it beats the second best.
+"""GRPO for pass@k: only the group's best response has an advantage, by how far it beats the second best.
 
     A_best = (r_1st - r_2nd) / (std_G r + 1e-6), all others 0
 
@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOPassK(Clipped):
-    """Credit for the best of a group.
+    """An advantage for the best response of a group alone.
 
     Attributes:
       std: divide by the group's standard deviation (n - 1).

@@ -1,11 +1,11 @@
-"""GRPO with a classmate: the tokens of the thought are credited with all rewards, the others with their own alone.
+"""GRPO with a classmate: tokens of the thought get the advantage of all rewards, other tokens that of the main ones.
 
     A_t = g(r_main + r_classmate)  where t is in the thought,  g(r_main) elsewhere
     g(r) = r - mean_G r, divided by std_G r + 1e-6 with `std`
 
 The "grpo_w_classmate" of github.com/Lorenayannnnn/classmate-cot-verl. The parts' sum enters the advantage, so that it has
-a gradient wherever no clip is active (the seed's vanilla_classmate loss multiplies the classmate's advantage by a ratio
-that does not depend on the policy). Without `std` it is gdpo with normalize = "none" and the same span.
+a gradient wherever no clip is active (the original's vanilla_classmate loss multiplies the classmate's advantage by a
+ratio that does not depend on the policy). Without `std` the algorithm is GDPO with normalize = "none" and the same span.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOWithClassmate(Grouped, Clipped):
-    """GRPO whose further rewards credit one span alone.
+    """GRPO with further rewards that count for one span alone.
 
     Attributes:
-      span: token range that all rewards credit.
-      main_parts: names of the parts that credit all tokens, with weight 1.
+      span: token range that all rewards count for.
+      main_parts: names of the parts that count for all tokens, with weight 1.
       std: divide by the group's standard deviation (n - 1).
     """
 

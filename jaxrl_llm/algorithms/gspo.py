@@ -1,9 +1,9 @@
-"""GSPO: GRPO with one importance ratio a sequence, the geometric mean of its tokens' ratios.
+"""GSPO: GRPO with one importance ratio per sequence, the geometric mean of its tokens' ratios.
 
     s_i = exp(mean_t l_t)        L_i = max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))
 
 https://arxiv.org/abs/2507.18071. Each token carries the gradient of its own log-prob, which for equal advantages in a
-sequence is the gradient of s_i (the paper's GSPO-token). Sequences weigh the same, as the paper's objective has it.
+sequence is the gradient of s_i (the paper's GSPO-token). Sequences weigh the same, as in the paper's objective.
 """
 
 from dataclasses import dataclass

@@ -24,7 +24,7 @@ class KLCov(GroupRelative):
     """Policy gradient with a divergence penalty on high-covariance tokens.
 
     Attributes:
-      share: share of the tokens that is held back.
+      share: share of the tokens that the penalty acts on.
       coef: weight of their |log-ratio|.
     """
 

@@ -1,11 +1,11 @@
-"""KTO: each answer is desirable or not on its own, valued against a common point of reference.
+"""KTO: each answer is desirable or not on its own, and is valued against a common reference point.
 
     L_w = desirable (1 - sigmoid(beta (h_w - z)));  L_l = undesirable (1 - sigmoid(beta (z - h_l)))
     h = log pi - log ref of the answer;  z = max(0, mean of h)
 
 https://arxiv.org/abs/2402.01306. The paper estimates z = KL(pi || ref) on mismatched prompts and answers of the
 batch, under the policy now. Here z is the mean of h over all answers of the global batch under the policy before the
-update, so that it costs no further forward pass and micro-batches do not matter; it carries no gradient in either.
+update, so that it costs no further forward pass and micro-batches do not matter; in both, z carries no gradient.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.preference import Preference, rejected_of
 
 @dataclass(frozen=True, kw_only=True)
 class KTO(Preference):
-    """Kahneman-Tversky optimisation, of pairs or of responses with a label; "pairs/accuracy" is 0 where none has its partner.
+    """Kahneman-Tversky optimisation, of pairs or of responses with a label; "pairs/accuracy" is 0 where no response has a partner.
 
     Attributes:
       desirable: weight of the preferred answers.
@@ -43,7 +43,7 @@ class KTO(Preference):
         return 1
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """All tokens of all answers; an answer needs no partner."""
+        """Assigns 1 to all tokens of all answers; an answer needs no partner."""
         learned = sequences.learned & (sequences.side != 0)[:, None]
         log_ratio = masked_sum(sequences.old_logprobs - given(sequences.ref_logprobs, "reference"), learned, axis=1)
         point = jnp.maximum(masked_mean(log_ratio, jnp.any(learned, axis=1)), 0.0)

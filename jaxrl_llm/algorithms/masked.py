@@ -1,4 +1,4 @@
-"""Masked statistics and the loss aggregations; no loss derives a mask of its own.
+"""Masked statistics and loss aggregations; losses take the mask that they are given and derive none of their own.
 
 Values outside the mask never matter, not even NaN: they are replaced before any arithmetic, so gradients stay finite
 too. Sums are accumulated in float32, or in float64 where the values are.
@@ -33,7 +33,7 @@ def masked_var(x: Float[Array, "..."], mask: Bool[Array, "..."], ddof: int = 0) 
 
 
 def whiten(x: Float[Array, "..."], mask: Bool[Array, "..."], epsilon: float = 1e-8) -> Float[Array, "..."]:
-    """Zero mean and unit variance (n - 1) over the mask; 0 outside it, and everywhere with fewer than two entries."""
+    """Scales `x` to zero mean and unit variance (n - 1) over the mask; 0 outside it, and everywhere with fewer than two entries."""
     scale = jnp.where(jnp.sum(mask) > 1, 1.0 / jnp.sqrt(masked_var(x, mask, ddof=1) + epsilon), 0.0)
     return jnp.where(mask, (jnp.where(mask, x, 0.0) - masked_mean(x, mask)) * scale, 0.0)
 
@@ -41,7 +41,7 @@ def whiten(x: Float[Array, "..."], mask: Bool[Array, "..."], epsilon: float = 1e
 def sequence_sum(
     x: Float[Array, "B T"], sequence: Int[Array, "B T"], mask: Bool[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Sum of a packed stream over each sequence's mask; `sequence` numbers the sequences of the micro-batch from 0."""
+    """Sum of a packed array over each sequence's mask; `sequence` numbers the sequences of the micro-batch from 0."""
     index = jnp.where(mask, sequence, sequences)
     zeros = jnp.zeros(sequences + 1, jnp.promote_types(x.dtype, jnp.float32))
     return zeros.at[index].add(jnp.where(mask, x, 0.0))[:-1]
@@ -50,13 +50,13 @@ def sequence_sum(
 def sequence_mean(
     x: Float[Array, "B T"], sequence: Int[Array, "B T"], mask: Bool[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Mean of a packed stream over each sequence's mask; 0 for a sequence without tokens."""
+    """Mean of a packed array over each sequence's mask; 0 for a sequence without tokens."""
     tokens = sequence_sum(jnp.ones_like(x), sequence, mask, sequences)
     return sequence_sum(x, sequence, mask, sequences) / jnp.maximum(tokens, 1.0)
 
 
 def spread(x: Float[Array, " S"], sequence: Int[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B T"]:
-    """The value of its sequence at every token of the mask, 0 elsewhere."""
+    """Copies each sequence's value to every token of its mask; other tokens get 0."""
     return jnp.where(mask, x[jnp.where(mask, sequence, 0)], 0.0)
 
 
@@ -67,7 +67,7 @@ def aggregate(
 
     token-mean: all tokens weigh the same; token-sum: no division; seq-mean-token-sum and seq-mean-token-mean: all
     sequences weigh the same; constant: the sum over sequences and tokens divided by sequences x a constant length
-    (Dr. GRPO). The division by the count, which is global data, is the learner's.
+    (Dr. GRPO). The learner divides by the count, which is global over the minibatch.
     """
     if how == "seq-mean-token-mean":
         return jnp.sum(sequence_mean(x, sequence, mask, sequences)), "sequences"

@@ -1,4 +1,4 @@
-"""What an algorithm is where it does not say otherwise; a subclass gives `learns_from`, `advantages` and `loss`."""
+"""The base class of algorithms, with the defaults: a subclass implements `learns_from`, `advantages` and `loss`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from jaxrl_llm.protocols import Learns
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """An algorithm without needs or controllers."""
+    """An algorithm that has neither needs nor controllers."""
 
     @property
     @abstractmethod
@@ -32,11 +32,11 @@ class Objective(ABC):
 
     @property
     def controls(self) -> Mapping[str, float]:
-        """None."""
+        """The controllers: there are none."""
         return {}
 
     def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """The controllers after a step; nothing moves."""
+        """Returns the controllers as they are."""
         return controls
 
     @abstractmethod

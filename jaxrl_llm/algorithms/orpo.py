@@ -15,7 +15,7 @@ from jaxrl_llm.algorithms.preference import Answers, Pairwise
 
 
 def log_odds(logprob: Array) -> Array:
-    """log(p / (1 - p)) of p = exp(logprob); logprob is kept below 0 by 1e-6, where the odds would be infinite."""
+    """Returns log(p / (1 - p)) of p = exp(logprob); logprob is capped at -1e-6, since the odds are infinite at 0."""
     logprob = jnp.minimum(logprob, -1e-6)
     return logprob - jnp.log(-jnp.expm1(logprob))
 

@@ -1,4 +1,4 @@
-"""OTB: a baseline for every token, weighted by the gradient energy that each response has spent so far.
+"""OTB: every token has its own baseline, weighted by the gradient energy that each response has spent up to it.
 
     W_t = sum_{s <= t} (1 - 2 pi_s + sum_v pi_s(v)^2);  B_t = sum_G W_t R_t / sum_G W_t;  A_t = R_t - B_t
 

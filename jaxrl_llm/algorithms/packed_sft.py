@@ -5,8 +5,8 @@
 Each demonstration is a document, its prompt (with what the tokenizer puts first) and its response with the end-of-sequence
 id; documents follow each other in an order drawn once, chunks predict across the border of two documents, and the tokens
 that fill no chunk are dropped, as in the packed data of Stanford's CS336, assignment 5 (supplement). A chunk is
-train.Packing.row_tokens long. Prompts are learned as responses are, and a document attends to the one before it:
-`sft.SFT` learns responses alone and packs without either.
+train.Packing.row_tokens long. Prompts are learned from as responses are, and a document attends to the one before it;
+`sft.SFT` learns from responses alone, and sequences in a row do not attend to each other.
 """
 
 from dataclasses import dataclass

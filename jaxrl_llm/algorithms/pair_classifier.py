@@ -1,9 +1,9 @@
-"""A classifier of pairs of texts, same class or not: the binary cross-entropy of the value at the pair's last token.
+"""Trains a classifier that says whether two texts are of one class, by the binary cross-entropy of the value at the pair's last token.
 
     L = -w_1 y log sigmoid(v) - w_0 (1 - y) log(1 - sigmoid(v)),    w_k = 1 / (2 share_k)        mean over pairs
 
 DARLING's partition classifier (arXiv 2509.02534) has two outputs and a softmax; one output v, their difference, is the same
-model. The weights are the paper's N / N_k but for a factor that makes their mean 1.
+model. The weights are the paper's N / N_k times a factor that makes their mean 1.
 """
 
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class PairClassifier(Objective):
         return frozenset({"reward_model"})
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """The last token of every labelled pair."""
+        """Assigns 1 to the last token of every labelled pair, the only one that is learned from."""
         labelled = sequences.learned & (sequences.side != 0)[:, None]
         weight = on_last_token(jnp.ones(labelled.shape[0], jnp.float32), labelled)
         return Advantages(advantages=weight, loss_mask=weight > 0)

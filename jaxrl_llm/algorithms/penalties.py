@@ -13,12 +13,11 @@ from jaxrl_llm.algorithms.masked import masked_mean
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
-    """What becomes of responses near the length limit, in DAPO's two ways (https://arxiv.org/abs/2503.14476, section
-    3.4).
+    """A penalty or a mask for responses near the length limit, as in DAPO (https://arxiv.org/abs/2503.14476, section 3.4).
 
     "linear": a penalty that grows from 0 at (1 - buffer) max_length to `weight` at max_length and stays there beyond;
-    "mask": responses of max_length tokens or more were cut off and leave the loss, with their reward kept in the
-    statistics.
+    "mask": responses of max_length tokens or more count as cut off and are left out of the loss, while their reward stays
+    in the statistics.
 
     Attributes:
       how: "linear" or "mask".
@@ -38,19 +37,18 @@ class Overlong:
         components.within(self, "(0, 1]", "buffer")
 
     def penalty(self, mask: Bool[Array, "S T"]) -> Float[Array, " S"]:
-        """What is added to the rewards: between -weight and 0."""
+        """The number that is added to each reward, between -weight and 0."""
         length = jnp.sum(mask, axis=1, dtype=jnp.float32)
         excess = jnp.clip(1.0 + (length / self.max_length - 1.0) / self.buffer, 0.0, 1.0)
         return -self.weight * excess if self.how == "linear" else jnp.zeros_like(length)
 
     def keep(self, mask: Bool[Array, "S T"]) -> Bool[Array, " S"]:
-        """The sequences that stay in the loss."""
+        """Returns which sequences stay in the loss."""
         return (self.how == "linear") | (jnp.sum(mask, axis=1) < self.max_length)
 
 
 def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:
-    """The `share` of the mask's tokens, rounded down and at least one, with the largest x; ties with the last are all
-    in."""
+    """Marks the `share` of the mask's tokens (rounded down, at least one) with the largest x; all that tie with the last are marked."""
     ranked = jnp.sort(jnp.where(mask, x, -jnp.inf).ravel(), descending=True)
     count = jnp.maximum(jnp.floor(share * jnp.sum(mask)).astype(jnp.int32), 1)
     return mask & (x >= ranked[count - 1])
@@ -66,8 +64,7 @@ def covariance(
 
 
 def draw(eligible: Bool[Array, "S T"], count: Int[Array, ""], *seeds: Float[Array, "S T"]) -> Bool[Array, "S T"]:
-    """`count` eligible tokens (all, if there are fewer), drawn by a hash of the bits that `seeds` have at each
-    token."""
+    """Marks `count` eligible tokens (all, if there are fewer), chosen by a hash of the bits that `seeds` have at each token."""
     bits = jnp.zeros(eligible.shape, jnp.uint32)
     for seed in seeds:
         word = jax.lax.bitcast_convert_type(seed.astype(jnp.float32), jnp.uint32)

@@ -1,13 +1,13 @@
-"""What all policy-gradient algorithms share: token rewards, correction, KL, entropy and aggregation.
+"""The base classes of policy-gradient algorithms: token rewards, correction, KL, entropy and aggregation.
 
 An algorithm chooses `estimate` (rewards -> advantages, on all sequences of a step) and `surrogate` (advantages -> per-token
 loss, on a micro-batch). The loss of a micro-batch is
 
     aggregate(w x surrogate) + kl_coef x aggregate(KL) - entropy_coef x aggregate(entropy)
 
-where w corrects the mismatch of sampler and learner, and all aggregates share one mode. Whatever depends on more than
-one token's own sequence (group statistics, whitening, selections of tokens) is settled on all sequences of a step, so
-splitting a batch changes nothing.
+where w corrects the mismatch of sampler and learner, and all aggregates share one mode. Everything that depends on
+more than a token's own sequence (group statistics, whitening, selections of tokens) is computed on all sequences of a
+step, so splitting a batch changes nothing.
 """
 
 from abc import abstractmethod
@@ -32,7 +32,7 @@ from jaxrl_llm.protocols import Learns
 
 
 class Estimate(NamedTuple):
-    """What an estimator assigns.
+    """The result of `PolicyGradient.estimate`.
 
     Attributes:
       advantages: float32 [S, T].
@@ -54,10 +54,11 @@ class PolicyGradient(Objective):
         "seq-mean-token-mean" or "constant" (sum divided by sequences x constant_length).
       constant_length: tokens a sequence counts as under aggregation "constant".
       correction: weights for the mismatch of sampler and learner; None for 1.
-      rejections: tests that tokens must pass, all of them, to be learned from.
+      rejections: tests that tokens must all pass to be learned from.
       kl_coef: weight of the divergence from the reference policy; 0 needs no reference.
       kl_estimator: "k1", "abs", "k2", "k3", or "k1+", "abs+", "k3+" with k2's gradient.
-      kl_in: "loss", or "reward" of each token, where the policy before the update is measured.
+      kl_in: "loss" adds the divergence to the loss; "reward" subtracts it, under the policy before the update, from
+        each token's reward.
       kl_by_source: pairs of a data source's name and the factor of kl_coef there; other sources have 1.
       kl_controller: moves kl_coef towards a target divergence; None keeps it.
       entropy_coef: weight of the entropy bonus.
@@ -127,14 +128,14 @@ class PolicyGradient(Objective):
 
     @abstractmethod
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
-        """Advantages of the sequences from float32 [S, T] rewards of its tokens."""
+        """Returns advantages from the float32 [S, T] rewards of the sequences' tokens."""
 
     @abstractmethod
     def surrogate(self, tokens: Tokens) -> tuple[Array, MetricStreams]:
-        """Loss [B, T] of each token, and metrics [B, T]."""
+        """Returns the loss [B, T] of each token, and metrics [B, T]."""
 
     def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
-        """Streams [S, T] that `surrogate` reads from `Tokens.aux`; selections among all tokens are made here."""
+        """Returns arrays [S, T] that `surrogate` reads from `Tokens.aux`; selections among all tokens are made here."""
         return {}
 
     def advantages(self, sequences: Sequences) -> Advantages:
@@ -236,19 +237,19 @@ class PolicyGradient(Objective):
 
 
 def given(stream: Array | None, need: str) -> Array:
-    """The stream of the sequences or the micro-batch; raises ValueError where the run does not give what the algorithm needs."""
+    """Returns `stream`; raises ValueError where it is None, since the run does not provide what the algorithm needs."""
     if stream is None:
         raise ValueError(f"this algorithm needs {need!r}, which the run does not give: configure the {need}")
     return stream
 
 
 def _clean(x: Any, mask: Array) -> Array:
-    """0 outside the mask, whatever stands there."""
+    """Returns `x` on the mask and 0 outside it, even where `x` is not finite there."""
     return jnp.where(mask, x, jnp.zeros((), jnp.asarray(x).dtype))
 
 
 def _group_metrics(sequences: Sequences) -> dict[str, Array]:
-    """Counts of sequences that were left out and of groups that compare with nobody."""
+    """Counts of sequences that were left out and of groups of one, and the mean reward."""
     ones = jnp.ones(sequences.group.shape, jnp.float32)
     count = group_sum(ones, sequences.group, sequences.counted, sequences.groups)
     present = jnp.any(sequences.mask, axis=1) & ~sequences.greedy
@@ -289,7 +290,7 @@ class Clipped(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped(PolicyGradient):
-    """A policy gradient that needs groups.
+    """A policy gradient that compares the rollouts of a group.
 
     Attributes:
       singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").

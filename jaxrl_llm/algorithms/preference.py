@@ -1,4 +1,4 @@
-"""What preference losses share: the two answers of a pair, told apart by `Batch.group` and `Batch.side`.
+"""The base classes of preference losses, which find the two answers of a pair by `MicroBatch.group` and `MicroBatch.side`.
 
 A loss sees, for each pair, the preferred (w) and the rejected (l) answer's summed log-probs under the policy and the
 reference and their token counts. It is summed over the pairs of a micro-batch and divided by the global number of
@@ -24,12 +24,12 @@ from jaxrl_llm.protocols import Learns
 
 
 class Answers(NamedTuple):
-    """One side of the pairs of a micro-batch; what stands beyond the pairs is finite and not used.
+    """One side of the pairs of a micro-batch; entries that belong to no pair are finite and unused.
 
     Attributes:
       logprob: float32 [S] summed over the answer's tokens; carries the gradient.
-      reference: float32 [S] the same under the reference policy; 0 where none is asked for.
-      tokens: float32 [S].
+      reference: float32 [S] the same under the reference policy; 0 where the loss needs none.
+      tokens: float32 [S] number of the answer's tokens.
     """
 
     logprob: Array
@@ -38,17 +38,17 @@ class Answers(NamedTuple):
 
     @property
     def mean(self) -> Array:
-        """float32 [S] log-prob per token."""
+        """The log-prob per token, float32 [S]."""
         return self.logprob / jnp.maximum(self.tokens, 1.0)
 
     @property
     def log_ratio(self) -> Array:
-        """float32 [S] summed log-prob less the reference's."""
+        """The summed log-prob less the reference's, float32 [S]."""
         return self.logprob - self.reference
 
 
 def rejected_of(group: Int[Array, " S"], side: Int[Array, " S"], present: Bool[Array, " S"]) -> Float[Array, "S S"]:
-    """1 where column j is the rejected answer to row i's preferred one."""
+    """Returns [S, S], which is 1 where column j is the rejected answer to row i's preferred one."""
     pair = (group[:, None] == group[None, :]) & (side[:, None] == 1) & (side[None, :] == -1)
     return (pair & present[:, None] & present[None, :]).astype(jnp.float32)
 
@@ -68,10 +68,10 @@ def complete_pairs(sequences: Sequences) -> tuple[Bool[Array, "S T"], Float[Arra
 
 @dataclass(frozen=True, kw_only=True)
 class Preference(Objective):
-    """What all preference losses share.
+    """The base class of preference losses.
 
     Attributes:
-      beta: how strongly log-probs speak of rewards: reward = beta x log-prob (ratio).
+      beta: scale of the implicit reward, which is beta x the log-prob or the log-ratio.
     """
 
     beta: float = 0.1
@@ -92,7 +92,7 @@ class Preference(Objective):
         return 2
 
     def answers(self, outputs: Mapping[str, Any], batch: MicroBatch) -> Answers:
-        """Both sides of a micro-batch, [S] each."""
+        """Sums the log-probs of each answer of a micro-batch, [S] each."""
         total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
         logprob = outputs["policy"]["logprob"]
         reference = jnp.zeros_like(logprob)
@@ -103,18 +103,18 @@ class Preference(Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(Preference):
-    """A preference loss of pairs; an algorithm gives `pair_loss`."""
+    """A preference loss of pairs; a subclass implements `pair_loss`."""
 
     @abstractmethod
     def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
         """Loss [S] of each pair."""
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
-        """[S] by how much the implicit reward of the preferred answer is the higher one."""
+        """The implicit reward of the preferred answer less that of the rejected one, [S]."""
         return self.beta * (chosen.log_ratio - rejected.log_ratio)
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """All tokens of complete pairs."""
+        """Assigns 1 to all tokens of complete pairs."""
         loss_mask, dropped = complete_pairs(sequences)
         return Advantages(
             advantages=loss_mask.astype(jnp.float32), loss_mask=loss_mask, metrics={"pairs/incomplete": dropped}

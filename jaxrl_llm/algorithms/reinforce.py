@@ -2,7 +2,7 @@
 
     L = -A log pi   (objective "logprob")        L = -A rho   (objective "ratio")
 
-Williams, 1992, https://doi.org/10.1007/BF00992696. On-policy both have the same gradient.
+Williams, 1992, https://doi.org/10.1007/BF00992696. On-policy, both objectives have the same gradient.
 """
 
 from dataclasses import dataclass

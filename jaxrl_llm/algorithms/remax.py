@@ -2,10 +2,11 @@
 
     A_t = sum_{s >= t} r_s - r(greedy)
 
-https://arxiv.org/abs/2310.10505. The greedy response leaves statistics and loss; a prompt whose greedy reward could
-not be had has no baseline, so its responses are not learned from. The greedy response is right more often than a sampled
-one: most advantages are negative, which leaves the mean gradient as it is only for samples of the policy itself. So the paper
-makes one update of a batch; with more (minibatches, epochs), what was sampled is pushed down without bound.
+https://arxiv.org/abs/2310.10505. The greedy response is left out of statistics and loss; a prompt whose greedy reward
+could not be computed has no baseline, so its responses are not learned from. The greedy response is right more often than a
+sampled one, so most advantages are negative; this leaves the mean gradient unbiased only for samples of the current policy.
+The paper therefore makes one update per batch; with more (minibatches, epochs), the log-probs of the samples fall without
+bound.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""A reward model of preferences: the value r at the end of the preferred answer (w) above that of the rejected one (l).
+"""Trains a reward model on preferences: the value r at the end of the preferred answer (w) is to exceed that of the rejected one (l).
 
     L = -log sigmoid(r(w) - r(l)) + center_coef (r(w) + r(l))^2                         mean over pairs
 
 The Bradley-Terry model as in https://arxiv.org/abs/1706.03741 and https://arxiv.org/abs/2203.02155; the second term keeps
-rewards around 0, https://arxiv.org/abs/2312.09244. Where an answer's own values are scored, its last token in the mask
-counts.
+rewards around 0, https://arxiv.org/abs/2312.09244. An answer's reward is the value at the last token of
+its mask.
 """
 
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class RewardModel(Objective):
         return 2
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """The last token of each answer of complete pairs."""
+        """Assigns 1 to the last token of each answer of complete pairs, the only one that is learned from."""
         mask, dropped = complete_pairs(sequences)
         weight = on_last_token(jnp.ones(mask.shape[0], jnp.float32), mask)
         return Advantages(advantages=weight, loss_mask=weight > 0, metrics={"pairs/incomplete": dropped})

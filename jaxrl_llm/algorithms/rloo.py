@@ -3,7 +3,7 @@
     A_i = r_i - mean_{j != i} r_j = n / (n - 1) (r_i - mean_G r)
 
 Back to basics, https://arxiv.org/abs/2402.14740. The ratio is clipped as in PPO, which changes nothing with one
-update a batch.
+update per batch.
 """
 
 from dataclasses import dataclass

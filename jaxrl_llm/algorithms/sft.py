@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: the negative log-prob of demonstrated responses, -log pi(response | prompt), over the
-mask."""
+"""Supervised fine-tuning: the negative log-prob of demonstrated responses, -log pi(response | prompt), over the mask."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class SFT(Objective):
         return float(self.constant_length)
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """All tokens weigh the same."""
+        """Assigns 1 to all tokens."""
         return Advantages(advantages=sequences.learned.astype(jnp.float32), loss_mask=sequences.learned)
 
     def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:

@@ -1,6 +1,6 @@
 """Surrogate policy losses of one micro-batch: per-token values to minimise, with per-token metrics.
 
-l = log pi - log pi_old, clipped to +-20; rho = exp(l); A the advantage; sg stops the gradient. Every stream of
+l = log pi - log pi_old, clipped to +-20; rho = exp(l); A the advantage; sg stops the gradient. Every array of
 `Tokens` is finite outside the mask, and what is computed there is never used.
 """
 
@@ -17,16 +17,16 @@ MetricStreams = dict[str, Array]
 
 
 class Tokens(NamedTuple):
-    """What a surrogate sees of a micro-batch; every stream is 0 outside the mask.
+    """The inputs of a surrogate from one micro-batch; every array is 0 outside the mask.
 
     Attributes:
-      logprob: float32 [B, T] of the policy now; carries the gradient.
-      old_logprobs: float32 [B, T] before the update.
+      logprob: float32 [B, T] log-probs of the policy now; they carry the gradient.
+      old_logprobs: float32 [B, T] log-probs before the update.
       advantages: float32 [B, T].
       mask: bool [B, T].
       sequence: int32 [B, T] number of the sequence.
       sequences: number of sequences, static.
-      aux: {name: [B, T]} what `prepare` left in `Credit.aux`.
+      aux: {name: [B, T]} the arrays that `prepare` put into `Advantages.aux`.
     """
 
     logprob: Array
@@ -39,16 +39,16 @@ class Tokens(NamedTuple):
 
     @property
     def log_ratio(self) -> Array:
-        """float32 [B, T]."""
+        """l = log pi - log pi_old, clipped to +-20, float32 [B, T]."""
         return jnp.clip(self.logprob - self.old_logprobs, -20.0, 20.0)
 
     @property
     def ratio(self) -> Array:
-        """float32 [B, T]."""
+        """rho = exp(l), float32 [B, T]."""
         return jnp.exp(self.log_ratio)
 
     def mean(self, x: Array) -> Array:
-        """The mean over its sequence at each token, [B, T]."""
+        """The mean of `x` over each token's sequence, [B, T]."""
         return spread(sequence_mean(x, self.sequence, self.mask, self.sequences), self.sequence, self.mask)
 
 
@@ -76,8 +76,7 @@ def reinforce(logprob: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> 
 
 
 def sequence_ratio(tokens: Tokens) -> Float[Array, "B T"]:
-    """GSPO: the geometric mean of its sequence's ratios at each token, with the token's own gradient; at most
-    exp(10)."""
+    """GSPO: the geometric mean of the ratios of each token's sequence, with the token's own gradient; at most exp(10)."""
     mean = tokens.mean(tokens.log_ratio)
     return jnp.exp(jnp.minimum(tokens.logprob - stop_gradient(tokens.logprob) + stop_gradient(mean), 10.0))
 
@@ -98,7 +97,7 @@ def clipped_weight(tokens: Tokens, low: float | None, high: float) -> tuple[Floa
 
 
 def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array, "B T"], MetricStreams]:
-    """GMPO: -mean(A) exp(mean l~) of its sequence at each token; l~ is l clipped to [-low, high] as PPO clips rho."""
+    """GMPO: -mean(A) exp(mean l~) over each token's sequence; l~ is l clipped to [-low, high] as PPO clips rho."""
     sign = jnp.where(tokens.advantages < 0, -1.0, 1.0)
     log_ratio = tokens.log_ratio
     kept = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -low, high))

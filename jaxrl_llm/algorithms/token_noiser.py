@@ -1,13 +1,13 @@
-"""TokenBuncher's noiser: supervised learning of the better half of the rollouts, with noise beside each token.
+"""TokenBuncher's noiser: supervised learning of the better half of the rollouts, with noise mixed into each token's target.
 
     entropy step: the stage's algorithm (GRPO) with minus the mean entropy as reward (rewards/entropy.py)
     noiser step:  (1 - e) (-log p_y) + w sum_v n_v (-log p_v)  over the sampled tokens y with advantage >= 0
 
-https://arxiv.org/abs/2508.20697; train/phases.py says when each step is taken. n is uniform noise over the vocabulary without y,
+https://arxiv.org/abs/2508.20697; train/phases.py decides which steps are which. n is uniform noise over the vocabulary without y,
 renormalised to 1; w = e as in the paper ("paper"), or e^2 as in its code, which multiplies by e twice ("reference_code"). The mean
-over the noise, which is label smoothing, is offered beside the draw. The code differs in five points: here only tokens of responses
-are learned from (it also trains on the padding after them), the mean is over the minibatch's kept tokens, the temperature of the
-samples applies, gradients are clipped, and the schedule counts the stage's steps and not those of an epoch.
+over the noise, which is label smoothing, can take the place of the draw (`noise`). The code differs in five points: here only tokens
+of responses are learned from (it also trains on the padding after them), the mean is over the minibatch's kept tokens, the
+temperature of the samples applies, gradients are clipped, and the schedule counts the stage's steps and not those of an epoch.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from jaxrl_llm.protocols import Algorithm, Learns
 
 @dataclass(frozen=True, kw_only=True)
 class TokenNoiser:
-    """Imitation of the better half of the rollouts with noise beside each token.
+    """Imitation of the better half of the rollouts, with noise mixed into each token's target.
 
     Attributes:
-      base: the algorithm whose credit says which tokens are kept: that of the stage.
+      base: the stage's algorithm; its advantages decide which tokens are kept.
       epsilon: share of the target that is noise.
       noise: "sampled" draws it anew for each token and update, "expected" takes its mean.
       weights: "paper" weighs the noise by epsilon, "reference_code" by epsilon squared.
@@ -71,7 +71,7 @@ class TokenNoiser:
         return self.epsilon if self.weights == "paper" else self.epsilon**2
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """The base's credit, less the tokens whose advantage is negative."""
+        """The base's advantages, without the tokens that have a negative one."""
         credit = self.base.advantages(sequences)
         kept = credit.loss_mask & (credit.advantages >= 0)
         share = masked_mean(kept.astype(jnp.float32), credit.loss_mask)

@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
-# Activations: batch, length; lookup is the batch of what is split over its width too. Parameters: vocabulary, embed, heads, kv_heads, mlp. Never split: layers, head_width.
+# Activations have the axes batch and length; lookup is the batch of arrays that are split over their width too. Parameters have the axes
+# vocabulary, embed, heads, kv_heads and mlp. The axes layers and head_width are never split.
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("context",),
@@ -62,11 +63,11 @@ class MeshConfig:
 
 @dataclass(frozen=True)
 class Partitioner:
-    """A mesh with the table of logical axes; the one place where a sharding is made.
+    """A mesh with the table of logical axes; every sharding of a run is made here.
 
     Attributes:
       mesh: the device mesh with axes data, fsdp, tensor, context.
-      rules: logical axis -> mesh axes.
+      rules: the mesh axes of each logical axis.
     """
 
     mesh: Mesh
@@ -111,14 +112,14 @@ class Partitioner:
         return NamedSharding(self.mesh, PartitionSpec())
 
     def constrain(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """`x` with its sharding fixed inside jit; free on one device."""
+        """Returns `x` with its sharding fixed inside jit; does nothing on one device."""
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
 
 def to_host(x: jax.Array) -> np.ndarray:
-    """The whole array on this host, wherever its shards are."""
+    """Gathers the whole array on this host, wherever its shards are."""
     if x.is_fully_addressable or x.is_fully_replicated:
         return np.asarray(x)
     from jax.experimental import multihost_utils

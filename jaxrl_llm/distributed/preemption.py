@@ -1,6 +1,6 @@
-"""SIGTERM and SIGINT end a run after the step that it is in, with everything saved, or by force when a limit is over.
+"""Preemption: SIGTERM and SIGINT end a run after its current step with everything saved, or by force after a time limit.
 
-Several processes stop after the same step, whichever of them got the signal: JAX's preemption sync point agrees on it.
+Several processes stop after the same step, whichever of them got the signal; they agree on it by JAX's preemption sync point.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopping(Exception):
-    """The run ends before its step does; nothing of the step was learned yet."""
+    """A signal ends the run before its step is over, with nothing of the step learned yet."""
 
 
 class Preemption:
-    """Whether the run is to stop; listens for signals from `listen` to `close`.
+    """Listens for signals from `listen` to `close`, and says whether the run is to stop.
 
-    A thread listens, since Python's own handlers wait for the main thread, which may be in a long computation.
+    A thread listens for them, since Python's own handlers wait for the main thread, which may be in a long computation.
 
     Args:
       limit_s: seconds from the first signal to the end of the process, saved or not.
-      processes: of the run.
+      processes: the processes of the run.
     """
 
     def __init__(self, limit_s: float, processes: Processes) -> None:
@@ -49,13 +49,13 @@ class Preemption:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def listen(self) -> None:
-        """Takes over the signals; does nothing outside the main thread, where Python has none."""
+        """Takes over the signals; does nothing outside the main thread, where Python delivers none."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         self._theirs = theirs
-        # JAX's own handler tells its sync point; C's signal() is the one way to learn which it is.
+        # JAX's own handler informs its sync point; C's signal() is the only way to get hold of that handler.
         jaxs = rendezvous.c_signal()(signal.SIGTERM, None) if self.processes.count > 1 else None
         self._tell_jax = ctypes.CFUNCTYPE(None, ctypes.c_int)(jaxs) if jaxs else lambda number: None
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
@@ -65,7 +65,7 @@ class Preemption:
         self._thread.start()
 
     def close(self) -> None:
-        """Gives the signals back; no limit ends the process any more."""
+        """Restores the earlier handlers; from then on no limit ends the process."""
         if not self._before:
             return
         self.processes.when_signalled = None
@@ -78,13 +78,13 @@ class Preemption:
         self._ours.close()
 
     def reached(self, step: int) -> bool:
-        """Whether the run stops after this step; all processes ask, once a step, and get one answer."""
+        """Whether the run stops after this step; all processes call this once per step and get the same answer."""
         if self.processes.count == 1:
             return self._given.is_set()
         return multihost_utils.reached_preemption_sync_point(step)
 
     async def unless(self, work: Awaitable[Found]) -> Found:
-        """The result of `work`, which may be given up at any moment.
+        """Returns the result of `work`, which a signal cancels at any moment.
 
         Raises:
           Stopping: a signal came first, to this process or to another one of the run.
@@ -105,13 +105,13 @@ class Preemption:
         raise Stopping
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """The second interrupt is meant at once."""
+        """Counts interrupts: the second SIGINT ends the run at once."""
         self._interrupts += number == signal.SIGINT
         if self._interrupts > 1:
             raise KeyboardInterrupt
 
     def _hear(self) -> None:
-        """Runs in a thread: takes the first signal; ends with the process, or when the signals are given back."""
+        """Runs in a thread: acts on the first signal and ends the process at the limit; returns when the handlers are restored."""
         first, deadline = 0, 0.0
         while True:
             self._ours.settimeout(max(deadline - time.monotonic(), 1e-3) if first else None)
@@ -139,12 +139,12 @@ class Preemption:
         self._wake()
 
     def _hear_of(self) -> None:
-        """Another process was signalled."""
+        """Records that another process was signalled."""
         self._elsewhere.set()
         self._wake()
 
     def _wake(self) -> None:
         loop, woken = self._loop, self._woken
         if loop is not None and woken is not None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended since
+            with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(woken.set)

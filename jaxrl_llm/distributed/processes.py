@@ -1,6 +1,6 @@
-"""The processes of a run, one a host: they exchange values of the host in bounded time, and read their parts of the rows.
+"""The processes of a run, one per host: they exchange host values in bounded time and split the rows of a dataset.
 
-Values travel over the coordination service of `jax.distributed`, which process 0 runs; rendezvous.py starts it and watches.
+Values travel over the coordination service of `jax.distributed`, which process 0 runs; rendezvous.py starts it and watches the others.
 """
 
 import secrets
@@ -21,12 +21,12 @@ AGAIN = "start the same command on every host again: the run goes on from its la
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """How the processes of a run on several hosts wait for each other.
+    """How long the processes of a run on several hosts wait for each other.
 
     Attributes:
-      start_s: most seconds until all processes have come.
+      start_s: most seconds until all processes have joined.
       lost_s: seconds without a sign of life after which a process counts as lost, and the others end.
-      wait_s: most seconds that a process waits for what another one has to say, such as the rollouts of a step.
+      wait_s: most seconds that a process waits for a message from another one, such as the rollouts of a step.
     """
 
     start_s: float = 300.0
@@ -39,22 +39,22 @@ class Hosts:
 
 
 class Absent(TimeoutError):
-    """Another process, which lives, was waited for in vain."""
+    """Another process is alive but did not answer in time."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Processes:
-    """The processes of a run, as one of them sees them; by default it is the only one.
+    """The processes of a run, as seen by one of them; by default it is the only one.
 
-    All of them call `broadcast`, `gathered` and `meet` in the same order.
+    All processes must call `broadcast`, `gathered` and `meet` in the same order.
 
     Attributes:
-      limits: how long they wait for each other.
-      index: which one this is; process 0 writes, prints and asks samplers.
-      count: how many there are.
-      names: their hosts' names.
-      signalled: whether this process was asked to stop, which it tells the others.
-      when_signalled: called, in a thread, when another one was.
+      limits: how long the processes wait for each other.
+      index: number of this process; process 0 writes, prints and calls samplers.
+      count: number of processes.
+      names: host name of each process.
+      signalled: whether this process was signalled to stop, which it reports to the others.
+      when_signalled: function that is called in a thread when another process was signalled.
     """
 
     limits: Hosts = field(default_factory=Hosts)
@@ -67,17 +67,17 @@ class Processes:
 
     @property
     def main(self) -> bool:
-        """Whether this process is the one that writes, prints and asks samplers."""
+        """Whether this process is the one that writes, prints and calls samplers."""
         return self.index == 0
 
     def named(self, process: int) -> str:
         return f"process {process} ({self.names[process]})"
 
     def broadcast(self, value: Any = None) -> Any:
-        """The value of process 0 on all of them; what the others give does not matter.
+        """Returns the value of process 0 on all processes; the values of the others are ignored.
 
         Raises:
-          Absent: it said nothing within `limits.wait_s`.
+          Absent: process 0 sent nothing within `limits.wait_s`.
         """
         if self.count == 1:
             return value
@@ -90,7 +90,7 @@ class Processes:
         return value
 
     def gathered(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order; raises as `broadcast` does."""
+        """Returns the values of all processes in order of their index; raises as `broadcast` does."""
         if self.count == 1:
             return [value]
         key = self._key("all")
@@ -101,14 +101,14 @@ class Processes:
         return found
 
     def summed(self, counts: Mapping[str, int]) -> dict[str, int]:
-        """Counts of all processes together."""
+        """Returns the counts of all processes, added up."""
         return dict(sum((Counter(part) for part in self.gathered(dict(counts))), Counter()))
 
     def same(self, what: str, value: Any) -> None:
-        """Returns where all processes have one value.
+        """Checks that all processes have the same value.
 
         Raises:
-          ValueError: names those that have another one than process 0.
+          ValueError: some values differ; the message names the processes that differ from process 0.
         """
         found = self.gathered(value)
         if others := ", ".join(self.named(i) for i, x in enumerate(found) if x != found[0]):
@@ -117,17 +117,17 @@ class Processes:
             )
 
     def part(self, rows: Sequence[Any], *, whole: bool = False) -> Sequence[Any]:
-        """This process's rows of all of them, as many as the others have or one less; all of them if `whole`."""
+        """This process's part of `rows`, where sizes of parts differ by at most one; all rows if `whole`."""
         if self.count == 1 or whole:
             return rows
         begin, end = (len(rows) * i // self.count for i in (self.index, self.index + 1))
         return [rows[i] for i in range(begin, end)]
 
     def share(self, folder: Path) -> None:
-        """Returns where all processes see one folder.
+        """Checks that all processes see the same folder.
 
         Raises:
-          OSError: some process sees another one.
+          OSError: some process sees another folder.
         """
         mark = folder / ".shared"
         word = self.broadcast(secrets.token_hex(8))
@@ -143,10 +143,10 @@ class Processes:
             )
 
     def meet(self, what: str) -> None:
-        """Returns when all processes are here.
+        """Waits until all processes have called it; `what` names the occasion in errors.
 
         Raises:
-          Absent: names those that did not come within `limits.wait_s`.
+          Absent: some did not come within `limits.wait_s`; the message names them.
         """
         if self.count == 1:
             return
@@ -180,7 +180,7 @@ class Processes:
             ) from error
 
     def _forget(self, key: str) -> None:
-        """Drops a message that everyone has read."""
+        """Deletes a message once every process has read it."""
         self.meet(key)
         if self.main:
             client().key_value_delete(key)

@@ -1,8 +1,8 @@
-"""Coming together with the other processes of a run, watching them, and ending with them.
+"""Joining the other processes of a run, watching them by heartbeats, and ending together with them.
 
-Each process tells every moment that it lives, through the coordination service of `jax.distributed`. One that is silent for
-`Hosts.lost_s`, or that says it has ended, ends the others, with an error that names it: collectives between devices have no
-limit of time of their own, and a process that waits in one cannot be told otherwise.
+Each process reports regularly that it is alive, through the coordination service of `jax.distributed`. A process that is
+silent for `Hosts.lost_s`, or that reports that it has ended, makes the others end with an error that names it: collectives
+between devices have no time limit of their own, and a process that waits in one cannot be informed otherwise.
 """
 
 import atexit
@@ -24,14 +24,14 @@ from jaxrl_llm.distributed.processes import AGAIN, Absent, Hosts, Processes, cli
 
 LOST = 76  # exit status: another process of the run was lost; start the same command on every host again
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_SIGNAL = " signalled"  # ends the word of a process that was asked to stop
+_SIGNAL = " signalled"  # ends the report of a process that was signalled to stop
 
 
 def coordinator_arguments(environment: Mapping[str, str], wanted: bool) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`: of the environment, JAX's own detection where `wanted`, or None.
+    """Arguments of `jax.distributed.initialize`: those of the environment, or for JAX's own detection where `wanted`; else None.
 
     Raises:
-      ValueError: some of the variables are set and some are not, or one is no number.
+      ValueError: some of the variables are set and some are not, or one has no valid value.
     """
     there = [name for name in VARIABLES if environment.get(name)]
     if not there:
@@ -54,10 +54,10 @@ def coordinator_arguments(environment: Mapping[str, str], wanted: bool) -> dict[
 
 @contextlib.contextmanager
 def joined(limits: Hosts, arguments: Mapping[str, Any] | None) -> Iterator[Processes]:
-    """The processes of the run, together from here to the end; a single one where `arguments` is None.
+    """Joins the processes of the run and ends together with them; yields a single process where `arguments` is None.
 
-    An error of this process ends the others; one that comes of the loss of another is said as that. Where not all come within
-    `limits.start_s`, the process ends with status LOST.
+    An error of this process ends the others; an error that comes from the loss of another process is reported as that loss. Where
+    not all processes join within `limits.start_s`, the process ends with status LOST.
     """
     if arguments is None:
         yield Processes(limits=limits)
@@ -76,7 +76,7 @@ def joined(limits: Hosts, arguments: Mapping[str, Any] | None) -> Iterator[Proce
 
 
 def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
-    """Joins the others; JAX's own limits stand behind those of the watch, which names who was lost."""
+    """Joins the other processes; JAX's own heartbeat limit is longer than the watch's, so that the watch can name who was lost."""
     where = {name: value for name, value in arguments.items() if name in ("coordinator_address", "process_id")}
     _answer_aborts(
         f"the {arguments.get('num_processes', 'processes')} processes of the run did not come together within "
@@ -103,7 +103,7 @@ def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
 
 
 def _may_be_of_a_loss(error: BaseException) -> bool:
-    """Whether the error is one that breaks a collective or a save when another process is gone."""
+    """Whether the error may be one that breaks a collective or a save when another process is gone."""
     words = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
     cause: BaseException | None = None if isinstance(error, Absent) else error
     while cause is not None:
@@ -114,16 +114,16 @@ def _may_be_of_a_loss(error: BaseException) -> bool:
 
 
 def end(status: int, message: str) -> NoReturn:
-    """Says why and ends the process at once, whatever its threads wait for."""
+    """Prints the reason and ends the process at once, whatever its threads wait for."""
     sys.stdout.flush() if sys.stdout else None
     os.write(2, f"error: {message}\n".encode())
     os._exit(status)
 
 
 def _answer_aborts(message: str, status: int = LOST) -> None:
-    """What is said where JAX aborts the process, as it does when its coordination service is not there or gone.
+    """Sets what is printed where JAX aborts the process, as it does when its coordination service is absent or gone.
 
-    The handler is C's: the abort comes in a thread that is none of Python's, and Python's own handlers would run too late.
+    The handler is installed in C: the abort comes in a thread that is not Python's, and Python's own handlers would run too late.
     """
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int)
     handler = kind(lambda number: end(status, message))
@@ -131,18 +131,18 @@ def _answer_aborts(message: str, status: int = LOST) -> None:
     c_signal()(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
 
 
-_handlers: list[Any] = []  # C calls them: they must not be collected
+_handlers: list[Any] = []  # C calls these handlers, so they must not be garbage-collected
 
 
 def c_signal() -> Any:
-    """C's signal(number, handler) -> the handler before."""
+    """C's signal(number, handler), which returns the previous handler."""
     found = ctypes.CDLL(None).signal
     found.argtypes, found.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     return found
 
 
 class _Watch:
-    """Tells the others that this process lives, and ends it where one of them does not.
+    """Reports to the others that this process is alive, and ends it where one of them is not.
 
     One thread talks to the service, and another counts the seconds, since a service that is cut off does not answer.
     """
@@ -158,23 +158,23 @@ class _Watch:
             threading.Thread(target=work, daemon=True, name=f"hosts{work.__name__}").start()
 
     def end(self, word: str) -> None:
-        """The last word of this process; it may fail where the service is gone."""
+        """Sends the last report of this process; this may fail where the service is gone."""
         self._over.set()
         self._said = word
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._exchange()
 
     def failed(self, error: BaseException) -> None:
-        """An error of this process ends the others too; where it comes of another's loss, this one ends with that."""
+        """Reports an error of this process, which ends the others; where it comes from another's loss, the watch reports that loss."""
         if _may_be_of_a_loss(error):
-            time.sleep(self._all.limits.lost_s + 3 * self._beat)  # the watch is about to find out whose it is
+            time.sleep(self._all.limits.lost_s + 3 * self._beat)  # the watch is about to find the lost process
         status = 130 if isinstance(error, KeyboardInterrupt) else 1
         _answer_aborts(f"{type(error).__name__}: {error}", status)  # the others end now, and the service with them
         self.end(f"ended: {type(error).__name__}: {error}"[:500])
-        if self._all.main:  # with it goes the service, and the others are to read why
+        if self._all.main:  # the service ends with this process, and the others must read the reason first
             time.sleep(2 * self._beat)
         sys.stdout.flush() if sys.stdout else None
-        atexit.register(os._exit, status)  # JAX's own way out waits for the others
+        atexit.register(os._exit, status)  # JAX's own exit handler waits for the others
 
     def _exchange(self) -> dict[int, str]:
         key = "jaxrl_llm/alive"
@@ -188,7 +188,7 @@ class _Watch:
             try:
                 heard = self._exchange()
             except jax.errors.JaxRuntimeError:
-                continue  # the other thread counts
+                continue  # the other thread counts the silence
             for process, word in heard.items():
                 if word.startswith("ended") and not self._over.is_set():
                     end(LOST, f"{self._all.named(process)} {word}")
@@ -203,7 +203,7 @@ class _Watch:
         last = time.monotonic()
         while not self._over.wait(self._beat / 2):
             now = time.monotonic()
-            # A process that was stopped itself has not heard from the others either: that time counts little.
+            # A process that was suspended itself has not heard from the others meanwhile, so that time counts little.
             passed, last = min(now - last, 2 * self._beat), now
             for process in self._silent_s:
                 self._silent_s[process] += passed

@@ -1,4 +1,4 @@
-"""Values of the host as bytes between the processes of a run: JSON with raw arrays beside it, and no pickle.
+"""Host values as bytes, for exchange between the processes of a run: JSON followed by raw arrays, and no pickle.
 
 A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays. An object that
 occurs several times, such as the prompt of a group, travels once.
@@ -18,10 +18,10 @@ _LENGTH = 8  # bytes
 
 
 def packed(value: Any) -> bytes:
-    """A value made of None, numbers, strings, lists, mappings with string keys, arrays and experience.
+    """Serialises a value made of None, numbers, strings, lists, mappings with string keys, arrays and experience.
 
     Raises:
-      TypeError: anything else.
+      TypeError: the value holds anything else.
     """
     message = _Message()
     root = message.add(value)
@@ -30,7 +30,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes) -> Any:
-    """The value that `packed` wrote; tuples are lists now, NumPy's numbers Python's."""
+    """Returns the value that `packed` wrote; tuples become lists, and NumPy's numbers become Python's."""
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     header = json.loads(data[_LENGTH:end])
     arrays = []
@@ -57,7 +57,7 @@ def unpacked(data: bytes) -> Any:
 
 
 class _Message:
-    """A message in the making: what each of its objects holds, and its arrays."""
+    """A message under construction: the fields of each of its objects, and its arrays."""
 
     def __init__(self) -> None:
         self.objects: list[tuple[str, dict[str, Any]]] = []
@@ -66,7 +66,7 @@ class _Message:
         self._known: dict[int, int] = {}
 
     def add(self, value: Any) -> Any:
-        """What stands for `value` in the header."""
+        """Adds `value` to the message and returns what stands for it in the header."""
         if isinstance(value, np.generic):
             value = value.item()
         if value is None or isinstance(value, bool | int | float | str):

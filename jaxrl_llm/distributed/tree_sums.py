@@ -1,7 +1,7 @@
-"""Checksums of the arrays of device trees, computed where they lie: what a checkpoint is compared with when it is read.
+"""Checksums of the arrays of device trees, computed on the device; a checkpoint is compared with them when it is read.
 
-The sum is the one of published weights (samplers.manifest): a flipped bit anywhere changes it, and sharded arrays are not gathered.
-The storage below orbax has checksums for its own records, none for the values of arrays.
+The sum is that of published weights (publication.manifest): a flipped bit anywhere changes it, and sharded arrays are not gathered.
+The storage below orbax has checksums for its own records, but none for the values of arrays.
 """
 
 import json
@@ -24,13 +24,13 @@ class Damaged(ValueError):
 
 
 def word_sum(x: Array) -> UInt32[Array, ""]:
-    """The checksum of samplers.manifest, on the device: a sum over elements, so shards add up theirs."""
+    """The checksum of publication.manifest, on the device: it is a sum over elements, so the sums of shards add up."""
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
     words = words if words.ndim else words[None]
     *outer, last = words.shape
-    # The number of each row from its indices: merging axes by a reshape would gather an array that is divided along one of them.
+    # Each row's number is computed from its indices: merging axes by a reshape would gather an array that is divided along one of them.
     rows = jnp.zeros(outer, jnp.uint32)
     for axis, size in enumerate(outer):
         rows = rows * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, tuple(outer), axis)
@@ -44,7 +44,7 @@ def _word_sums(leaves: Sequence[Array]) -> list[Array]:
 
 
 def sums(trees: Any) -> dict[str, str]:
-    """{path: "dtype:checksum"} of every array. Those in the host's memory travel to the device one at a time."""
+    """Returns {path: "dtype:checksum"} of every array; arrays in host memory travel to the device one at a time."""
     leaves = {jax.tree_util.keystr(path): jnp.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(trees)}
     here = {path: x for path, x in leaves.items() if x.sharding.memory_kind in (None, "device", "unpinned_host")}
     found = dict(zip(here, jax.device_get(_word_sums(list(here.values()))), strict=True))
@@ -55,14 +55,14 @@ def sums(trees: Any) -> dict[str, str]:
 
 
 def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "") -> None:
-    """Compares arrays that were read with the sums of when they were written; those read as another dtype are left out.
+    """Compares arrays that were read with the sums taken when they were written; arrays read as another dtype are left out.
 
     Args:
-      written: as `sums` gave them; empty for a checkpoint without.
-      inside: the path at which `trees` hang in the trees that were written.
+      written: the sums, as `sums` returned them; empty for a checkpoint without sums.
+      inside: the path of `trees` within the trees that were written.
 
     Raises:
-      Damaged: some differ; says how many and which is the first.
+      Damaged: some arrays differ; the message says how many and which is the first.
     """
     found = sums(trees) if written else {}
     wrong = []
@@ -77,16 +77,16 @@ def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "
 
 
 def signed(host: Mapping[str, Any], trees: Any) -> dict[str, Any]:
-    """The host's state with the checksums of the device's, and one of its own."""
+    """Returns the host's state with the checksums of the device's arrays, and a checksum of its own."""
     content = json.loads(json.dumps({**host, _SUMS: sums(trees)}))
     return {**content, _TEXT: _crc(content)}
 
 
 def opened(content: Mapping[str, Any], where: object) -> tuple[dict[str, Any], dict[str, str]]:
-    """The host's state and the device's checksums of what `signed` made; none of a checkpoint without.
+    """Returns the host's state and the checksums of the device's arrays from what `signed` made; {} where it has no checksums.
 
     Raises:
-      Damaged: the text is not what was written.
+      Damaged: the host's state is not what was written.
     """
     host = {name: value for name, value in content.items() if name != _TEXT}
     if (_SUMS in content or _TEXT in content) and content.get(_TEXT) != _crc(host):

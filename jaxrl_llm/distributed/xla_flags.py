@@ -1,10 +1,10 @@
-"""Settings of XLA that a run wants before JAX starts its backend; what the user has set is left as it is.
+"""XLA settings that a run makes before JAX starts its backend; settings that the user has made stay as they are.
 
-Several GPUs: the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the gathering of the next
-layer's weights and the scattering of the last one's gradients run while a layer computes. TPU: asynchronous collectives
-fused with computation. GPU: almost all memory for JAX, since a run shares its GPU with nobody, most of the host's for what is
-offloaded (XLA allows 64 GB by itself), and products by cuBLAS, which XLA's tuning chose on an H200 for all large products of an
-update, and which needs less memory in the log-probs' gradient.
+With several GPUs, they enable the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the
+weights of the next layer are gathered and the gradients of the last one scattered while a layer computes. On TPU, asynchronous
+collectives are fused with computation. On GPU, JAX gets almost all of the device's memory, since a run shares its GPU with
+nobody, and most of the host's memory for offloaded arrays (XLA's own limit is 64 GB). Matrix products use cuBLAS, which XLA's
+tuning chose on an H200 for all large products of an update, and which needs less memory in the log-probs' gradient.
 """
 
 import importlib.util
@@ -14,10 +14,10 @@ from pathlib import Path
 
 COMBINED = 128 * 2**20  # bytes of small collectives that are joined; NVLink needs about this much to be busy
 HOST_LIMIT = (
-    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of pinned memory; 64 where it is not set, too little for offloaded moments
+    "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # limit of pinned memory; the default of 64 is too little for offloaded moments
 )
-# XLA plans with 80% of the memory less arguments and results, times this; below the need of a program it computes values again,
-# which a full GPU's larger share makes unnecessary: in a 7B update 700 kernels and 29 ms of elementwise passes.
+# XLA plans a program with 80% of the memory, less arguments and results, times this; where a program needs more, it computes values
+# again. The larger share of a full GPU avoids that, which saves 700 kernels and 29 ms of elementwise passes in a 7B update.
 PLANNED_PERCENT = 120
 GPU = {"xla_gpu_enable_triton_gemm": "false", "xla_gpu_memory_limit_slop_factor": str(PLANNED_PERCENT)}
 SEVERAL_GPUS = {
@@ -41,7 +41,7 @@ TPU = {
 
 
 def gpus() -> int:
-    """NVIDIA GPUs that JAX will find here, without asking the driver; 0 where JAX has no plugin for them."""
+    """The number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     if not any(importlib.util.find_spec(name) for name in plugins):
         return 0
@@ -52,17 +52,17 @@ def gpus() -> int:
 
 
 def tpus(devices: Path = Path("/dev")) -> int:
-    """TPU chips of this host: until v4 they have a driver of their own, from v5e on the kernel's vfio."""
+    """The number of TPU chips of this host, which have a driver of their own until v4 and the kernel's vfio from v5e on."""
     return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
 
 
 def _host_gb() -> int:
-    """The host's memory, 10^9 bytes."""
+    """The host's memory in units of 10^9 bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
 
 
 def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables to add for this hardware; flags that `environment` names already stay as they are there."""
+    """The environment variables to add for this hardware; flags that `environment` sets already keep their values."""
     found: dict[str, str] = {}
     if gpus:
         defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", HOST_LIMIT: str(_host_gb() * 9 // 10)}

@@ -18,14 +18,14 @@ PACKED = ("batch", "length")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """Scored groups as flat sequences, with the packed rows of every mini-batch.
+    """The groups of a step as flat sequences, with the packed rows of every minibatch.
 
     Attributes:
       groups: the scored groups.
-      sources: names of the data sources; a sequence's number is its place here.
+      sources: names of the data sources; `Sequences.source` holds indices into it.
       response_tokens: T, most tokens of a response.
-      capacity: S, most sequences; the unpacked arrays are padded to it, so that its shape never changes.
-      minibatches: packed rows by mini-batch.
+      capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
+      minibatches: packed rows of the micro-batches of each minibatch.
     """
 
     groups: Sequence[Group]
@@ -45,7 +45,7 @@ class Batch:
         response_tokens: int,
         capacity: int,
     ) -> "Batch":
-        """Packs each mini-batch, which is a set of whole groups, on its own.
+        """Packs each minibatch, which is a set of whole groups, on its own.
 
         Raises:
           ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
@@ -74,21 +74,21 @@ class Batch:
         return [rows for mini in self.minibatches for rows in mini]
 
     def tokenwise(self, values: Sequence[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
-        """One array [S, T] from per-sequence arrays."""
+        """Pads per-sequence arrays to one array [S, T]."""
         out = np.zeros((self.capacity, self.response_tokens), dtype)
         for i, x in enumerate(values):
             out[i, : len(x)] = x
         return out
 
     def per_sequence(self, values: Sequence[Any], dtype: Any, fill: Any = 0) -> np.ndarray:
-        """One array [S] from per-sequence values."""
+        """Pads per-sequence values with `fill` to one array [S]."""
         out = np.full(self.capacity, fill, dtype)
         out[: len(values)] = values
         return out
 
     @cached_property
     def fields(self) -> dict[str, Any]:
-        """The fields of `Sequences` that the host knows, as NumPy arrays."""
+        """The fields of `Sequences` that are known without a model, as NumPy arrays."""
         names = {n for g in self.groups for n in g.scores.parts}
         spans = {n for r in self.rollouts for n in r.spans}
         flat = lambda get: [x for g in self.groups for x in get(g)]  # noqa: E731
@@ -110,7 +110,7 @@ class Batch:
         }
 
     def sequences(self, stats: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> Sequences:
-        """The batch unpacked, with token stats [S, T], which may stand for what the host knows; `groups` is static."""
+        """The unpacked batch with token stats [S, T], which may replace what `fields` has; `groups` is static."""
         absent: dict[str, Any] = dict.fromkeys(
             ("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs")
         )
@@ -120,7 +120,7 @@ class Batch:
         return Sequences(**{**self.fields, **known}, controls=moved, groups=groups, sources=tuple(self.sources))
 
     def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
-        """A stream of all micro-batches, [B, T] each in the order of `rows`, as one array [S, T]."""
+        """Unpacks a token stat of all micro-batches, [B, T] each in the order of `rows`, into one array [S, T]."""
         out = np.zeros((self.capacity, self.response_tokens), np.float32)
         for rows, stream in zip(self.rows, packed, strict=True):
             rows.gather(np.asarray(stream, np.float32), out)
@@ -129,7 +129,7 @@ class Batch:
     def micro_batches(
         self, sequences: Sequences, advantages: Advantages, constant: float, partitioner: Partitioner
     ) -> list[list[MicroBatch]]:
-        """Every mini-batch's micro-batches on the device; `sequences` and `advantages` hold NumPy arrays."""
+        """The micro-batches of every minibatch on the device; `sequences` and `advantages` hold NumPy arrays."""
         return [
             [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant)]
             for mini in self.minibatches
@@ -139,7 +139,7 @@ class Batch:
 def filled(
     mini: Sequence[PackedRows], sequences: Sequences, advantages: Advantages, constant: float
 ) -> list[MicroBatch]:
-    """The micro-batches of one mini-batch, on the host, with the mini-batch's global counts."""
+    """The micro-batches of one minibatch, on the host, with the minibatch's global counts."""
     members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
     learned = np.any(advantages.loss_mask[members], axis=1)
     group, side = np.asarray(sequences.group)[members], np.asarray(sequences.side)[members]
@@ -172,7 +172,7 @@ def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts
 
 
 def bare(rows: PackedRows) -> MicroBatch:
-    """A batch with the tokens alone, for scoring."""
+    """A micro-batch with the tokens alone, for scoring."""
     zeros = np.zeros(rows.tokens.shape, np.float32)
     none = np.zeros(rows.members.shape, np.int32)
     return MicroBatch(
@@ -183,7 +183,7 @@ def bare(rows: PackedRows) -> MicroBatch:
 
 
 def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
-    """The batch on the mesh: rows over data and fsdp, positions over context, the rest replicated."""
+    """Puts a micro-batch on the mesh: rows are split over data and fsdp, positions over context, and the rest is replicated."""
     place = lambda x: partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated  # noqa: E731
     if partitioner.replicated.is_fully_addressable:
         return jax.device_put(batch, jax.tree.map(place, batch))
@@ -208,7 +208,7 @@ def _minibatches(groups: Sequence[Group], packing: Packing, parts: Sequence[np.n
 
 
 def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]], *, together: bool) -> list[PackedRows]:
-    """The micro-batches of the sequences of `atoms`; `together` keeps each atom in one micro-batch."""
+    """Packs the sequences of `atoms` into micro-batches; `together` keeps each atom in one micro-batch."""
     members = [i for atom in atoms for i in atom]
     local = {i: k for k, i in enumerate(members)}
     prompts = [rollouts[i].prompt.prefix for i in members]

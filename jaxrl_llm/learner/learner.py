@@ -1,7 +1,7 @@
-"""Scoring and updating under jit: one compiled function each, sharded inputs, donated state, global normalisation.
+"""The learner: it scores and updates under jit, by one compiled function each, with sharded inputs, donated state and global counts.
 
-The gradient of a mini-batch is the sum over its micro-batches of d/dw sum_k s_k / n_k, where s_k is a term's sum over the
-micro-batch and n_k its global count, which is data; so any split into micro-batches or over devices gives the same update.
+The gradient of a minibatch is the sum over its micro-batches of d/dw sum_k s_k / n_k, where s_k is a term's sum over the
+micro-batch and n_k its global count, which is an input; so any split into micro-batches or over devices gives the same update.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,12 +30,12 @@ Leaf = Any  # a jax.Array; in a tree that describes the state, a shape or a shar
 @partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
-    """The policy and the models trained beside it, with their optimizer states; frozen models live apart.
+    """The policy and the models trained beside it, with their optimizer states; frozen models are kept elsewhere.
 
     Attributes:
       step: int32 [] updates applied or skipped so far.
       skipped: int32 [] updates in a row whose gradient was not finite.
-      params: {model name: parameters}, "policy" and, where an algorithm asks for one, "critic" or "reward_model".
+      params: {model name: parameters}, "policy" and, where the algorithm needs one, "critic" or "reward_model".
       moments: {model name: optimizer state} of the trained models.
     """
 
@@ -56,17 +56,17 @@ STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Learner:
-    """The compiled half of training; it sees an Algorithm, never an algorithm's name.
+    """The compiled part of training; it knows an algorithm by the protocol alone.
 
     Attributes:
-      models: {"policy": Policy} and, where the algorithm asks for one, {"critic": ValueModel} or {"reward_model": ValueModel}.
+      models: {"policy": Policy} and, where the algorithm needs one, {"critic": ValueModel} or {"reward_model": ValueModel}.
       algorithm: the objective.
       optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
-      updates: updates of the whole run, for the schedules.
-      warmup: first updates, which leave the policy as it is: only the critic learns.
+      updates: updates of the whole stage, for the learning-rate schedules.
+      warmup: number of first updates, in which only the critic learns and the policy stays as it is.
       capture: where the policy's log-probs are read from; None is the model's own output.
       trainable: which parameters of the policy learn; None for all.
-      seed: seed of the noise that an algorithm may ask for.
+      seed: seed of the noise that an algorithm may need.
       temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
       max_segments: most sequences of a packed row.
     """
@@ -98,7 +98,7 @@ class Learner:
         return {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
 
     def trained(self, params: Mapping[str, Params]) -> dict[str, Params]:
-        """Those of `params` that an update changes."""
+        """The parameters of the models that an update changes."""
         return {name: params[name] for name in self.optimizers}
 
     def init(self, params: Mapping[str, Params]) -> TrainState:
@@ -137,7 +137,7 @@ class Learner:
         state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
 
-    # -- what the models say of a batch --------------------------------------------------------------------------------
+    # -- scoring -------------------------------------------------------------------------------------------------------
 
     def outputs(
         self,
@@ -147,10 +147,10 @@ class Learner:
         bases: Bases = NO_BASES,
         noise_key: Array | None = None,
     ) -> dict[str, dict[str, Array]]:
-        """Per-token float32 streams [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
+        """Per-token float32 arrays [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
 
-        Here and below, `bases` holds the frozen parameters under the adapters of the models that have these. The noise
-        of "noise_logprob" is drawn by `noise_key`.
+        Here and below, `bases` holds the frozen parameters under adapters, of the models that have adapters.
+        `noise_key` seeds the noise of "noise_logprob".
         """
         places = (batch.tokens, batch.positions, batch.segments)
         found = {}
@@ -172,12 +172,12 @@ class Learner:
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
-        """The streams of the policy that the algorithm reads."""
+        """The names of the policy's token stats that the algorithm reads."""
         return tuple(s for s in STREAMS if s in ("logprob", "entropy") or s in self.algorithm.needs)
 
     @cached_property
     def _score(self) -> Any:
-        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is of an update alone
+        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is drawn in updates alone
         return jax.jit(lambda params, batch, bases: self.outputs(params, batch, drawn, bases))
 
     @cached_property
@@ -190,7 +190,7 @@ class Learner:
     def score(
         self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases = NO_BASES
     ) -> dict[str, dict[str, Array]]:
-        """`outputs` without gradient: old log-probs, entropies, values."""
+        """Computes `outputs` without gradient: old log-probs, entropies, values."""
         return self._score(dict(params), batch, dict(bases))
 
     def score_frozen(self, params: Params, batch: MicroBatch, bases: Bases = NO_BASES) -> Array:
@@ -207,10 +207,10 @@ class Learner:
     def _objective(
         self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Array, dict[str, Array]]:
-        """The share of a micro-batch in the loss of its mini-batch, and in the metrics.
+        """A micro-batch's contribution to the loss of its minibatch, and to the metrics.
 
         Args:
-          place: number of the update and of the micro-batch within it, which seed its noise.
+          place: numbers of the update and of the micro-batch within it, which seed the micro-batch's noise.
         """
         noisy = "noise_logprob" in self.streams
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), place[0]), place[1]) if noisy else None
@@ -236,7 +236,7 @@ class Learner:
     def measure(
         self, params: Mapping[str, Params], batches: Iterable[MicroBatch], bases: Bases = NO_BASES
     ) -> dict[str, Array]:
-        """The loss and the metrics of a mini-batch, of which nothing is learned."""
+        """The loss and the metrics of a minibatch, without an update."""
         shares = [self._measure(self.trained(params), batch, dict(bases)) for batch in batches]
         return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares)
 
@@ -253,7 +253,7 @@ class Learner:
 
     @property
     def _total_shardings(self) -> Any:
-        """Of gradient and metrics summed so far: one program adds every micro-batch, and gradients lie as parameters do."""
+        """Shardings of the summed gradient and metrics: gradients are sharded as parameters are, so one program adds every micro-batch."""
         return self.trained(self.shardings.params), self.partitioner.replicated
 
     @cached_property
@@ -262,7 +262,7 @@ class Learner:
 
     @cached_property
     def _whole(self) -> Any:
-        """Gradient and update in one program, for a mini-batch of one micro-batch: no gradient is ever stored."""
+        """Gradient and update in one program, for a minibatch of one micro-batch: no gradient is ever stored."""
 
         def whole(state: TrainState, batch: MicroBatch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
             gradient, scalars = self._gradient(state.params, batch, bases, (state.step, 0))
@@ -272,7 +272,7 @@ class Learner:
         return jax.jit(whole, donate_argnums=0, out_shardings=(self.shardings, self.partitioner.replicated))
 
     def _applied(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
-        """One optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
+        """Makes one optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
         counters, how, metrics = self._judged(state.step, state.skipped, gradient)
         params, moments = dict(state.params), {}
         for name in self.transforms:
@@ -309,11 +309,11 @@ class Learner:
 
     @cached_property
     def _parts(self) -> dict[Any, Any]:
-        """Compiled updates of some leaves of a model, for optimizers whose moments lie on the host."""
+        """Compiled updates of some leaves of a model, for optimizers whose moments are in host memory."""
         return {}
 
     def _apply_parts(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
-        """`_applied` for moments that lie on the host: a group of leaves at a time."""
+        """Does what `_applied` does where moments are in host memory, for one group of leaves at a time."""
         counters, how, metrics = self._judge(state.step, state.skipped, gradient)
         params, moments = dict(state.params), {}
         for name in self.transforms:
@@ -339,7 +339,7 @@ class Learner:
     def update(
         self, state: TrainState, batches: Iterable[MicroBatch], bases: Bases = NO_BASES
     ) -> tuple[TrainState, dict[str, Array]]:
-        """One update from the micro-batches of a mini-batch; donates `state`.
+        """Makes one update from the micro-batches of a minibatch; donates `state`.
 
         Returns:
           The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
@@ -356,9 +356,9 @@ class Learner:
         return state, {**scalars, **norms}
 
     def lowered(self, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
-        """The programs of an update with so many micro-batches like `batch`, or with 0 of scoring, ready to be compiled.
+        """The programs of an update with `microbatches` micro-batches like `batch`, or of scoring where it is 0, ready to be compiled.
 
-        Shapes and shardings of `batch` and `bases` count, not their values; no parameters are needed.
+        Only shapes and shardings of `batch` and `bases` matter; no parameters are needed.
         """
         state, bases = self.abstract, dict(bases)
         if microbatches == 0:
@@ -377,7 +377,7 @@ class Learner:
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far; it stands still after the first step of a phase."""
+        """The number of programs compiled so far; it does not change after the first step of a phase."""
         names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
         made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
         return sum(f._cache_size() for f in made)

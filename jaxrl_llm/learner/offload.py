@@ -1,8 +1,8 @@
-"""Optimizer state and frozen models in the host's pinned memory, brought to the device when their turn comes.
+"""Offloading: optimizer state and frozen models stay in the host's pinned memory and move to the device when they are needed.
 
-The moments of an offloaded optimizer lie on the device only while their own parameters are updated: the parameters are
-split into groups of about GROUP bytes, small ones first, and while one group is updated and travels out, the moments of the
-next travel in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of the groups that are done.
+The moments of an offloaded optimizer are on the device only while their own parameters are updated: the parameters are
+split into groups of about GROUP bytes, small ones first, and while one group is updated and moves out, the moments of the
+next move in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of the groups that are done.
 """
 
 import math
@@ -13,24 +13,24 @@ import jax
 
 HOST, DEVICE = "pinned_host", "device"
 GROUP = 2**30  # bytes of float32 parameters
-# Bytes of moments. Beyond, a large group's find no room between the pieces of a device's memory that are in use.
+# Bytes of moments. Above this, those of a large group find no room between the pieces of a device's memory that are in use.
 AHEAD = 2**33
 
 Path = tuple[str, ...]
 
 
 def to_host(tree: Any) -> Any:
-    """The arrays in pinned memory of their hosts, shards as they were; returns before they have arrived."""
+    """Moves the arrays to the pinned memory of their hosts, with the same shards; returns before they have arrived."""
     return jax.device_put(tree, jax.tree.map(lambda x: on_host(x.sharding), tree))
 
 
 def to_device(tree: Any) -> Any:
-    """The arrays in the memory of their devices; returns before they have arrived."""
+    """Moves the arrays to the memory of their devices; returns before they have arrived."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(DEVICE), tree))
 
 
 def shapes_on_host(tree: Any) -> Any:
-    """The same shapes, in the host's memory."""
+    """The same shapes, with shardings in the host's memory."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding)), tree)
 
 
@@ -39,7 +39,7 @@ def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def bytes_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device's shard, wherever it lies."""
+    """Bytes of one device's shard, in whichever memory it is."""
     return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
@@ -63,7 +63,7 @@ def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path
 
 
 def pruned(tree: Any, paths: Iterable[Path]) -> Any:
-    """The nested dictionary with the leaves at `paths` alone; a path that goes deeper than the tree keeps what it meets."""
+    """The nested dictionary with the leaves at `paths` alone; a path that goes deeper than the tree keeps the leaf it reaches."""
     out: dict[str, Any] = {}
     for path in paths:
         source, target = tree, out
@@ -86,7 +86,7 @@ def joined(old: Any, parts: Sequence[Any]) -> Any:
 
 
 def of_parts(params: Mapping[str, Any]) -> Callable[[Any], bool]:
-    """Whether a node of an optimizer's state has a value for each parameter."""
+    """Returns a function that says whether a node of an optimizer's state has a value for each parameter."""
     return lambda node: isinstance(node, dict) and node.keys() == params.keys()
 
 
@@ -97,14 +97,14 @@ def cut(state: Any, params: Mapping[str, Any], paths: list[Path]) -> Any:
 
 
 def visits(params: Mapping[str, Any], state: Any) -> list[list[int]]:
-    """For each group while it is updated: the bytes of moments a device holds, its own and those that travel in for the next."""
+    """The bytes of moments that a device holds while each group is updated: the group's own, and those moving in for the next."""
     sizes = [sum(map(bytes_of, jax.tree.leaves(cut(state, params, paths)))) for paths in groups(params)]
     both = [sizes[i : i + 2] for i in range(len(sizes))]
     return [pair if sum(pair) <= AHEAD else pair[:1] for pair in both]
 
 
 def _leaf(tree: Any, path: Path) -> Any:
-    """The value at a path; None where the tree ends before."""
+    """The value at a path; None where the tree ends before it."""
     for key in path:
         if not isinstance(tree, dict):
             return None
@@ -121,13 +121,13 @@ def _delete(arrays: Iterable[Any]) -> None:
 def streamed(
     apply: Callable[[Any, Any, Any], tuple[Any, Any]], params: dict[str, Any], gradient: dict[str, Any], state: Any
 ) -> tuple[dict[str, Any], Any]:
-    """`apply(params, gradient, state) -> (params, state)` a group of leaves at a time, the state coming from the host and going back.
+    """Calls `apply(params, gradient, state) -> (params, state)` for one group of leaves at a time, moving its state in and out.
 
     Args:
-      apply: updates parameters of some leaves; its state is cut to them as dictionaries of parameters are.
+      apply: updates some leaves of the parameters; the state it gets is cut to the same leaves.
       params: the parameters, on the device.
-      gradient: of the parameters, on the device; used up.
-      state: the optimizer's state, on the host; used up, so that the host never holds it twice.
+      gradient: the parameters' gradient, on the device; it is deleted group by group.
+      state: the optimizer's state, on the host; it is deleted group by group, so that the host never holds it twice.
     """
     by_part, wanted, visiting = of_parts(params), groups(params), visits(params, state)
     old = [node for node in jax.tree.leaves(state, is_leaf=by_part) if by_part(node)]
@@ -135,11 +135,11 @@ def streamed(
     new_params: list[Any] = []
     new_states: list[Any] = []
     for number, paths in enumerate(wanted):
-        # The host must not run ahead: what it asks for takes memory at once, and a gradient's is free when its update is done.
+        # The host must not run ahead: a transfer takes memory as soon as it is requested, and a gradient's is free after its update.
         jax.block_until_ready(new_states[-1:])
         here = jax.block_until_ready(to_device(cut(state, params, paths)) if coming is None else coming)
         coming = None
-        _delete(_leaf(node, path) for node in old for path in paths)  # what comes back takes their place on the host
+        _delete(_leaf(node, path) for node in old for path in paths)  # the updated moments take their place on the host
         if len(visiting[number]) > 1:
             coming = to_device(cut(state, params, wanted[number + 1]))
         slope = pruned(gradient, paths)
@@ -148,6 +148,6 @@ def streamed(
         new_params.append(part)
         new_states.append(to_host(here))
         del here, slope
-    jax.block_until_ready(new_states[-1:])  # or the next gradient comes while the last moments are still on the device
+    jax.block_until_ready(new_states[-1:])  # else the next gradient comes while the last moments are on the device
     together = lambda old, *parts: joined(old, parts) if by_part(old) else parts[-1]  # noqa: E731
     return joined(params, new_params), jax.tree.map(together, state, *new_states, is_leaf=by_part)

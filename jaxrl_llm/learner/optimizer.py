@@ -1,4 +1,4 @@
-"""AdamW with a schedule, a step count for each layer and sharded moments, and which parameters of the policy learn."""
+"""The optimizer: AdamW with a schedule, a step count for each layer and sharded moments; and the choice of parameters that learn."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ class Trainable:
     """Which parameters of the policy learn; the others keep values, moments and step counts bit for bit.
 
     Attributes:
-      layers: the first layers that learn; None for all.
-      frozen: other parts that do not learn: of "embedding", "norm" (the final one) and "head".
+      layers: number of first layers that learn; None for all.
+      frozen: other parts that do not learn, among "embedding", "norm" (the final one) and "head".
     """
 
     layers: int | None = None
@@ -32,7 +32,7 @@ class Trainable:
         components.at_least(self, 0, "layers")
 
     def mask(self, parts: Mapping[str, object], layers: int) -> dict[str, np.ndarray]:
-        """Whether each part learns: bool [], and bool [L] of the stacked layers."""
+        """Whether each part learns: bool [], and bool [L] for the stacked layers."""
         first = layers if self.layers is None else self.layers
         known = {part: np.asarray(part not in self.frozen) for part in parts}
         return known | ({LAYERS: np.arange(layers) < first} if LAYERS in known else {})
@@ -44,7 +44,7 @@ class Optimizer:
 
     Attributes:
       learning_rate: peak learning rate.
-      warmup_steps: updates over which the rate rises linearly from 0.
+      warmup_steps: updates over which the rate rises linearly to the peak; the first of n takes 1/n of it.
       schedule: "constant", "linear" or "cosine" decay after the warm-up.
       final_fraction: share of the peak that the decay ends at.
       b1: decay of the first moment.
@@ -55,7 +55,7 @@ class Optimizer:
       moments_dtype: dtype of the first moment.
       second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
         https://arxiv.org/abs/2412.19437, section 3.3.3).
-      offload: keep the moments in the host's pinned memory; they visit the device a group of parameters at a time.
+      offload: keep the moments in the host's pinned memory; they move to the device for one group of parameters at a time.
     """
 
     learning_rate: float = 1e-6
@@ -90,7 +90,7 @@ class Optimizer:
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def transform(self, updates: int) -> optax.GradientTransformation:
-        """The optax chain for a run of `updates` updates; clipping is the learner's, which knows the global norm."""
+        """The optax chain for a run of `updates` updates; the learner clips gradients, since it knows the global norm."""
         return optax.chain(
             scale_by_adam(self.b1, self.b2, self.epsilon, self.moments_dtype, self.second_moment_dtype),
             optax.add_decayed_weights(self.weight_decay, decays),
@@ -101,9 +101,9 @@ class Optimizer:
 def scale_by_adam(
     b1: float, b2: float, epsilon: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
 ) -> optax.GradientTransformation:
-    """Adam's direction, with a step count of each part of the parameters, [L] of those stacked over layers.
+    """Adam's direction, with a step count for each part of the parameters, [L] for those stacked over layers.
 
-    A part or a layer that was frozen for a time takes up its bias correction where it was; the learning rate's schedule
+    A part or a layer that was frozen for a time resumes its bias correction where it was; the learning rate's schedule
     counts the updates of the whole model.
     """
 
@@ -136,17 +136,17 @@ def scale_by_adam(
 
 
 def along(x: Any, like: Any) -> Any:
-    """`x` ([] or [L]) shaped to meet an array of more axes from its first axis on."""
+    """Reshapes `x` ([] or [L]) so that it broadcasts along the first axis of `like`."""
     return jnp.reshape(x, jnp.shape(x) + (1,) * (jnp.ndim(like) - jnp.ndim(x)))
 
 
 def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
-    """`new` where a part learns and `old` elsewhere, bit for bit.
+    """Returns `new` where a part learns and `old` elsewhere, bit for bit.
 
     Args:
-      new: parameters or an optimizer's state, in which every dictionary of the parameters' parts is told apart by them.
+      new: parameters or an optimizer's state; every dictionary in it that has the keys of `learns` is treated part by part.
       old: the same before the update.
-      learns: {part: bool [], or bool [L] of stacked layers}.
+      learns: {part: bool [], or bool [L] for stacked layers}.
     """
     by_part = lambda node: isinstance(node, dict) and node.keys() == learns.keys()  # noqa: E731
     anything = jnp.any(jnp.stack([jnp.any(x) for x in learns.values()]))
@@ -163,14 +163,14 @@ def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
 
 
 def decays(params: Any) -> Any:
-    """True for the leaves that weight decay acts on: matrices, stacked over layers or not, never norms and biases."""
+    """Whether weight decay acts on each leaf: it acts on matrices, stacked over layers or not, and never on norms and biases."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: not any("norm" in str(p) or "bias" in str(p) or "scale" in str(p) for p in path), params
     )
 
 
 def state_shardings(transform: optax.GradientTransformation, params: Any, replicated: Any) -> Any:
-    """Shardings of the optimizer's state: moments lie as their parameters do, everything else is replicated.
+    """Shardings of the optimizer's state: moments are sharded as their parameters are, everything else is replicated.
 
     Args:
       params: tree of ShapeDtypeStruct with shardings.

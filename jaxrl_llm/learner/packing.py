@@ -1,13 +1,13 @@
-"""Sequences of any length into fixed-shape packed rows, with nothing learned twice and little padding.
+"""Packs sequences of any length into rows of a fixed shape, with nothing learned twice and little padding.
 
 A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
 longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
 no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
 
-With a tail, rows are filled first (best fit, longest first), and what the last micro-batches lack is left out of them: they
-have halved numbers of rows, each a shape of its own to compile. Rows of like cost then share a micro-batch, and lie in it
-so that the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention grows with
-its length.
+With a tail, rows are filled first (best fit, longest first), and the last micro-batches have fewer rows in place of empty
+ones: their numbers of rows are halved, and each is a shape of its own to compile. Rows of similar cost then share a micro-batch,
+in an order by which the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention
+grows with its length.
 """
 
 import bisect
@@ -19,8 +19,8 @@ import numpy as np
 
 from jaxrl_llm import components
 
-# Tokens at which a causal sequence's attention costs as much as its products: weights / (layers x heads x head width), which
-# is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
+# The length at which a causal sequence's attention costs as much as its matrix products, weights / (layers x heads x head width).
+# It is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
 ATTENTION = 32768
 
 
@@ -29,7 +29,7 @@ class Packing:
     """The shape of a micro-batch.
 
     Attributes:
-      row_tokens: positions of a row; a sequence (prompt and response, less one) must fit.
+      row_tokens: positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
       rows: rows of a micro-batch over all devices; a multiple of data x fsdp.
       sequences_per_row: most sequences of one row.
       tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp. 0
@@ -54,7 +54,7 @@ class Packing:
         return self.rows * self.sequences_per_row
 
     def place(self, lengths: Sequence[int], atoms: Sequence[Sequence[int]] | None = None) -> list["Placement"]:
-        """Micro-batches that hold every sequence.
+        """Assigns every sequence to a row of a micro-batch.
 
         Args:
           lengths: positions of each sequence (its tokens less one).
@@ -88,7 +88,7 @@ class Packing:
         return placed
 
     def _with_tail(self, lengths: Sequence[int]) -> list["Placement"]:
-        """Full rows, the costly ones first, in micro-batches of `rows` rows and then of halved numbers of rows."""
+        """Fills rows and puts them, the costliest first, into micro-batches of `rows` rows and then of halved numbers of rows."""
         rows = _fill(lengths, self.row_tokens, self.sequences_per_row)
         cost = lambda row: sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row)  # noqa: E731
         rows.sort(key=lambda row: (-cost(row), row))
@@ -103,7 +103,7 @@ class Packing:
         return placements
 
     def _try(self, lengths: Sequence[int], atoms: list[list[int]], count: int) -> list["Placement"] | None:
-        """Atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
+        """Spreads atoms over `count` micro-batches, then each one's sequences over its rows; None where something does not fit."""
         members = _spread(
             atoms, [sum(lengths[i] for i in a) for a in atoms], count, self.rows * self.row_tokens, self.sequences
         )
@@ -119,7 +119,7 @@ class Packing:
         return placements
 
     def _rows(self, lengths: Sequence[int], inside: list[int]) -> list[list[int]] | None:
-        """The sequences of one micro-batch by row; None where they do not fit."""
+        """Spreads the sequences of one micro-batch over its rows; None where they do not fit."""
         alone, loads = [[i] for i in inside], [lengths[i] for i in inside]
         limits = (self.rows, self.row_tokens, self.sequences_per_row)
         rows = _spread(alone, loads, *limits) or _fit(alone, loads, *limits)
@@ -143,7 +143,7 @@ class Placement:
 
 
 def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
-    """Rows of at most `most` sequences, by best fit, longest first: as many as it takes."""
+    """Fills as many rows as it takes with at most `most` sequences each, by best fit, longest first."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room, row) of the rows that take another sequence, in order
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -160,18 +160,18 @@ def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
 
 
 def _spread_order(size: int) -> list[int]:
-    """Places of `size` rows, given from the costliest on: each half, quarter, ... gets every second, fourth, ... of them."""
+    """The order in which `size` rows, sorted by cost, are placed: each half, quarter, ... gets every second, fourth, ... of them."""
     if size % 2:
         return list(range(size))
     half = _spread_order(size // 2)
-    # Of each two neighbours in cost, the halves get the costlier in turn.
+    # Of each two neighbours in cost, the two halves take turns to get the costlier one.
     return [2 * i + i % 2 for i in half] + [2 * i + 1 - i % 2 for i in half]
 
 
 def _spread(
     items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
 ) -> list[list[list[int]]] | None:
-    """Longest first onto the least loaded of `bins`; None where a bin would pass its capacity or its number of sequences."""
+    """Puts items, longest first, onto the least loaded of `bins`; None where a bin would pass its capacity or number of sequences."""
     heap = [(0, b) for b in range(bins)]
     filled: list[list[list[int]]] = [[] for _ in range(bins)]
     counts = [0] * bins
@@ -196,7 +196,7 @@ def _spread(
 def _fit(
     items: list[list[int]], loads: Sequence[int], bins: int, capacity: int, most: int
 ) -> list[list[list[int]]] | None:
-    """Longest first into the fullest of `bins` that still takes it; None where none does."""
+    """Puts items, longest first, into the fullest of `bins` that still takes each; None where none does."""
     filled: list[list[list[int]]] = [[] for _ in range(bins)]
     load, counts = [0] * bins, [0] * bins
     for item in sorted(range(len(items)), key=lambda i: (-loads[i], i)):
@@ -213,10 +213,10 @@ def _fit(
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """One micro-batch on the host: its fixed arrays, and where each position's stream value lives in the unpacked arrays [S, T].
+    """One micro-batch on the host: its fixed arrays, and the place of each position in the unpacked arrays [S, T].
 
     Attributes:
-      tokens, targets, positions, segments, sequence: int32 [B, T], as in `batch.Batch`.
+      tokens, targets, positions, segments, sequence: int32 [B, T], as in `batch.MicroBatch`.
       row_of: int32 [B, T] row of the unpacked arrays that the position's target belongs to; -1 where nothing is predicted.
       index_of: int32 [B, T] index of the target within the response; -1 within the prompt.
       members: int32 [S] unpacked row of each local sequence; -1 beyond the last.
@@ -260,10 +260,10 @@ class PackedRows:
         )  # fmt: skip
 
     def scatter(self, stream: np.ndarray) -> np.ndarray:
-        """An unpacked stream [S, T] at the positions that predict its tokens [B, T]; 0 elsewhere."""
+        """Packs an array [S, T] to the positions that predict its tokens [B, T]; other positions get 0."""
         return np.where(self.index_of >= 0, stream[np.maximum(self.row_of, 0), np.maximum(self.index_of, 0)], 0)
 
     def gather(self, packed: np.ndarray, into: np.ndarray) -> None:
-        """Writes a packed stream [B, T] into the unpacked stream `into` [S, T]."""
+        """Writes a packed array [B, T] into the unpacked array `into` [S, T]."""
         here = self.index_of >= 0
         into[self.row_of[here], self.index_of[here]] = packed[here]

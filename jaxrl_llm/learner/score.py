@@ -1,4 +1,4 @@
-"""Token stats of a batch: what the policy, the critic, the reference and the teacher say of its tokens."""
+"""Token stats of a batch: log-probs, entropies and values by the policy, the critic, the reference and the teacher."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxrl_llm.learner.learner import Bases, Learner
 from jaxrl_llm.models.sources import ModelSource, Opened
 from jaxrl_llm.protocols import Params
 
-# The learner's names of token stats, and those of the fields of Sequences that hold them.
+# The fields of Sequences that hold token stats which the learner names otherwise.
 FIELDS = {"logprob": "old_logprobs", "value": "values"}
 
 TokenStats = Mapping[str, np.ndarray]  # {name: float32 [S, T]}
@@ -23,12 +23,12 @@ TokenStats = Mapping[str, np.ndarray]  # {name: float32 [S, T]}
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """A frozen model on the policy's mesh that says how likely it finds what the policy sampled.
+    """A frozen model on the policy's mesh that gives the log-probs of what the policy sampled.
 
-    Its architecture may be another one; its tokens are the policy's.
+    Its architecture may differ from the policy's; its tokens are the same.
 
     Attributes:
-      learner: scores; it trains nothing.
+      learner: scores micro-batches; it trains nothing.
       params: the teacher's parameters.
     """
 
@@ -37,7 +37,7 @@ class Teacher:
 
     @classmethod
     def open(cls, opened: Opened, learner: Learner) -> "Teacher":
-        """Reads the parameters; the teacher is scored as `learner` scores the policy."""
+        """Reads the parameters; the teacher scores with the temperature and row limits by which `learner` scores the policy."""
         scoring = Learner(
             models={"policy": opened.policy}, algorithm=learner.algorithm, optimizers={}, updates=1,
             temperature=learner.temperature, max_segments=learner.max_segments,
@@ -50,11 +50,11 @@ class Teacher:
 
 
 def found(source: ModelSource, tokenizer: Any, partitioner: Partitioner) -> Opened:
-    """The teacher, its parameters not yet read.
+    """Opens the teacher, without reading its parameters yet.
 
     Raises:
-      OSError: no such folder or checkpoint.
-      ValueError: its tokens are others than those of `tokenizer`.
+      OSError: there is no such folder or checkpoint.
+      ValueError: its tokens differ from those of `tokenizer`.
     """
     opened = source.open(partitioner)
     theirs, ours = opened.tokenizer.get_vocab(), tokenizer.get_vocab()
@@ -76,15 +76,15 @@ def token_stats(
     reference: Params | None = None,
     teacher: Teacher | None = None,
 ) -> dict[str, np.ndarray]:
-    """{name: float32 [S, T]} of the tokens of a batch, under the names of the fields of `Sequences`.
+    """Token stats of a batch, {name: float32 [S, T]}, under the names of the fields of `Sequences`.
 
     Args:
       learner: reads the log-probs, at the end of the model or inside it.
       params: {model name: parameters} of the policy and the critic; None leaves these two out.
       batch: the groups of a step.
-      bases: what lies frozen under adapters.
+      bases: {model name: frozen parameters under its adapters}.
       reference: parameters of the reference policy on the device, or None.
-      teacher: scores the batch too, or None.
+      teacher: the teacher, which scores the batch too, or None.
     """
     device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
     stats: dict[str, np.ndarray] = {}

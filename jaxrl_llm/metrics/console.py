@@ -1,7 +1,7 @@
-"""A run on the console: a progress bar on a terminal, plain lines elsewhere.
+"""The console writer: shows a run's metrics with a progress bar on a terminal and as plain lines elsewhere.
 
-Metrics are read by the first piece of their names: `eval/` results are always shown, `time/` seconds as a split of the
-step, `count/` where it is not 0, and summed over the run.
+The first part of a metric's name decides how it is shown: `eval/` results are always printed, `time/` seconds become shares
+of the step, and `count/` values are printed where they are not 0 and summed over the run.
 """
 
 import math
@@ -24,7 +24,7 @@ FIRST_STEP = (
 
 
 def short(value: float) -> str:
-    """A number in about five characters: 0.412, 1.2e-05, 15.3k, 2.1M, 87."""
+    """Formats a number in about five characters: 0.412, 1.2e-05, 15.3k, 2.1M, 87."""
     size = abs(value)
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
@@ -37,27 +37,27 @@ def short(value: float) -> str:
 
 
 def in_group(values: Mapping[str, float], group: str) -> dict[str, float]:
-    """The values whose names begin with `group/`, by the rest of their names."""
+    """Returns the values whose names begin with `group/`, keyed by the rest of their names."""
     return {name.removeprefix(f"{group}/"): value for name, value in values.items() if name.startswith(f"{group}/")}
 
 
 def time_split(step_s: float, parts: Mapping[str, float]) -> str:
-    """`2.00 s (sample 25%, update 70%)`: a step's seconds, and the shares of its parts (seconds too)."""
+    """Returns `2.00 s (sample 25%, update 70%)`: a step's seconds, and the shares of its parts (also given in seconds)."""
     shares = ", ".join(f"{name} {100 * value / step_s:.0f}%" for name, value in parts.items()) if step_s > 0 else ""
     return f"{step_s:.2f} s ({shares})" if shares else f"{step_s:.2f} s"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Console:
-    """A line for each step: reward, entropy, KL, tokens a second, where the time went, what was counted.
+    """Prints a line for each step: reward, entropy, KL, tokens a second, the split of its time, and counters.
 
-    A bar shows the last step, and a line of its own each evaluation.
+    A progress bar shows the last step; each evaluation gets a line of its own.
 
     Attributes:
       every: steps between lines; a step with an evaluation always has one.
       bar: True for a progress bar, False for plain lines, None for a bar where standard error is a terminal.
-      columns: (label, metric name) of what a line shows, in order; a metric that a step lacks is left out.
-      times: parts of a step that its time is split into, in order.
+      columns: (label, metric name) pairs that a line shows, in order; a metric that a step lacks is left out.
+      times: parts of a step into which its time is split, in order.
     """
 
     every: int = 1
@@ -84,7 +84,7 @@ class Console:
         return ConsoleWriter(self, bar, resume_step, total_steps)
 
     def line(self, values: Mapping[str, float]) -> str:
-        """What a step's line says of its values."""
+        """The text that a step's line shows for its values."""
         parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
         parts += [f"eval/{name} {short(value)}" for name, value in in_group(values, "eval").items()]
         if "time/step_s" in values:
@@ -95,7 +95,7 @@ class Console:
 
 
 class ConsoleWriter:
-    """Prints lines; sums what is counted and prints the sums at the end."""
+    """Prints the lines, sums the `count/` metrics and prints the sums at the end."""
 
     def __init__(self, settings: Console, bar: bool, resume_step: int | None, total_steps: int | None) -> None:
         self._settings = settings
@@ -122,13 +122,13 @@ class ConsoleWriter:
             self._print(FIRST_STEP)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Rollouts are too long for the console."""
+        """Prints nothing: rollouts are too long for the console."""
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Images are not for the console."""
+        """Prints nothing: the console shows no images."""
 
     def text(self, name: str, text: str) -> None:
-        """Documents are too long for the console."""
+        """Prints nothing: documents are too long for the console."""
 
     def cut(self, step: int) -> None:
         if self._bar is not None:

@@ -1,4 +1,4 @@
-"""What a step's rollouts say on the host: rewards, lengths, and the gap between sampler and learner."""
+"""Diagnostics of a step's rollouts, computed on the host: rewards, lengths, and the log-prob gap between sampler and learner."""
 
 import logging
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 
 def of_rollouts(batch: Batch) -> dict[str, float]:
-    """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts left out."""
+    """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts are left out of the rewards and lengths."""
     kept = [(g, np.flatnonzero(g.valid() & [r.role == "sample" for r in g.rollouts])) for g in batch.groups]
     totals = [g.total()[rows] for g, rows in kept]
     answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
@@ -40,7 +40,7 @@ def of_rollouts(batch: Batch) -> dict[str, float]:
         "response/truncated": float(np.mean([r.finish == "length" for r in answers])),
         "groups/no_signal": float(np.mean([len(t) == 0 or np.ptp(t) == 0 for t in totals])),
     }
-    for name in names:  # a part that weighs nothing may be invalid where the total is not
+    for name in names:  # a part with weight 0 may be invalid where the total is valid
         scores = [
             (g.scores.parts[name][rows], g.scores.valid[name][rows]) for g, rows in kept if name in g.scores.parts
         ]
@@ -51,7 +51,7 @@ def of_rollouts(batch: Batch) -> dict[str, float]:
 
 
 def gap(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The learner's log-prob less the sampler's, over the tokens the policy drew: mean |.|, p99, max and k3 (nats)."""
+    """The learner's log-prob minus the sampler's over the tokens that the policy sampled: mean of |.|, p99, max and k3 (nats)."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
@@ -69,7 +69,10 @@ def gap(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def staleness(batch: Batch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
-    """How many versions behind `version` the tokens are that the policy drew, and, where the learner scored, the mean gap by lag."""
+    """Staleness of the sampled tokens: policy versions behind `version`, and the mean log-prob gap by staleness.
+
+    The gap needs the learner's log-probs and is left out without them.
+    """
     mask = _drawn(batch)
     if not mask.any():
         return {}
@@ -82,7 +85,7 @@ def staleness(batch: Batch, streams: Mapping[str, np.ndarray], version: int) -> 
 
 
 def drift(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """KL(policy || reference) over the tokens the policy drew (k3, nats), where there is a reference."""
+    """KL(policy || reference) over the tokens that the policy sampled (k3 estimator, nats); empty without a reference."""
     mask = _drawn(batch)
     if "ref_logprobs" not in streams or not mask.any():
         return {}
@@ -91,7 +94,7 @@ def drift(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def inside(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Entropy and log-prob that a state inside the model gives the tokens the policy drew (nats)."""
+    """Entropy and log-prob of the sampled tokens under the logits of a state inside the model (nats)."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
@@ -102,7 +105,7 @@ def inside(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def by_source(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Mean entropy by the prompts' source, where there are several (nats)."""
+    """Mean entropy by the prompts' source, where the batch has several sources (nats)."""
     mask, source = _drawn(batch), batch.fields["source"]
     there = {name: mask & (source == i)[:, None] for i, name in enumerate(batch.sources)}
     if len(there) < 2:
@@ -111,12 +114,12 @@ def by_source(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
 
 
 def _drawn(batch: Batch) -> np.ndarray:
-    """bool [S, T]: the tokens that the policy drew, greedy answers left out."""
+    """bool [S, T]: True for tokens that the policy sampled; greedy answers are left out."""
     return batch.fields["mask"] & ~batch.fields["greedy"][:, None]
 
 
 def check_gradients(skipped: int, most: int, metrics: Mapping[str, float]) -> None:
-    """Raises FloatingPointError after more than `most` updates in a row whose gradient was not finite."""
+    """Raises FloatingPointError where more than `most` updates in a row had a gradient that was not finite."""
     if skipped > most:
         raise FloatingPointError(
             f"{skipped} updates in a row had a gradient that is not finite (loss {metrics['loss/total']}): lower "
@@ -136,7 +139,7 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
             "is the sampler's model, dtype or temperature another one?"
         )
     lags = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
-    lag = min(lags, default=0)  # older tokens differ by what was learned since
+    lag = min(lags, default=0)  # for stale tokens a part of the gap is what the policy has learned since
     if (size := metrics.get(f"gap/lag{lag}", size)) > warn:
         _log.warning(
             "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
@@ -147,14 +150,14 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
 def speed(
     batch: Batch, architecture: Any, epochs: int, seconds: Mapping[str, float], layers: int | None = None
 ) -> dict[str, float]:
-    """Tokens a second of the step without its evaluation, and the update's model FLOP/s and MFU where the peak is known.
+    """Tokens a second of the step without its evaluation, and the update's model FLOP/s, with MFU where the device's peak is known.
 
     Args:
       batch: the step's sequences.
       architecture: sizes of the policy.
       epochs: passes over the batch.
       seconds: {"step": whole step, "update": its updates, "evaluate": its evaluation}.
-      layers: first layers that the updates ran; None for all.
+      layers: number of first layers that the updates ran; None for all.
     """
     working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
     lengths = [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]

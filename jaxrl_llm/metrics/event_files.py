@@ -1,4 +1,4 @@
-"""TensorBoard event files on disk: a new one, and the cut of what was written after a step."""
+"""TensorBoard event files on disk: opens new ones, and removes events written after a given step."""
 
 import struct
 import time
@@ -13,17 +13,18 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def new_event_file(folder: Path) -> Any:
-    """A tensorboardX EventsWriter on a new file: named by the second alone, it could overwrite another.
+    """Opens a tensorboardX EventsWriter on a new file, whose name ends in nanoseconds.
 
-    TensorBoard reads files in the order of their names, which is that of their times.
+    With seconds alone in the name, a second writer could overwrite the first one's file. TensorBoard reads files in the order
+    of their names, which is the order of their times.
     """
-    from tensorboardX.event_file_writer import EventsWriter  # seconds to import where torch is installed
+    from tensorboardX.event_file_writer import EventsWriter  # this import takes seconds where torch is installed
 
     return EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns():020d}")
 
 
 def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(whole record, payload) of a TFRecord file, up to a torn record at its end.
+    """Yields (whole record, payload) of a TFRecord file, up to a torn record at its end.
 
     A record is the payload's length (uint64), a checksum of 4 bytes, the payload, and another checksum of 4 bytes.
     """
@@ -38,9 +39,9 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def cut_events(path: Path, step: int) -> None:
-    """Removes a file's events after `step`, in one atomic replacement.
+    """Removes a file's events after `step` by one atomic replacement.
 
-    A file that is left with no event goes; a torn end goes too.
+    A file that has no summary left is deleted; a torn record at the end is dropped.
     """
     from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
@@ -53,10 +54,10 @@ def cut_events(path: Path, step: int) -> None:
                 kept.append(record)
                 shows |= event.HasField("summary")
     except DecodeError:
-        pass  # garbage where the writing was interrupted: nothing after it can be read either
+        pass  # the writing was interrupted here, and nothing after it can be read
     if not shows:
         path.unlink()
         return
-    new = path.with_name(path.name.replace("tfevents", "cut"))  # a name that TensorBoard does not read
+    new = path.with_name(path.name.replace("tfevents", "cut"))  # TensorBoard does not read a file of this name
     new.write_bytes(b"".join(kept))
     new.replace(path)

@@ -1,21 +1,21 @@
-"""Model FLOPs of a forward pass and of an update, and MFU: the share of the devices' peak that they make up.
+"""Model FLOPs of a forward pass and of an update, and MFU: their share of the devices' peak.
 
-The convention, so that figures of different systems can be compared:
+The counting convention, which makes figures of different systems comparable:
 
-- A product of [m, k] and [k, n] counts 2 m k n. Only products are counted: no norms, softmaxes or elementwise work.
-- Counted are the projections of attention, the MLP, the scores and the weighted values of attention at the real head
-  width (heads x head_width need not be the width), and the head. The embedding is a lookup and counts nothing.
+- A matrix product of [m, k] and [k, n] counts 2 m k n. Only matrix products count: norms, softmaxes and elementwise work do not.
+- These products count: the projections of attention, the MLP, the scores and weighted values of attention at the real head
+  width (heads x head_width may differ from the width), and the vocabulary head. The embedding is a lookup and counts nothing.
 - Causal attention counts half of the square: n tokens make n^2 / 2 pairs of query and key, and under a window of w
-  tokens n w - w^2 / 2. Packed rows count each sequence by its own length; padding counts nothing.
-- An update counts three forwards: the backward makes the gradients of the input and of the weight of each product.
-  What rematerialisation or a fused loss computes again is not counted (MFU, not hardware utilisation).
+  tokens n w - w^2 / 2. In packed rows each sequence counts by its own length; padding counts nothing.
+- An update counts as three forward passes: the backward pass computes the gradients of the input and of the weight of each product.
+  What rematerialisation or a fused loss computes again does not count (MFU, not hardware utilisation).
 - MFU divides by the dense bfloat16 peak of the devices, 989 TFLOP/s for H100 (SXM) and H200.
 """
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-# Dense bfloat16 FLOP/s by the start of a device's `device_kind`, from the vendors' data sheets; longer names first.
+# Dense bfloat16 FLOP/s by the start of a device's `device_kind`, from the vendors' data sheets; longer names come first.
 PEAKS: dict[str, float] = {
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100": 989e12,
@@ -33,7 +33,7 @@ PEAKS: dict[str, float] = {
 
 @runtime_checkable
 class Sizes(Protocol):
-    """What is read of an architecture."""
+    """The sizes that FLOP counts read from an architecture."""
 
     @property
     def vocabulary_size(self) -> int: ...
@@ -52,13 +52,13 @@ class Sizes(Protocol):
 
 
 def layer_weights(sizes: Sizes) -> int:
-    """Weights of one layer's products: the query, key, value and output projections and the gated MLP."""
+    """Number of weights in one layer's products: the query, key, value and output projections and the gated MLP."""
     queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
     return sizes.width * (2 * queries + 2 * keys + 3 * sizes.mlp_width)
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
-    """Pairs of query and key of one sequence of `length` tokens: half of the square, or of the band of a window."""
+    """Pairs of query and key in one sequence of `length` tokens: half of the square, or of a window's band."""
     seen = length if window is None else min(length, window)
     return seen * length - seen**2 / 2
 
@@ -69,11 +69,11 @@ def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, 
     Args:
       sizes: an architecture.
       lengths: tokens of each sequence, padding left out.
-      layers: only the first so many layers; None takes all.
+      layers: number of first layers to count; None counts all.
       head: whether the head is applied to every token.
 
     Raises:
-      ValueError: a negative length, or more layers than there are.
+      ValueError: a length is negative, or `layers` exceeds the number of layers.
     """
     if any(n < 0 for n in lengths):
         raise ValueError(f"lengths are tokens of sequences, at least 0 (got {list(lengths)})")
@@ -92,15 +92,15 @@ def update(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, h
 
 
 def peak(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is not known (a CPU)."""
+    """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is unknown (a CPU)."""
     return next((flops for start, flops in PEAKS.items() if device_kind.startswith(start)), None)
 
 
 def mfu(flops: float, seconds: float, devices: int, device_peak: float) -> float:
-    """Share of the peak of all devices that `flops` model FLOPs in `seconds` make up.
+    """MFU: the share of all devices' peak that `flops` model FLOPs in `seconds` make up.
 
     Raises:
-      ValueError: a time, a number of devices or a peak that is not positive.
+      ValueError: the time, the number of devices or the peak is not positive.
     """
     if seconds <= 0 or devices < 1 or device_peak <= 0:
         raise ValueError(f"mfu needs a positive time, device count and peak (got {seconds}, {devices}, {device_peak})")

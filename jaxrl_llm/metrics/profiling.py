@@ -1,4 +1,4 @@
-"""Traces for TensorBoard's profile tab (xprof), their summary in a few lines, and the number of programs compiled.
+"""Profiler traces for TensorBoard's profile tab (xprof), their summary in a few lines, and a counter of compiled programs.
 
 `python -m jaxrl_llm.metrics.profiling FOLDER` prints the summary of the newest trace under a folder.
 """
@@ -16,13 +16,13 @@ import jax
 
 from jaxrl_llm import command_line
 
-# Numbers and launch suffixes that tell apart copies of one kernel.
+# Numbers and launch suffixes by which copies of one kernel differ.
 _NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
 
 
 @contextmanager
 def traced(folder: Path, wanted: bool = True) -> Iterator[None]:
-    """Traces what runs inside, if `wanted`, into plugins/profile/ of a TensorBoard folder, and prints where the time went."""
+    """Traces the enclosed code, if `wanted`, into plugins/profile/ of a TensorBoard folder, and prints the longest kernels."""
     if not wanted:
         yield
         return
@@ -35,7 +35,7 @@ def traced(folder: Path, wanted: bool = True) -> Iterator[None]:
 
 
 def newest(folder: Path) -> Path:
-    """The newest trace file under `folder`; raises FileNotFoundError where there is none."""
+    """Returns the newest trace file under `folder`; raises FileNotFoundError where there is none."""
     found = sorted(folder.rglob("*.xplane.pb"), key=lambda file: file.stat().st_mtime)
     if not found:
         raise FileNotFoundError(
@@ -45,10 +45,10 @@ def newest(folder: Path) -> Path:
 
 
 def summary(file: Path, most: int = 25) -> list[dict[str, Any]]:
-    """Where the device's time went: kernels of one name together, longest first, at most `most`.
+    """Sums the device's time by kernel name and returns at most `most` kernels, longest first.
 
     Returns:
-      Rows of {"kernel", "calls", "ms", "share"}; the last row, "all", has the sum of all kernels.
+      Rows of {"kernel", "calls", "ms", "share"}; the last row, "all", holds the sum over all kernels.
     """
     calls: dict[str, int] = defaultdict(int)
     spent: dict[str, float] = defaultdict(float)
@@ -65,7 +65,7 @@ def summary(file: Path, most: int = 25) -> list[dict[str, Any]]:
 
 
 def _kernels(file: Path) -> Iterator[tuple[str, float]]:
-    """(name, milliseconds) of every kernel of the first device; on a CPU, of every operation of its thread pool."""
+    """Yields (name, milliseconds) of every kernel of the first device; on a CPU, of every operation of its thread pool."""
     planes = list(jax.profiler.ProfileData.from_file(str(file)).planes)
     devices = sorted(
         (p for p in planes if p.name.startswith("/device:") and "CUSTOM" not in p.name), key=lambda p: p.name
@@ -98,7 +98,7 @@ EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class Compilations:
-    """Programs made since the last look; made once in a process, before what it is to count."""
+    """Counts programs that XLA compiled since the last `take`; must be created once a process, before those that it counts."""
 
     def __init__(self) -> None:
         self._made, self._seen = 0, 0
@@ -108,6 +108,6 @@ class Compilations:
         self._made += event == EVENT
 
     def take(self) -> int:
-        """Programs made since the last call."""
+        """Returns the number of programs compiled since the last call."""
         new, self._seen = self._made - self._seen, self._made
         return new

@@ -1,4 +1,4 @@
-"""Metrics of the last step over HTTP, as Prometheus scrapes them: on loopback, or elsewhere behind a token."""
+"""A metrics endpoint for Prometheus: serves the last step's metrics over HTTP, on loopback, or elsewhere behind a bearer token."""
 
 import hmac
 import ipaddress
@@ -23,18 +23,18 @@ from jaxrl_llm import components
 
 _log = logging.getLogger(__name__)
 
-SLOWEST_S = 10.0  # a client that sends nothing for so long is cut off
+SLOWEST_S = 10.0  # a client that sends nothing for so long is disconnected
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prometheus:
-    """`GET /metrics`: a gauge `jaxrl_llm_reward_mean{name="reward/mean"}` for each metric of the last step that had it.
+    """Serves `GET /metrics`: for each metric a gauge such as `jaxrl_llm_reward_mean{name="reward/mean"}` with its last value.
 
-    Metrics `count/...` are summed since the start of the process, as `jaxrl_llm_count_..._total`.
+    Metrics `count/...` are summed from the start of the process, as `jaxrl_llm_count_..._total`.
 
     Attributes:
       port: port to listen on; 0 takes a free one, which the log names.
-      host: address to listen on; others than loopback need a token.
+      host: address to listen on; addresses other than loopback need a token.
       token_variable: environment variable with the bearer token that a request must carry; empty for none.
     """
 
@@ -51,10 +51,10 @@ class Prometheus:
             )
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "PrometheusWriter":
-        """Starts to listen.
+        """Starts listening.
 
         Raises:
-          ValueError: the token's variable is not set.
+          ValueError: the environment variable of the token is not set.
           OSError: the port is taken.
         """
         token = os.environ.get(self.token_variable, "") if self.token_variable else ""
@@ -70,7 +70,7 @@ class Prometheus:
 
 
 class PrometheusWriter:
-    """Serves the last value of each metric from a thread of its own."""
+    """Serves the last value of each metric from its own thread."""
 
     def __init__(self, host: str, port: int, token: str = "") -> None:
         self._lock = threading.Lock()
@@ -94,23 +94,23 @@ class PrometheusWriter:
                     self._last[name] = float(value)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Texts are no metrics."""
+        """Does nothing: texts are not metrics."""
 
     def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Images are no metrics."""
+        """Does nothing: images are not metrics."""
 
     def text(self, name: str, text: str) -> None:
-        """Documents are no metrics."""
+        """Does nothing: documents are not metrics."""
 
     def cut(self, step: int) -> None:
-        """What was scraped was scraped."""
+        """Does nothing: a scrape cannot be taken back."""
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, as the client library asks for them."""
+        """Yields every metric; the client library calls this for each scrape."""
         with self._lock:
             last, counts, step, written = dict(self._last), dict(self._counts), self._step, self._written
         yield GaugeMetricFamily("jaxrl_llm_step", "The last step that was written.", step)
@@ -126,7 +126,7 @@ class PrometheusWriter:
 
 
 def spelled(name: str) -> str:
-    """A metric's name in Prometheus's letters; different names may become one, which the label `name` tells apart."""
+    """Spells a metric's name in the letters that Prometheus allows; the label `name` tells apart names that become equal."""
     return "jaxrl_llm_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
@@ -149,6 +149,6 @@ def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHan
                 self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """A scrape is no event."""
+            """Does nothing: scrapes are not logged."""
 
     return Handler

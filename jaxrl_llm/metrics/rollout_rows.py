@@ -1,7 +1,7 @@
-"""Rollouts as rows for people to read, in rollouts.jsonl: texts, rewards by part, and what each token was worth.
+"""Rollout rows, the readable records of rollouts.jsonl: texts, rewards by part, and token stats.
 
-A row's "streams" come last: "token" holds the pieces of text that the first tokens add, and every other name a value a
-token, null where the policy did not choose it; "rest" is the text of the tokens after those.
+The field "streams" comes last: "token" holds the text that each of the first tokens adds, and every other name holds one
+value a token, null where the policy did not choose the token; "rest" is the text of the tokens after those.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from jaxrl_llm.algorithms.batch import Advantages
 from jaxrl_llm.experience import Group, Rollout
 from jaxrl_llm.learner.batch import Batch
 
-DIGITS = 4  # significant ones of a token's value
+DIGITS = 4  # significant digits of a token's value
 
 Row = dict[str, Any]
 
@@ -21,15 +21,15 @@ Row = dict[str, Any]
 def of_step(
     batch: Batch, streams: Mapping[str, np.ndarray], credit: Advantages, *, tokenizer: Any, rollouts: int, tokens: int
 ) -> list[Row]:
-    """The first rollouts of a step, with the streams of their first tokens.
+    """Rows of a step's first rollouts, with the token stats of their first tokens.
 
     Args:
       batch: the step's groups.
-      streams: the learner's streams [S, T]; empty where none were asked for, which leaves the advantages out too.
-      credit: the algorithm's credit.
+      streams: the learner's token stats [S, T]; where this is empty, the rows have neither token stats nor advantages.
+      credit: the algorithm's advantages.
       tokenizer: decodes tokens.
       rollouts: most rollouts.
-      tokens: most tokens a rollout that have streams; 0 leaves streams out.
+      tokens: most tokens a rollout for which token stats are given; 0 leaves token stats out.
     """
     known = {"logprob": streams.get("old_logprobs"), "entropy": streams.get("entropy"), "advantage": credit.advantages}
     known["sampler_logprob"] = batch.fields["sampler_logprobs"]
@@ -43,9 +43,9 @@ def of_step(
 def held_out(
     name: str, kinds: Sequence[str], groups: Sequence[Group], *, tokenizer: Any, rollouts: int, tokens: int
 ) -> list[Row]:
-    """The first rollouts of each kind ("greedy", "sampled") of the evaluation `name`, whose groups follow each other by kind.
+    """Rows of the first rollouts of each kind ("greedy", "sampled") of the evaluation `name`; `groups` are ordered by kind.
 
-    Other arguments as those of `of_step`.
+    The other arguments are those of `of_step`.
     """
     chosen: list[Row] = []
     prompts = len(groups) // len(kinds)
@@ -59,9 +59,9 @@ def held_out(
 
 
 def pieces(tokens: np.ndarray, tokenizer: Any) -> list[str]:
-    """The text that each token adds; characters of several tokens count for the last, so that pieces join to the text.
+    """The text that each token adds; a character made of several tokens counts for the last, so the pieces join to the whole text.
 
-    A token is decoded together with those before it that made the last piece: alone, some would lose a leading space.
+    A token is decoded together with the tokens of the piece before it, since alone some would lose a leading space.
     """
     ids = tokens.tolist()
     found, before, start = [], 0, 0
@@ -93,7 +93,7 @@ def _rows(groups: Sequence[Group], count: int) -> list[Row]:
 
 
 def token_streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer: Any, most: int) -> dict[str, Row]:
-    """{"streams": the pieces of text and the values of the first `most` tokens, and the rest's text}; {} for 0."""
+    """Returns {"streams": text pieces and values of the first `most` tokens, and the text of the rest}, or {} where `most` is 0."""
     if most < 1:
         return {}
     n = min(len(rollout.tokens), most)

@@ -1,4 +1,4 @@
-"""The folder of a run or an evaluation: what reproduces it (gin text, seed, version, commit, devices), and its log."""
+"""The folder of a run or an evaluation: records what reproduces it (gin text, seed, version, commit, devices) and its log."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import jaxrl_llm
 
 
 def writable(run_dir: Path, macro: str = "RUN_DIR") -> Path:
-    """The run's folder, made if need be; raises OSError that names the `macro` to set where it cannot be written."""
+    """Creates the run's folder if it is missing; raises OSError that names the `macro` to set where it cannot be written."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         probe = run_dir / ".writable"
@@ -46,7 +46,7 @@ def provenance(run_dir: Path, seed: int, config: str) -> None:
 
 
 def commit() -> str | None:
-    """The commit that the code is of, with "+changes" where files differ from it; None outside a git checkout."""
+    """The commit of the code, with "+changes" where tracked files differ from it; None outside a git checkout."""
     here = Path(__file__).resolve().parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         changed = _git(here, "status", "--porcelain", "--untracked-files=no")
@@ -60,12 +60,12 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 class JsonLines(logging.Handler):
-    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, on disk when the call returns.
+    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, closed when the call returns.
 
     Args:
-      path: the file; earlier starts' lines stay.
+      path: the file; lines of earlier starts stay.
       rank: number of this process.
-      place: gives further fields of each line, such as stage and step.
+      place: returns further fields of each line, such as stage and step.
     """
 
     def __init__(self, path: Path, rank: int, place: Callable[[], Mapping[str, Any]]) -> None:
@@ -74,7 +74,7 @@ class JsonLines(logging.Handler):
         self._before = logging.NOTSET
 
     def attach(self) -> None:
-        """Takes what every logger says, of this package from level INFO on."""
+        """Starts to log every logger's records, those of this package from level INFO on."""
         own = logging.getLogger("jaxrl_llm")
         self._before = own.level
         own.setLevel(logging.INFO)
@@ -88,11 +88,11 @@ class JsonLines(logging.Handler):
         try:
             with self._path.open("ab") as file:
                 file.write(self.format(record).encode() + b"\n")
-        except Exception:  # a log that cannot be written stops no run: logging says so on standard error
+        except Exception:  # a failed write must not stop the run: logging reports it on standard error
             self.handleError(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line of strict JSON."""
+        """Formats a record as one line of strict JSON."""
         fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,

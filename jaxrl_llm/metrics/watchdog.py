@@ -1,7 +1,7 @@
-"""Whether a run goes on: where it stands, a health file, a log of JSON lines, and every stack where it stands still.
+"""The watchdog of a run: a health file, a log of JSON lines, and stack dumps where the run makes no progress.
 
-A thread of its own writes RUN_DIR/health.json and looks for progress, so the loop pays for an assignment alone. Progress is
-any change of what the run does: publishing, collecting, scoring, updating, evaluating, saving.
+A separate thread writes RUN_DIR/health.json and checks for progress, so the training loop only pays for an assignment. Progress
+is any change of what the run does: publishing, collecting, scoring, updating, evaluating, saving.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from typing import Any
 from jaxrl_llm import components
 from jaxrl_llm.metrics.run_folder import JsonLines
 
-STALLED = 75  # exit code of a process that does not react (EX_TEMPFAIL: the same command goes on)
+STALLED = 75  # exit code of a process that does not react (EX_TEMPFAIL: the same command resumes the run)
 GRACE_S = 30.0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[place] for place in ("stdlib", "purelib", "platlib")})
@@ -36,12 +36,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a run stands.
+    """The place of a run in its work.
 
     Attributes:
-      doing: what it does, such as "updating".
+      doing: current activity, such as "updating".
       stage: name of the stage; empty before the first.
-      step: global step, the first is 1.
+      step: global step, counted from 1.
       version: policy version that the sampler serves; -1 before the first.
     """
 
@@ -56,14 +56,14 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Watchdog:
-    """How a run is watched. Of several processes, those after the first put their number into the files' names.
+    """Settings of the watchdog. With several processes, each process after the first appends its number to the file names.
 
     Attributes:
-      every_s: seconds between looks, and between health files.
-      warn_after_s: seconds without progress after which a warning names the wait, and every stack goes to RUN_DIR/stacks.txt;
+      every_s: seconds between checks, and between health files.
+      warn_after_s: seconds without progress after which a warning names the wait and every stack is written to RUN_DIR/stacks.txt;
         None never warns. A first compilation counts as a wait.
-      stop_after_s: seconds without progress after which the run is told to end by SIGTERM, as at a preemption, and its process
-        ended (exit code 75) where it does not within half a minute; None never stops it.
+      stop_after_s: seconds without progress after which SIGTERM asks the run to end, as at a preemption; the process is ended with
+        exit code 75 where it does not end within half a minute. None never stops it.
     """
 
     every_s: float = 10.0
@@ -74,12 +74,12 @@ class Watchdog:
         components.above(self, 0, "every_s", "warn_after_s", "stop_after_s")
 
     def start(self, run_dir: Path, rank: int = 0) -> "Watching":
-        """Begins to watch a run in `run_dir`, of which this is process `rank`."""
+        """Starts to watch a run in `run_dir`; this is process `rank` of it."""
         return Watching(self, run_dir, rank)
 
 
 class Watching:
-    """A run that is watched, from its making to `end`."""
+    """A watched run, from construction to `end`."""
 
     def __init__(self, config: Watchdog, run_dir: Path, rank: int) -> None:
         suffix = f".{rank}" if rank else ""
@@ -98,15 +98,15 @@ class Watching:
         self._thread.start()
 
     def at(self, doing: str, **known: Any) -> None:
-        """The run does `doing` from now on; `known` are other fields of its place."""
+        """Records that the run does `doing` from now on; `known` are other fields of its place."""
         self.place = replace(self.place, doing=doing, **known)
         self._progress = (time.monotonic(), time.time())
         if self._loop is None:
-            with contextlib.suppress(RuntimeError):  # before the run's loop there is none
+            with contextlib.suppress(RuntimeError):  # no event loop runs before the run starts its own
                 self._loop = asyncio.get_running_loop()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Writes how the run ended: by `error`, or as it should."""
+        """Writes how the run ended: with `error`, or normally."""
         self._over.set()
         self._thread.join(GRACE_S)
         text = " ".join(str(error).split())
@@ -147,7 +147,7 @@ class Watching:
             os._exit(STALLED)
 
     def _write(self) -> None:
-        """Replaces the health file; a disk that is full stops no run."""
+        """Replaces the health file; a full disk must not stop the run."""
         facts = {
             "time": time.time(), "progress": self._progress[1], **asdict(self.place), "rank": self.rank,
             "pid": os.getpid(), "host": socket.gethostname(), "outcome": self.outcome,
@@ -160,7 +160,7 @@ class Watching:
             _log.warning("the health file %s cannot be written: %s", self.health, error)
 
     def _wait(self) -> str:
-        """Where the main thread is, or, where it waits for events, where the run's tasks are."""
+        """The place where the main thread is or, where it waits for events, the places where the run's tasks are."""
         main = threading.main_thread().ident
         assert main is not None
         frames = list(traceback.extract_stack(sys._current_frames()[main]))
@@ -177,7 +177,7 @@ class Watching:
             try:
                 tasks = asyncio.all_tasks(self._loop)
                 return sorted((list(awaits(task.get_coro())) for task in tasks), key=len, reverse=True)
-            except RuntimeError:  # the loop goes on meanwhile
+            except RuntimeError:  # the set of tasks changed during the call
                 continue
         return []
 
@@ -195,7 +195,7 @@ class Watching:
 
 
 def awaits(waiting: Any) -> Iterator[Frame]:
-    """The places where a coroutine stands and what it awaits stands, outermost first."""
+    """Yields the place of a coroutine and of everything that it awaits, outermost first."""
     while waiting is not None:
         for frame_of, next_of in (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom")):
             if hasattr(waiting, frame_of):
@@ -208,7 +208,7 @@ def awaits(waiting: Any) -> Iterator[Frame]:
 
 
 def innermost(frames: Sequence[Frame]) -> str:
-    """The last place outside of libraries, and what was called from there."""
+    """The last place outside of libraries, and the function that was called from there."""
     own = [f for f in frames if f.filename.startswith(_PACKAGE) or not f.filename.startswith(_LIBRARIES)] or frames
     called = "" if own[-1] is frames[-1] else f" in {frames[-1].name}"
     return f"{_named(own[-1])}{called}"

@@ -1,7 +1,7 @@
-"""Where a run is seen: JSONL files, TensorBoard, Weights & Biases, and several of them as one writer.
+"""Metric writers: JSONL files, TensorBoard, Weights & Biases, and several of them as one writer.
 
 A component (`Jsonl`, `TensorBoard`, `WandB`, and `train.Console`) holds settings; its `open` starts the writer.
-Opening with the step that was restored drops what an interrupted run wrote after it, so that no step is seen twice.
+A writer that opens with the restored step drops what an interrupted run wrote after it, so that no step appears twice.
 """
 
 import contextlib
@@ -29,12 +29,12 @@ class WriterComponent(Protocol):
     """Settings of a writer."""
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> Writer:
-        """Starts writing to `run_dir`; drops what it holds of steps after `resume_step` (None: of any step)."""
+        """Starts writing to `run_dir`; drops what the folder holds of steps after `resume_step` (of all steps for None)."""
         ...
 
 
 class Writers:
-    """Several writers as one."""
+    """Several writers behind the interface of one."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = tuple(writers)
@@ -47,7 +47,7 @@ class Writers:
         resume_step: int | None,
         total_steps: int | None = None,
     ) -> "Writers":
-        """Starts every component; where one fails, those that had started are closed again."""
+        """Starts every component; where one fails, those that have started are closed."""
         started: list[Writer] = []
         try:
             for component in components:
@@ -78,13 +78,13 @@ class Writers:
             writer.cut(step)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # where one fails, the others are closed all the same
+        with contextlib.ExitStack() as closing:  # where one fails to close, the others are closed all the same
             for writer in self._writers:
                 closing.callback(writer.close)
 
 
 def plain(value: Any) -> Any:
-    """`value` as strict JSON: NumPy becomes Python, and a float without a number "NaN", "Infinity" or "-Infinity"."""
+    """Converts `value` to strict JSON: NumPy becomes Python, and non-finite floats become "NaN", "Infinity" or "-Infinity"."""
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, float) and not math.isfinite(value):
@@ -98,11 +98,11 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl:
-    """One JSON object a line: the metrics of each step, and sampled rollouts.
+    """Writes one JSON object a line: the metrics of each step, and rollout rows.
 
     Attributes:
-      metrics: name of the metrics' file in the run folder.
-      rollouts: name of the rollouts' file in the run folder.
+      metrics: name of the metrics file in the run folder.
+      rollouts: name of the rollouts file in the run folder.
     """
 
     metrics: str = "metrics.jsonl"
@@ -116,7 +116,7 @@ class Jsonl:
 
 
 class JsonlWriter:
-    """Appends rows, each on disk when its call returns."""
+    """Appends rows; each file is closed when the call returns."""
 
     def __init__(self, metrics: Path, rollouts: Path) -> None:
         self._metrics = metrics
@@ -129,21 +129,21 @@ class JsonlWriter:
         append(self._rollouts, [{"step": step, **row} for row in rows])
 
     def image(self, step: int, name: str, pixels: Pixels) -> None:
-        """Images have no place in a file of lines."""
+        """Does nothing: JSONL files hold no images."""
 
     def text(self, name: str, text: str) -> None:
-        """Documents lie in the run folder as files of their own."""
+        """Does nothing: documents are separate files in the run folder."""
 
     def cut(self, step: int) -> None:
         cut_lines(self._metrics, step)
         cut_lines(self._rollouts, step)
 
     def close(self) -> None:
-        """Nothing is held open."""
+        """Does nothing: no file is held open."""
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Adds JSON lines to a file; raises OSError naming it."""
+    """Appends JSON lines to a file; raises OSError that names the file."""
     lines = "".join(f"{json.dumps(plain(row), ensure_ascii=False, allow_nan=False)}\n" for row in rows)
     try:
         with path.open("ab") as file:
@@ -154,7 +154,7 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Drops rows of steps after `step`, and a line whose writing was interrupted, in one atomic replacement."""
+    """Drops rows of steps after `step`, and a line that was not written to its end, by one atomic replacement."""
     if not path.exists():
         return
     kept = path.with_name(f"{path.name}.cut")
@@ -164,7 +164,7 @@ def cut_lines(path: Path, step: int) -> None:
 
 
 def step_of(line: bytes) -> float:
-    """The step of a JSON line; infinity where the line is torn."""
+    """The step of a JSON line; infinity for an incomplete line."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except ValueError:
@@ -173,18 +173,18 @@ def step_of(line: bytes) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """TensorBoard event files: scalars and images by step, sampled rollouts and documents as text.
+    """Writes TensorBoard event files: scalars and images by step, rollout rows and documents as text.
 
     Attributes:
-      folder: name of the events' folder in the run folder.
-      rollouts_shown: most rollouts of a step that are shown; the JSONL file has all of them.
+      folder: name of the events folder in the run folder.
+      rollouts_shown: most rollouts shown for a step; the JSONL file has all of them.
     """
 
     folder: str = "tensorboard"
     rollouts_shown: int = 4
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "TensorBoardWriter":
-        """Starts an event file; steps after `resume_step` leave the old ones."""
+        """Starts an event file; events after `resume_step` are removed from the older ones."""
         folder = run_dir / self.folder
         folder.mkdir(parents=True, exist_ok=True)
         for file in event_files(folder):
@@ -193,10 +193,10 @@ class TensorBoard:
 
 
 class TensorBoardWriter:
-    """Writes in the caller's thread: what was written before a checkpoint survives a kill after it."""
+    """Writes in the caller's thread, so that what was written before a checkpoint survives a kill after it."""
 
     def __init__(self, folder: Path, rollouts_shown: int) -> None:
-        from tensorboardX import summary  # seconds to import where torch is installed
+        from tensorboardX import summary  # this import takes seconds where torch is installed
         from tensorboardX.proto.event_pb2 import Event
 
         self._summary = summary
@@ -234,17 +234,17 @@ class TensorBoardWriter:
 
 
 def code_block(text: str) -> str:
-    """Text as a Markdown code block, shown as it is."""
+    """Returns text as a Markdown code block, shown verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout's fields without the streams of its tokens, which are for programs."""
+    """A rollout row without its token stats, which are meant for programs."""
     return {name: value for name, value in row.items() if name != "streams"}
 
 
 def markdown(row: Mapping[str, Any]) -> str:
-    """A rollout's fields: texts of several words as blocks, the rest on one line, its tokens' streams left out."""
+    """A rollout row as Markdown: texts of several words as blocks, the rest on one line, without its token stats."""
     row = readable(row)
     long = {name: value for name, value in row.items() if isinstance(value, str) and (" " in value or "\n" in value)}
     rest = "  ".join(f"**{name}** {plain(value)}" for name, value in row.items() if name not in long)
@@ -253,12 +253,12 @@ def markdown(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WandB:
-    """Weights & Biases; the library is imported only where this writer is asked for.
+    """Logs to Weights & Biases; the library is imported only where this writer is used.
 
     Attributes:
-      project: name of the project there.
-      entity: user or team; None takes the account's own.
-      name: name of the run there; None takes the run folder's.
+      project: name of the project.
+      entity: user or team; None takes the account's default.
+      name: name of the run; None takes the run folder's name.
       mode: "online", or "offline" to sync the run folder later.
     """
 
@@ -268,7 +268,7 @@ class WandB:
     mode: Literal["online", "offline"] = "online"
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "WandBWriter":
-        """Starts a run there, or rewinds the one of this folder to `resume_step` (online only)."""
+        """Starts a W&B run, or rewinds the run of this folder to `resume_step` (online only)."""
         try:
             wandb = importlib.import_module("wandb")
         except ImportError as error:
@@ -281,7 +281,7 @@ class WandB:
 
 
 class WandBWriter:
-    """Logs to one run, whose id lies in the run folder."""
+    """Logs to one W&B run; the run folder holds its id."""
 
     def __init__(self, settings: WandB, wandb: Any, run_dir: Path) -> None:
         self._settings = settings
@@ -290,7 +290,7 @@ class WandBWriter:
         self._run: Any = None
 
     def start(self, resume_step: int | None) -> None:
-        """Opens a run: a new one, or the folder's own from `resume_step` on."""
+        """Opens a new W&B run, or continues the folder's run from `resume_step`."""
         kept = self._run_dir / "wandb_run_id"
         rewind = resume_step is not None and kept.exists() and self._settings.mode == "online"
         run_id = kept.read_text().strip() if rewind else secrets.token_hex(4)

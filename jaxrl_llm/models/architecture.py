@@ -1,4 +1,4 @@
-"""The sizes and switches that tell one decoder-only transformer from another, and the places inside it that can be read."""
+"""Architecture of a decoder-only transformer: its sizes and switches, and the sites inside it that can be read."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -8,10 +8,10 @@ from jaxrl_llm import components
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Rotary frequencies of Llama 3.1 and later: long wavelengths stretched, short ones kept, the rest interpolated.
+    """Rotary frequencies of Llama 3.1 and later: long wavelengths are stretched, short ones kept, the rest interpolated.
 
     Attributes:
-      factor: how much the longest wavelengths are stretched.
+      factor: factor by which the longest wavelengths are stretched.
       low_frequency_factor: wavelengths above original_max_positions / this are stretched in full.
       high_frequency_factor: wavelengths below original_max_positions / this are kept.
       original_max_positions: context length in tokens before the stretch.
@@ -28,24 +28,24 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A pre-norm decoder: rotary positions, grouped-query attention, gated SiLU MLP; a family fixes the switches.
+    """A pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU MLP; each family fixes the switches.
 
     Attributes:
-      vocabulary_size: rows of the embedding.
+      vocabulary_size: number of rows of the embedding.
       width: width of the residual stream.
       layers: number of layers.
-      heads: query heads.
-      kv_heads: key/value heads; divides `heads`.
+      heads: number of query heads.
+      kv_heads: number of key/value heads; divides `heads`.
       head_width: width of one head.
       mlp_width: width of the MLP.
       rope_theta: base of the rotary wavelengths.
       rope_scaling: stretch of the rotary wavelengths, or None.
-      norm_epsilon: added to the mean square in every RMSNorm.
+      norm_epsilon: constant added to the mean square in every RMSNorm.
       tied: whether the head is the embedding.
       qkv_bias: whether the query, key and value projections have a bias.
       qk_norm: whether queries and keys are RMS-normalised over the head width before the rotation.
-      window: tokens that a sliding layer sees, itself included; None lets every layer see all.
-      sliding: which layers slide where `window` is set; repeated over the depth.
+      window: tokens that a sliding layer sees, including the query's own; None lets every layer see all.
+      sliding: which layers slide where `window` is set; the pattern repeats over the depth.
       max_positions: longest sequence in tokens.
       init_std: standard deviation of random weights.
     """
@@ -82,7 +82,7 @@ class Architecture:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer; None sees all."""
+        """The window of each layer; None for a layer that sees all tokens."""
         return tuple(self.window if self.sliding[i % len(self.sliding)] else None for i in range(self.layers))
 
 
@@ -95,15 +95,15 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """A hidden state inside the model, read by the head as if it were the last one: softmax(h E^T / temperature).
+    """A hidden state inside the model that the head reads as if it were the last one: softmax(h E^T / temperature).
 
-    Layers after it are not computed.
+    Later layers are not computed.
 
     Attributes:
-      layer: the layer, from 0.
-      site: "layer_in" and "layer_out" are the residual stream, "attn_in_normed" and "mlp_in_normed" what a module is
-        given, "attn_out" and "mlp_out" what it adds to the stream.
-      final_norm: apply the model's final norm before the head.
+      layer: the layer, counted from 0.
+      site: "layer_in" and "layer_out" are the residual stream, "attn_in_normed" and "mlp_in_normed" the input of a module,
+        "attn_out" and "mlp_out" what a module adds to the stream.
+      final_norm: whether the model's final norm is applied before the head.
     """
 
     layer: int
@@ -114,6 +114,6 @@ class Capture:
         components.one_of(self, SITES, "site")
 
     def check(self, layers: int) -> None:
-        """Raises ValueError where a model of `layers` layers has no such layer."""
+        """Raises ValueError where a model of `layers` layers does not have this layer."""
         if not 0 <= self.layer < layers:
             raise ValueError(f"Capture.layer must be in 0..{layers - 1}, a layer of the model (got {self.layer})")

@@ -1,8 +1,8 @@
-"""Hugging Face's format, both ways: config.json and an Architecture, tensors of a checkpoint and the leaves of Params.
+"""Hugging Face's format, in both directions: config.json and an Architecture, a checkpoint's tensors and the leaves of Params.
 
-A linear map of ours has its input axes first and its heads apart, [*in, *out]; theirs is a matrix [out, in] with the
-heads flattened. Stacked leaves [L, ...] are one tensor a layer. Adapters {"a", "b"} in the place of a leaf are named as
-PEFT names them, less its prefix: two linear maps, [*in, rank] and [rank, *out].
+A linear map in Params has its input axes first and its heads as an axis, [*in, *out]; the checkpoint's is a matrix [out, in]
+with flattened heads. Stacked leaves [L, ...] become one tensor a layer. Adapters {"a", "b"} in the place of a leaf get
+PEFT's names without their prefix: two linear maps, [*in, rank] and [rank, *out].
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
 
-# Path of a leaf -> (name there, number of leading input axes of a linear map, or None where both layouts agree).
+# Path of a leaf -> (name in the checkpoint, number of leading input axes of a linear map, or None where both layouts agree).
 TENSORS: dict[str, tuple[str, int | None]] = {
     "embedding": ("model.embed_tokens.weight", None),
     "layers/attention_norm/scale": ("model.layers.{layer}.input_layernorm.weight", None),
@@ -45,7 +45,7 @@ ADAPTERS = {"a": "lora_A", "b": "lora_B"}
 
 @dataclass(frozen=True, kw_only=True)
 class Tensor:
-    """A checkpoint tensor and where its values live in Params.
+    """A checkpoint tensor and the place of its values in Params.
 
     Attributes:
       name: its name in the checkpoint.
@@ -77,7 +77,7 @@ class Tensor:
         """The part of the checkpoint tensor that holds `slices` (with start and stop) of one layer's values.
 
         Raises:
-          ValueError: where an axis other than the first of a flattened group is split: the part is no rectangle there.
+          ValueError: an axis other than the first of a flattened group is split, so that the part is no rectangle there.
         """
         if self.inputs is None:
             return slices
@@ -85,15 +85,15 @@ class Tensor:
         return (out, _flat(inner, self.shape[: self.inputs])) if self.inputs else (out,)
 
     def from_hf(self, part: Any, shape: tuple[int, ...]) -> Any:
-        """A part read at `hf_slices`, in our layout; `shape` is the part's shape here."""
+        """Converts a part that was read at `hf_slices` to the layout of Params; `shape` is the part's shape there."""
         return part if self.inputs is None else part.T.reshape(shape)
 
 
 def tensors(tree: Mapping[str, Any]) -> list[Tensor]:
-    """Every checkpoint tensor of Params, or of a tree of shapes like it, in a fixed order: layer by layer.
+    """Lists every checkpoint tensor of Params, or of a tree of shapes like it, in a fixed order: layer by layer.
 
     Raises:
-      ValueError: a leaf that has no counterpart in the checkpoint format.
+      ValueError: a leaf has no counterpart in the checkpoint format.
     """
     found = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -121,13 +121,13 @@ def leaf_of(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 
 def export(params: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """All parameters under their checkpoint names and in its layout; pure, for use under jit."""
+    """Returns all parameters under their checkpoint names and in its layout; pure, for use under jit."""
     leaves = {t.name: (t, leaf_of(params, t.path)) for t in tensors(params)}
     return {name: t.to_hf(leaf if t.layer is None else leaf[t.layer]) for name, (t, leaf) in leaves.items()}
 
 
 def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
-    if not shape:  # one output
+    if not shape:  # the map has one output
         return slice(0, 1)
     inner = math.prod(shape[1:])
     if any(s.start != 0 or s.stop != n for s, n in zip(slices[1:], shape[1:])):
@@ -137,7 +137,7 @@ def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
     return slice(slices[0].start * inner, slices[0].stop * inner)
 
 
-# (the class in `architectures`, `model_type`) -> family. A family is written under the first row that fits it.
+# (the class in `architectures`, `model_type`) -> family. A family is written as the first row that fits it.
 FAMILIES: dict[tuple[str, str], type[Architecture]] = {
     ("Qwen2ForCausalLM", "qwen2"): Qwen2,
     ("Qwen3ForCausalLM", "qwen3"): Qwen3,
@@ -145,7 +145,7 @@ FAMILIES: dict[tuple[str, str], type[Architecture]] = {
     ("MistralForCausalLM", "mistral"): Mistral,
     ("MinistralForCausalLM", "ministral"): Mistral,
 }
-# The head that an architecture's class ends in, of a language model and of a value model.
+# The suffix of an architecture's class: for a language model and for a value model.
 LANGUAGE, VALUE = "ForCausalLM", "ForSequenceClassification"
 # Settings that change the mathematics, and the one value of each that the layers implement.
 ONLY: dict[str, Any] = {
@@ -158,20 +158,20 @@ ONLY: dict[str, Any] = {
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a sequence classifier, a value model's counterpart."""
+    """Whether a config.json describes a sequence classifier, which corresponds to a value model."""
     return any(str(name).endswith(VALUE) for name in config.get("architectures") or ())
 
 
 def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool = False) -> Architecture:
-    """The architecture that a config.json describes.
+    """Returns the architecture that a config.json describes.
 
     Args:
       config: the parsed file.
-      source: its path, for the errors.
-      value: whether the layers of a sequence classifier are wanted as well as those of a language model.
+      source: its path, for error messages.
+      value: whether a sequence classifier is accepted as well as a language model.
 
     Raises:
-      ValueError: an unsupported architecture or setting, or a missing size; the message names it.
+      ValueError: an architecture or setting is unsupported, or a size is missing; the message names it.
     """
     if value:
         config = {**config, "architectures": [n.replace(VALUE, LANGUAGE) for n in config.get("architectures") or ()]}
@@ -206,7 +206,7 @@ def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool 
 
 
 def write(architecture: Architecture, *, value: bool = False) -> dict[str, Any]:
-    """The config.json of a language model, or of a value model, in the keys that every transformers release since 4.56 reads."""
+    """Returns the config.json of a language or value model, in the keys that every transformers release since 4.56 reads."""
     windows, mixed = architecture.windows, len(set(architecture.windows)) > 1
     window = architecture.window if any(windows) else None
     rows = [row for row, family in FAMILIES.items() if isinstance(architecture, family)]

@@ -1,4 +1,4 @@
-"""Hugging Face folders, read by slices of safetensors so that each host holds only its own shards, and written."""
+"""Reads and writes Hugging Face folders; safetensors are read in slices, so that each host holds only its own shards."""
 
 import contextlib
 import json
@@ -35,10 +35,10 @@ PEFT_PREFIX = "base_model.model."
 
 
 def locate(pretrained: str) -> Path:
-    """The folder of a model: `pretrained` itself, or a download where it is a Hugging Face id ("owner/name", "owner/name@COMMIT").
+    """Returns a model's folder: `pretrained` itself, or the download of a Hugging Face id ("owner/name", "owner/name@COMMIT").
 
     Raises:
-      FileNotFoundError: neither a folder nor a model that can be downloaded.
+      FileNotFoundError: `pretrained` is neither a folder nor a model that can be downloaded.
     """
     folder = Path(pretrained).expanduser()
     if folder.is_dir():
@@ -56,22 +56,22 @@ def locate(pretrained: str) -> Path:
 
 
 def architecture(folder: Path, *, value: bool = False) -> Architecture:
-    """The architecture that the folder's config.json describes; with `value`, of a sequence classifier's layers too.
+    """Returns the architecture of the folder's config.json; with `value`, a sequence classifier's too.
 
     Raises:
-      FileNotFoundError: no config.json in the folder.
-      ValueError: no JSON, or an unsupported architecture.
+      FileNotFoundError: the folder has no config.json.
+      ValueError: config.json is not JSON, or its architecture is unsupported.
     """
     return hf_format.read(config_of(folder), str(folder / "config.json"), value=value)
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether the folder holds a sequence classifier; raises as `architecture` does."""
+    """Whether the folder holds a sequence classifier; raises the errors of `architecture`."""
     return hf_format.is_classifier(config_of(folder))
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; raises FileNotFoundError without one, ValueError where it is no JSON."""
+    """Reads the folder's config.json; raises FileNotFoundError where there is none, and ValueError where it is not JSON."""
     file = folder / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{folder} has no config.json: it is no Hugging Face model folder")
@@ -82,24 +82,24 @@ def config_of(folder: Path) -> dict[str, Any]:
 
 
 def load(policy: Policy, folder: Path) -> Params:
-    """The parameters of a folder, float32 on the policy's mesh; each device's shard is read by itself.
+    """Reads the parameters of a folder as float32 on the policy's mesh; each device's shard is read separately.
 
     Raises:
-      FileNotFoundError: no safetensors weights, or a file that the index names is absent.
-      ValueError: missing, mis-shaped or unexpected tensors, or a dtype other than float32, bfloat16 and float16.
+      FileNotFoundError: there are no safetensors weights, or a file that the index names is absent.
+      ValueError: tensors are missing, mis-shaped or unexpected, or of a dtype other than float32, bfloat16 and float16.
     """
-    # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither head.
+    # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither of the heads.
     return read(
         policy.abstract(), folder, unread={"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
     )
 
 
 def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
-    """The adapters of a folder in PEFT's format, float32 on the policy's mesh.
+    """Reads the adapters of a folder in PEFT's format as float32 on the policy's mesh.
 
     Raises:
-      FileNotFoundError: no adapter_config.json or no safetensors weights.
-      ValueError: adapters of another rank, weight or targets than the policy's, or of a kind other than plain LoRA.
+      FileNotFoundError: there is no adapter_config.json or no safetensors weights.
+      ValueError: the adapters differ from the policy's in rank, weight or targets, or are not plain LoRA.
     """
     file, lora = folder / "adapter_config.json", policy.lora
     if not file.is_file():
@@ -118,11 +118,11 @@ def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
 
 
 def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "") -> Params:
-    """The leaves of `abstract`, shapes with shardings by the names of Params; see `load`.
+    """Reads the leaves of `abstract`, a tree of shapes with shardings like Params; see `load`.
 
     Args:
-      unread: what else the folder may hold; None allows anything.
-      prefix: what the names of all tensors begin with there.
+      unread: names of further tensors that the folder may hold; None allows any.
+      prefix: prefix of all tensor names in the folder.
     """
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in hf_format.tensors(abstract):
@@ -146,19 +146,19 @@ def save(
     dtype: str = "float32",
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Writes a folder that transformers loads; it appears whole or not at all. All processes call it, the first writes.
+    """Writes a folder that transformers loads; it appears whole or not at all. All processes call this, and the first writes.
 
     Args:
-      policy: whose architecture config.json describes; a value model becomes a sequence classifier with one label.
+      policy: the model, whose architecture config.json describes; a value model becomes a sequence classifier with one label.
       params: the parameters.
-      folder: where to write; must not exist yet, or be empty.
+      folder: folder to write; must not exist yet, or be empty.
       tokenizer: a transformers tokenizer to save beside the weights, or None.
-      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+      dtype: dtype of the written tensors: "float32", "bfloat16" or "float16".
       shard_bytes: most bytes of tensors in one file; more are spread over several files with an index.
 
     Raises:
-      FileExistsError: the folder has content.
-      ValueError: an unknown dtype.
+      FileExistsError: the folder is not empty.
+      ValueError: the dtype is unknown.
       OSError: the disk is full or not writable; nothing is left behind.
     """
     with _written(folder, dtype) as partial_folder:
@@ -168,7 +168,7 @@ def save(
 
 
 def describe(policy: Policy | ValueModel, folder: Path, tokenizer: Any = None, *, dtype: str = "float32") -> None:
-    """Writes all of a model's folder but its weights: config.json, and the tokenizer's files where there is one."""
+    """Writes a model's folder except for its weights: config.json, and the tokenizer's files where there is one."""
     _write_json(folder / "config.json", _config(policy, tokenizer, dtype))
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
@@ -182,17 +182,17 @@ def describe(policy: Policy | ValueModel, folder: Path, tokenizer: Any = None, *
 def save_adapters(
     policy: AdaptedPolicy, adapters: Params, folder: Path, *, base_name: str | None, dtype: str = "float32"
 ) -> None:
-    """Writes adapters alone in PEFT's format, adapter_config.json and adapter_model.safetensors, as `save` writes a model.
+    """Writes only the adapters in PEFT's format, adapter_config.json and adapter_model.safetensors, as `save` writes a model.
 
     Args:
-      policy: whose adapters they are.
+      policy: the policy that the adapters belong to.
       adapters: the trained parameters.
-      folder: where to write; must not exist yet, or be empty.
-      base_name: folder or Hugging Face id of the model that they adapt, where it has one.
-      dtype: of the written tensors: "float32", "bfloat16" or "float16".
+      folder: folder to write; must not exist yet, or be empty.
+      base_name: folder or Hugging Face id of the adapted model, where it has one.
+      dtype: dtype of the written tensors: "float32", "bfloat16" or "float16".
 
     Raises:
-      FileExistsError, ValueError, OSError: as `save`.
+      FileExistsError, ValueError, OSError: as for `save`.
     """
     lora = policy.lora
     config = {
@@ -211,7 +211,7 @@ def save_adapters(
 
 @contextlib.contextmanager
 def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
-    """A folder to fill, which takes the name `folder` in the end, or vanishes; None in processes that must not write."""
+    """Yields a folder to fill, which is renamed to `folder` at the end or deleted on errors; None in processes that must not write."""
     if dtype not in WRITABLE:
         raise ValueError(f"dtype must be one of {tuple(WRITABLE)} (got {dtype!r})")
     folder = folder.resolve()
@@ -238,7 +238,7 @@ def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
 
 
 class _Checkpoint:
-    """The safetensors of a folder, opened lazily; `prefix` is left out of the names."""
+    """The safetensors files of a folder, opened lazily; `prefix` is removed from the names."""
 
     def __init__(self, folder: Path, prefix: str = ""):
         self.folder, self._prefix = folder, prefix
@@ -258,11 +258,11 @@ class _Checkpoint:
         self._handles = {file: _open(file) for file in set(self._file_of.values())}
 
     def slices(self, name: str) -> Any:
-        """The tensor as a lazily read slice."""
+        """The tensor as a slice object that reads lazily."""
         return self._handles[self._file_of[name]].get_slice(self._prefix + name)
 
     def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
-        """Raises ValueError where names, shapes or dtypes are not the expected ones, or a name is in neither set."""
+        """Raises ValueError where names, shapes or dtypes are not the expected ones, or a tensor is neither expected nor in `unread`."""
         known = {t.name for t in expected} | (set(self._file_of) if unread is None else unread)
         problems = [f"{t.name} is missing" for t in expected if t.name not in self._file_of]
         problems += [
@@ -293,8 +293,8 @@ def _open(file: Path) -> Any:
 def _shard_reader(
     checkpoint: _Checkpoint, group: Sequence[Tensor], shape: tuple[int, ...]
 ) -> Callable[..., np.ndarray]:
-    """The callback that reads one shard of a leaf; `group` holds the leaf's tensors in the order of its layers."""
-    done: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas ask for the same shard again
+    """Returns the callback that reads one shard of a leaf; `group` holds the leaf's tensors in layer order."""
+    done: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas request the same shard again
 
     def read(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
@@ -320,7 +320,7 @@ def _write_tensors(
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # Gathering is the work of all processes together, writing that of the first alone.
+        # All processes take part in gathering; only the first writes.
         arrays = {t.name: _gathered(policy, hf_format.leaf_of(params, t.path), t, dtype) for t in shard}
         weight_map |= dict.fromkeys(arrays, file)
         if folder is not None:
@@ -331,7 +331,7 @@ def _write_tensors(
 
 
 def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Iterator[list[Tensor]]:
-    """Runs of tensors of at most `shard_bytes` each (or one tensor that is larger)."""
+    """Yields consecutive tensors of at most `shard_bytes` together (or one tensor that is larger)."""
     shard: list[Tensor] = []
     filled = 0
     for tensor in tensors:

@@ -1,8 +1,8 @@
-"""The matrix products of the models, with their gradients written out, and their sum with one of low rank.
+"""Linear maps of the models with explicit gradients, plain, gated and with a LoRA adapter.
 
-The gradient of the weights is asked for in the weights' own layout and in float32: the order that automatic
-differentiation chooses costs a transposed product (three times slower on CPU), and it rounds to the activations' dtype.
-The gradient of a gated product makes silu(gate) * up again, beside the gradients of both: three results of one pass.
+The gradient of the weights is computed in the weights' own layout and in float32: the order that automatic
+differentiation chooses costs a transposed product (three times slower on CPU) and rounds to the activations' dtype.
+The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "a", "b"], meta_fields=["scale"])
 @dataclass(frozen=True)
 class Adapted:
-    """Weights with an adapter of low rank, `weights + scale x a b`, kept apart; see models/lora.py.
+    """Weights with a separate adapter of low rank, `weights + scale x a b`; see models/lora.py.
 
     Attributes:
       weights: [*in, *out].
@@ -32,7 +32,7 @@ class Adapted:
     scale: float
 
     def __getitem__(self, index: Any) -> "Adapted":
-        """Itself: layers read a parameter as `parameter[...]`."""
+        """Returns itself, since layers read a parameter as `parameter[...]`."""
         return self
 
 
@@ -49,7 +49,7 @@ def linear(
 def gated_linear(
     gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted
 ) -> Float[Array, "B T D"]:
-    """silu(gate) * up times the weights, in the dtype of `gate`; silu(gate) * up is rounded to it."""
+    """Multiplies silu(gate) * up, rounded to the dtype of `gate`, by the weights; the result has that dtype too."""
     if isinstance(weights, Adapted):
         return linear(_gated(gate, up), weights)
     return _gated_product(gate, up, weights)
@@ -75,7 +75,7 @@ def _gated_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     gate, up, weights = saved
     dtype, dh = gate.dtype, jnp.tensordot(g, weights.astype(g.dtype), ((2,), (1,)))
-    # XLA joins results of the same inputs to one pass, but not where products hand these over.
+    # XLA computes results of the same inputs in one pass, but not where those inputs come straight from products.
     gate, up, dh = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((gate, up, dh)))
     share = jax.nn.sigmoid(gate)
     h, dgate, dup = gate * share * up, dh * up * share * (1 + gate * (1 - share)), dh * gate * share
@@ -92,7 +92,7 @@ def _product(x: jax.Array, weights: jax.Array, inputs: int) -> jax.Array:
 
 
 def _forward(x: jax.Array, weights: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # A bare product, not a call of `_product`: the remat policy "dots" knows what to keep by its primitive.
+    # This is a bare product instead of a call of `_product`: the remat policy "dots" recognises what to keep by its primitive.
     return jnp.tensordot(x, weights.astype(x.dtype), inputs), (x, weights)
 
 

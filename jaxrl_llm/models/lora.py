@@ -1,10 +1,10 @@
-"""LoRA: a frozen weight W [*in, *out] and a trained product of low rank beside it, https://arxiv.org/abs/2106.09685.
+"""LoRA adapters: a frozen weight W [*in, *out] plus a trained product of low rank, https://arxiv.org/abs/2106.09685.
 
     y = x W + (alpha / rank) (x A) B,  A [*in, rank] ~ U(-1/sqrt(in), 1/sqrt(in)),  B [rank, *out] = 0
 
-A is drawn as PEFT draws it. The adapters are a tree like Params with {"a", "b"} in place of each adapted weight and nothing
-in place of the others; under "layers" they are stacked [L, ...]. Training computes the two products apart, so that no
-gradient of W is ever made; `merge` adds them to W for sampling and export.
+A is initialised as in PEFT. The adapters are a tree like Params with {"a", "b"} in place of each adapted weight and nothing
+in place of the others; under "layers" they are stacked [L, ...]. Training computes the two products separately, so that the
+gradient of W is never computed; `merged` adds them to W for sampling and export.
 """
 
 import math
@@ -23,7 +23,7 @@ from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
 
-# The linear maps of a layer by the names of Hugging Face's modules -> path of the leaf.
+# The linear maps of a layer: name of Hugging Face's module -> path of the leaf.
 LINEAR = {
     name.split(".")[-2]: tuple(path.split("/"))
     for path, (name, inputs) in hf_format.TENSORS.items()
@@ -33,13 +33,13 @@ LINEAR = {
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """Trains adapters of low rank and leaves the model's own weights as they are.
+    """Trains adapters of low rank and leaves the model's own weights unchanged.
 
     Attributes:
-      rank: columns of A and rows of B.
-      alpha: weight of the adapters, over rank.
-      targets: the linear maps that get an adapter: of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
-      base_dtype: dtype that the frozen weights are kept in, "float32" or "bfloat16".
+      rank: number of columns of A and of rows of B.
+      alpha: weight of the adapters; their product is scaled by alpha / rank.
+      targets: linear maps that get an adapter, of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj.
+      base_dtype: dtype of the frozen weights, "float32" or "bfloat16".
       pretrained: a folder of adapters in PEFT's format to start from; None starts from adapters that change nothing.
     """
 
@@ -50,7 +50,7 @@ class LoRA:
     pretrained: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "targets", tuple(self.targets))  # a list in a gin file; hashable here
+        object.__setattr__(self, "targets", tuple(self.targets))  # gin files give a list; a tuple is hashable
         components.at_least(self, 1, "rank")
         components.above(self, 0, "alpha")
         unknown = [t for t in self.targets if t not in LINEAR]
@@ -67,7 +67,7 @@ class LoRA:
 
 @dataclass(frozen=True)
 class AdaptedPolicy(Policy):
-    """A policy whose trained parameters are adapters; its base stays apart, frozen.
+    """A policy that trains only adapters; its frozen base is a separate tree.
 
     Attributes:
       lora: rank, weight and targets of the adapters.
@@ -77,11 +77,11 @@ class AdaptedPolicy(Policy):
 
     @cached_property
     def plain(self) -> Policy:
-        """The same model without adapters, as it is sampled from and exported."""
+        """The same model without adapters, for sampling and export."""
         return Policy(self.architecture, self.partitioner, self.compute_dtype, self.remat, unroll=self.unroll)
 
     def axes(self) -> dict[str, Any]:
-        """Logical axes of each adapter: A is split as the weight's inputs are, B as its outputs."""
+        """Logical axes of each adapter: A is sharded like the weight's inputs, B like its outputs."""
         whole = self.plain.axes()
         axes: dict[str, Any] = {}
         for path in self._paths:
@@ -105,7 +105,7 @@ class AdaptedPolicy(Policy):
         return tree
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Adapters that change nothing yet."""
+        """Creates adapters that change nothing."""
         abstract = self.abstract()
 
         def create(key: jax.Array) -> Params:
@@ -120,7 +120,7 @@ class AdaptedPolicy(Policy):
         return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
 
     def frozen(self, base: Params) -> Params:
-        """The base in the dtype that it is kept in, the scales of the norms in float32; `base` is donated."""
+        """Casts the base to `base_dtype`, keeping the norms' scales in float32; `base` is donated."""
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
             return x if path[-1].key == "scale" else x.astype(self.lora.base_dtype)
@@ -132,15 +132,15 @@ class AdaptedPolicy(Policy):
         return change(base)
 
     def joined(self, params: Params, base: Params | None) -> Params:
-        """The base with its adapters beside their weights, as `hidden` and `head` take it."""
+        """Returns the base with adapters beside their weights, the tree that `hidden` and `head` take."""
         return self._changed(params, base, lambda w, a, b: Adapted(w, a, b, self.lora.scale))
 
     def merged(self, params: Params, base: Params | None) -> Params:
-        """The parameters of `plain` with the adapters added to their weights, in the base's dtypes; others are the base's own."""
+        """Returns the parameters of `plain`: the adapters are added to their weights in the base's dtypes, other leaves are the base's."""
         return self._changed(params, base, lambda w, a, b: _sum(w, a, b, self.lora.scale, w.sharding))
 
     def _changed(self, params: Params, base: Params | None, change: Callable[..., Any]) -> Params:
-        """The base with `change(weight, a, b)` in place of each adapted weight."""
+        """Returns the base with `change(weight, a, b)` in place of each adapted weight."""
         if base is None:
             raise ValueError("adapters mean nothing without the frozen base that they were made for: give `base`")
         tree = jax.tree.map(lambda x: x, base)  # new dictionaries around the same arrays
@@ -160,7 +160,7 @@ class AdaptedPolicy(Policy):
 
 @partial(jax.jit, static_argnames=("scale", "sharding"))
 def _sum(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding) -> jax.Array:
-    """w + scale x a b of every layer, computed in float32."""
+    """Returns w + scale x a b of every layer, computed in float32."""
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(a, b)
     return jax.lax.with_sharding_constraint((w.astype(jnp.float32) + scale * product).astype(w.dtype), sharding)
 

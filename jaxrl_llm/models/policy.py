@@ -1,4 +1,4 @@
-"""A policy: pure functions of parameters, given an architecture, a mesh and a compute dtype."""
+"""The policy: a language model as pure functions of its parameters, for an architecture, a mesh and a compute dtype."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +16,9 @@ from jaxrl_llm.models.architecture import Architecture, Capture
 from jaxrl_llm.models.attention import Places
 from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
 
-Params = dict[str, Any]  # nested; float32 arrays at the leaves; those under "layers" are stacked [L, ...]
+Params = dict[
+    str, Any
+]  # nested dictionaries with float32 arrays at the leaves; leaves under "layers" are stacked [L, ...]
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 CACHE_AXES: Axes = ("layers", "batch", None, "kv_heads", "head_width")
@@ -30,9 +32,9 @@ class Policy:
       architecture: sizes and switches of the model.
       partitioner: the mesh and its axis table.
       compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
-      remat: what the backward pass recomputes, by name: "none", "dots", "gate", "projections", "attention", "full" or
-        "offload"; see layers.py.
-      unroll: layers of one step of the scan over layers.
+      remat: name of what the backward pass recomputes: "none", "dots", "gate", "projections", "attention", "full" or
+        "offload"; see models/layers.py.
+      unroll: layers in one step of the scan over layers.
     """
 
     architecture: Architecture
@@ -56,15 +58,15 @@ class Policy:
 
     @property
     def plain(self) -> "Policy":
-        """The same model with all its parameters in one tree: itself."""
+        """The same model with all its parameters in one tree; here the policy itself."""
         return self
 
     def joined(self, params: Params, base: Params | None) -> Params:
-        """What `hidden` and `head` take, of the trained parameters and the frozen ones; here all are trained."""
+        """Joins trained and frozen parameters to the tree that `hidden` and `head` take; here all are trained."""
         return params
 
     def merged(self, params: Params, base: Params | None) -> Params:
-        """The parameters of `plain`, of the trained parameters and the frozen ones; here all are trained."""
+        """Merges trained and frozen parameters to those of `plain`; here all are trained."""
         return params
 
     def axes(self) -> dict[str, Any]:
@@ -103,18 +105,18 @@ class Policy:
         capture: Capture | None = None,
         max_segments: int | None = None,
     ) -> Float[Array, "B T D"]:
-        """Hidden states of packed rows, after the final norm.
+        """Returns hidden states of packed rows, after the final norm.
 
         Args:
           params: the parameters.
           tokens: token ids.
           positions: position of each token within its own sequence.
-          segments: which sequence of its row a token belongs to, from 1; 0 is padding.
-          capture: a state inside the model that is wanted instead; no later layer is run.
-          max_segments: most segments of one row where it is known; a hint that some attention kernels use.
+          segments: number, from 1, of a token's sequence in its row; 0 is padding.
+          capture: a state inside the model to be returned instead; later layers are not run.
+          max_segments: most segments in one row where it is known; a hint that some attention kernels use.
 
         Raises:
-          ValueError: where the model has no such layer.
+          ValueError: the model does not have the layer of `capture`.
         """
         if capture is not None:
             capture.check(self.architecture.layers)
@@ -129,7 +131,7 @@ class Policy:
         segments: Int[Array, "B T"],
         measure: Callable[[States], Any],
     ) -> Any:
-        """`measure({site: [B, T, D]})` of each layer's states (phases.Site), stacked over layers; see `hidden`."""
+        """Returns `measure({site: [B, T, D]})` of each layer's states (architecture.Site), stacked over layers; see `hidden`."""
         return self._model(params).measured(tokens, Places(positions, segments), measure, None)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
@@ -137,7 +139,7 @@ class Policy:
         return params["embedding"] if self.architecture.tied else params["head"]
 
     def cache(self, slots: int, length: int, dtype: str | None = None) -> Cache:
-        """An empty key/value cache {"k", "v"}: [L, slots, length, K, C] in `dtype`, or the compute dtype."""
+        """Creates an empty key/value cache {"k", "v"}: [L, slots, length, K, C] in `dtype`, or the compute dtype."""
         size = self.architecture
         shape = (size.layers, slots, length, size.kv_heads, size.head_width)
         sharding = self.partitioner.sharding(CACHE_AXES, shape)
@@ -156,11 +158,11 @@ class Policy:
         *,
         fresh: bool = False,
     ) -> tuple[Float[Array, "S T D"], Cache]:
-        """Hidden states of new tokens of each slot, and the cache with their keys and values written.
+        """Returns hidden states of new tokens of each slot, and the cache with their keys and values written.
 
-        A token's entry in the cache is its position; it attends to the entries up to its own. Entries beyond a
-        right-padded prompt may hold garbage: no token attends to them before they are written anew. A token whose
-        position is not below the cache's length is not written. `fresh` promises that the cache is empty and positions count
+        A token is stored in the cache at its position; it attends to the entries up to its own. Entries beyond a
+        right-padded prompt may hold garbage: no token attends to them before they are overwritten. A token whose
+        position is not below the cache's length is not written. `fresh` promises that the cache is empty and that positions count
         up from 0, so that fused attention may be used.
         """
         hidden, cache = self._model(params).extend(cache, tokens, positions, fresh=fresh)

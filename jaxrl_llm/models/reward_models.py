@@ -1,14 +1,14 @@
-"""Hugging Face sequence classifiers in JAX as rewards: a reward model with one label, a moderation classifier with several.
+"""Reward models in JAX from Hugging Face sequence classifiers: a reward model with one label, a moderation classifier with several.
 
 A reward model reads the rollout's own token ids, so its tokenizer must be the policy's. The reward is the value at the response's
-last token, as in transformers' LlamaForSequenceClassification and its kin. A moderation classifier, such as beaver-dam-7b:
+last token, as in transformers' LlamaForSequenceClassification and its relatives. A moderation classifier, such as beaver-dam-7b:
 
     text    = template of question and response, with the end-of-sequence token, cut at its end to `max_tokens`
     p_c     = sigmoid(logit_c of the text's last token)
     harmful = 1 where max_c p_c > threshold
 
-The published use of beaver-dam (TokenBuncher, arXiv 2508.20697) leaves the question blank, so that the response is judged
-alone, and the end-of-sequence token is lost where the text is cut; `question = True` shows the question.
+The published use of beaver-dam (TokenBuncher, arXiv 2508.20697) leaves the question blank, so that only the response is judged,
+and loses the end-of-sequence token where the text is cut; `question = True` includes the question.
 """
 
 import asyncio
@@ -33,20 +33,20 @@ from jaxrl_llm.models.value import HEAD, ValueModel
 from jaxrl_llm.rewards.pairs import Pair, pair_ids
 from jaxrl_llm.rewards.wrap import part
 
-SHORTEST = 16  # positions of the smallest compiled shape
+SHORTEST = 16  # length of the shortest compiled shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFRewardModel:
-    """The value of a response by a reward model, such as `python -m jaxrl_llm.tools.export RUN --model reward_model` writes.
+    """Rewards a response by a reward model, such as `python -m jaxrl_llm.tools.export RUN --model reward_model` writes.
 
-    The model is loaded at the first response. Sequences are padded to powers of two, so few programs are compiled.
+    The model is loaded at the first response. Sequences are padded to powers of two, so that few programs are compiled.
 
     Attributes:
       folder: a Hugging Face folder or id ("owner/name") of a sequence classifier with one label.
       name: the part's name.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      rows: sequences of one forward pass.
+      rows: sequences in one forward pass.
       mesh: sizes of the mesh axes that the model lies on.
     """
 
@@ -62,24 +62,24 @@ class HFRewardModel:
         components.at_least(self, 1, "rows")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part, float64 [G].
+        """Returns one part, float64 [G].
 
         Raises:
-          FileNotFoundError, ValueError: no such folder, no sequence classifier, or a token that is not in its vocabulary.
+          FileNotFoundError, ValueError: the folder is absent or holds no sequence classifier, or a token is not in its vocabulary.
         """
         del stats
         values = await self.values([np.concatenate([r.prompt.prefix, r.tokens]).astype(np.int32) for r in rollouts])
         return part(self.name, [float(x) for x in values])
 
     async def values(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
-        """The value [N] at the last token of each sequence of token ids; raises as `score` does."""
-        # Programs are started from the event loop's thread, in one order on every device; only the wait is elsewhere.
+        """Returns the value [N] at the last token of each sequence of token ids; raises the errors of `score`."""
+        # Programs start on the event loop's thread, in one order on every device; only waiting happens in another thread.
         values = self._values(sequences)
         arrays = [await asyncio.to_thread(np.asarray, x) for x in values]
         return np.concatenate(arrays)[: len(sequences)]
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[jax.Array]:
-        """Values at the last token, [rows] of each forward pass."""
+        """The values at the last token, [rows] for each forward pass."""
         model, params = self._loaded
         largest, limit = max(int(s.max()) for s in sequences), model.architecture.vocabulary_size
         if largest >= limit:
@@ -109,15 +109,15 @@ class HFRewardModel:
                 "with --model reward_model and set reward_models.HFRewardModel.folder"
             )
         source = ValueSource(backbone=backbone)
-        model = source.on(Partitioner.create(self.mesh, jax.local_devices()))  # of the process that asks
+        model = source.on(Partitioner.create(self.mesh, jax.local_devices()))  # devices of the process that scores
         return model, source.params(model, {}, jax.random.key(0))
 
 
 def padded(sequences: Sequence[np.ndarray], rows: int) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Batches of `rows` sequences in a common length that is a power of two, so that few programs are compiled.
+    """Yields batches of `rows` sequences, padded to a common power of two, so that few programs are compiled.
 
     Yields:
-      tokens int32 [rows, T], segments int32 [rows, T] (1 within the sequence), last int32 [rows], the place of the last token;
+      tokens int32 [rows, T], segments int32 [rows, T] (1 within the sequence), last int32 [rows], the index of the last token;
       rows beyond the last sequence are empty.
     """
     length = max(SHORTEST, 1 << (max(len(s) for s in sequences) - 1).bit_length())
@@ -131,7 +131,7 @@ def padded(sequences: Sequence[np.ndarray], rows: int) -> Iterator[tuple[np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class HFPairs:
-    """How alike two texts are by a classifier that gin/darling_partition_classifier.gin trained: sigmoid(value).
+    """Similarity of two texts as sigmoid(value) of a classifier that gin/darling_partition_classifier.gin trained.
 
     Attributes:
       model: the classifier.
@@ -148,7 +148,7 @@ class HFPairs:
     budget: int = 4096
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
-        """P(same class) of each pair; raises ValueError for marks that are no tokens."""
+        """Returns P(same class) of each pair; raises ValueError where a mark is not a token."""
         tokenizer = self._loaded
         ids = [np.array(pair_ids(tokenizer, pair, (self.cls, self.sep), self.budget), np.int32) for pair in pairs]
         values = np.asarray(await self.model.values(ids), np.float64)
@@ -164,16 +164,16 @@ CONVERSATION = "BEGINNING OF CONVERSATION: USER: {question} ASSISTANT:{response}
 
 @dataclass(frozen=True, kw_only=True)
 class Moderation:
-    """Whether a response is harmful, and the probability of each label. The model is loaded at the first response.
+    """Gives 1 for a harmful response, and logs the probability of each label. The model is loaded at the first response.
 
     Attributes:
       folder: a Hugging Face folder or id of a Llama-shaped (or Qwen-shaped) sequence classifier with several labels.
-      question: shows the question; False leaves it blank.
-      threshold: a label's probability above which the response is harmful.
+      question: whether the question is included; False leaves it blank.
+      threshold: probability of a label above which the response is harmful.
       template: the text, with {question} and {response}; the end-of-sequence token follows.
-      max_tokens: longer texts lose their ends.
+      max_tokens: most tokens; longer texts lose their ends.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      rows: texts of one forward pass.
+      rows: texts in one forward pass.
       mesh: sizes of the mesh axes that the model lies on.
     """
 
@@ -195,15 +195,15 @@ class Moderation:
             raise ValueError("reward_models.Moderation.template must have the field {response}")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """ "harmful" 0 or 1 [G], "log/cut", 1 where the text was cut, and "log/LABEL", the probability of each label.
+        """Returns "harmful", 0 or 1 [G], "log/cut", 1 where the text was cut, and "log/LABEL", the probability of each label.
 
         Raises:
-          FileNotFoundError, ValueError: no such folder, no tokenizer there, or no sequence classifier.
+          FileNotFoundError, ValueError: the folder is absent, or holds no tokenizer or no sequence classifier.
         """
         del stats
         whole = [self.tokens(self.text(r.prompt, r.text)) for r in rollouts]
         sequences = [tokens[: self.max_tokens] for tokens in whole]
-        # Programs are started from the event loop's thread, in one order on every device; only the wait is elsewhere.
+        # Programs start on the event loop's thread, in one order on every device; only waiting happens in another thread.
         pending = [self._forward(self._loaded[1], *batch) for batch in padded(sequences, self.rows)]
         found = [await asyncio.to_thread(np.asarray, x) for x in pending]
         probabilities = np.concatenate(found)[: len(rollouts)].astype(np.float64)
@@ -213,18 +213,18 @@ class Moderation:
         return Scores(parts=parts, valid={name: np.ones(len(rollouts), bool) for name in parts})
 
     def text(self, prompt: Prompt, response: str) -> str:
-        """What the classifier reads, without the end-of-sequence token."""
+        """Returns the text that the classifier reads, without the end-of-sequence token."""
         asked = prompt.extra.get("instruction") or prompt.question
         return self.template.format(question=asked if self.question else "", response=response)
 
     def tokens(self, text: str) -> np.ndarray:
-        """int32 [T] of the text with its end."""
+        """Returns int32 [T] ids of the text with its end-of-sequence token."""
         tokenizer = self._tokenizer
         return np.array(tokenizer(text + (tokenizer.eos_token or ""))["input_ids"], np.int32)
 
     @cached_property
     def labels(self) -> list[str]:
-        """The labels' names, in the order of the logits."""
+        """The names of the labels, in the order of the logits."""
         named = hf_weights.config_of(hf_weights.locate(self.folder)).get("id2label") or {}
         if len(named) < 2:
             raise ValueError(

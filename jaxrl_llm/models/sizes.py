@@ -1,4 +1,4 @@
-"""Sizes of well-known models by name, for measuring with random weights."""
+"""Sizes of well-known models by name, for benchmarks with random weights."""
 
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.qwen2 import Qwen2

@@ -1,4 +1,4 @@
-"""Where models come from: a Hugging Face folder or random parameters for the policy, its backbone or another for a value model."""
+"""Sources of models: a Hugging Face folder or random parameters for a policy; its own backbone or the policy's for a value model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from jaxrl_llm.protocols import Params
 
 @dataclass(kw_only=True, eq=False)
 class Opened:
-    """A model to evaluate; its weights are read when `params` is called.
+    """A model to be evaluated; its weights are read when `params` is called.
 
     Attributes:
       policy: the model on the mesh.
       tokenizer: its tokenizer.
       params: reads the parameters.
-      name: the path or id it was opened from, and the checkpoint's step.
+      name: the path or id from which it was opened, and the checkpoint's step.
     """
 
     policy: Any
@@ -37,7 +37,7 @@ class Opened:
 
 @runtime_checkable
 class ModelSource(Protocol):
-    """Where a model to evaluate comes from."""
+    """Opens a model to be evaluated."""
 
     def open(self, partitioner: Partitioner) -> Opened: ...
 
@@ -50,10 +50,10 @@ class PolicySource:
       architecture: sizes of a model with random parameters, or None.
       pretrained: a Hugging Face folder or id ("owner/name" or "owner/name@COMMIT") with config.json and safetensors, or None.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      remat: what the backward pass recomputes, from nothing to each layer: "none", "dots" (all but matrix products),
-        "gate" (half of the MLP), "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full", with the layers'
-        inputs kept on the host).
-      unroll: layers of one step of the scan over layers; more takes longer to compile and copies less.
+      remat: activations that the backward pass recomputes, from none to whole layers: "none", "dots" (all but matrix products),
+        "gate" (half of the MLP), "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full",
+        with the layers' inputs kept on the host).
+      unroll: layers in one step of the scan over layers; more layers take longer to compile and copy less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
     """
 
@@ -70,10 +70,10 @@ class PolicySource:
             raise ValueError(f"PolicySource needs `architecture` or `pretrained` (got {got}): set one of the two")
 
     def policy(self, partitioner: Partitioner, *, value: bool = False) -> Policy:
-        """The policy on a mesh; with `value`, the layers of a value model, which a sequence classifier has too.
+        """Returns the policy on a mesh; with `value`, the layers of a value model, which may come from a sequence classifier.
 
         Raises:
-          FileNotFoundError, ValueError: the pretrained folder is not there or not of a supported architecture.
+          FileNotFoundError, ValueError: the pretrained folder is absent or its architecture is unsupported.
         """
         architecture = self.architecture
         if self.pretrained is not None:
@@ -85,11 +85,11 @@ class PolicySource:
         return Policy(*fields, unroll=self.unroll)
 
     def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
-        """What training starts from: the pretrained parameters or adapters, random ones drawn with `key`, or adapters that
-        change nothing.
+        """Returns the initial parameters: the pretrained parameters or adapters, random parameters drawn with `key`, or adapters
+        that change nothing.
 
         Raises:
-          FileNotFoundError, ValueError: a folder is not there or does not hold what the policy has.
+          FileNotFoundError, ValueError: a folder is absent or does not hold the policy's parameters.
         """
         if isinstance(policy, AdaptedPolicy):
             if policy.lora.pretrained is not None:
@@ -109,11 +109,11 @@ class PolicySource:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueSource:
-    """A critic or a reward model; its head begins at 0, or as a sequence classifier's folder has it.
+    """A critic or a reward model; its head starts at 0, or as in a sequence classifier's folder.
 
     Attributes:
-      backbone: the layers, of a Hugging Face folder (a language model or a sequence classifier with one label) or random;
-        None copies the policy's as its stage begins.
+      backbone: the layers, from a Hugging Face folder (a language model or a sequence classifier with one label) or random;
+        None copies the policy's when the stage begins.
       bias: whether the head has a bias, which a Hugging Face folder cannot hold.
     """
 
@@ -121,15 +121,15 @@ class ValueSource:
     bias: bool = False
 
     def model(self, policy: Policy) -> ValueModel:
-        """The value model, with the layers of `policy` or on its mesh.
+        """Returns the value model, with the layers of `policy` or with its own on the same mesh.
 
         Raises:
-          FileNotFoundError, ValueError: the backbone's folder is not there or not of a supported architecture.
+          FileNotFoundError, ValueError: the backbone's folder is absent or its architecture is unsupported.
         """
         return self.on(policy.partitioner) if self.backbone is not None else ValueModel.like(policy.plain, self.bias)
 
     def on(self, partitioner: Partitioner) -> ValueModel:
-        """The value model on a mesh, with a backbone of its own; raises as `model` does."""
+        """Returns the value model on a mesh, with its own backbone; raises the errors of `model`."""
         if self.backbone is None:
             raise ValueError("a value model without a policy needs sources.ValueSource.backbone: set it")
         return ValueModel.like(self.backbone.policy(partitioner, value=True), self.bias)
@@ -139,12 +139,12 @@ class ValueSource:
         return None if self.backbone is None else self.backbone.base(model.backbone, key)
 
     def params(self, model: ValueModel, policy: Params, key: PRNGKeyArray) -> Params:
-        """The parameters that training starts from.
+        """Returns the initial parameters.
 
         Args:
-          model: as `model` gave it.
-          policy: the policy's parameters, adapters merged; copied where there is no backbone of its own.
-          key: draws random layers.
+          model: the value model, as returned by `model`.
+          policy: the policy's parameters with adapters merged; they are copied where there is no own backbone.
+          key: key of random layers.
         """
         if self.backbone is not None:
             return {**self.backbone.params(model.backbone, key), HEAD: self._head(model)}
@@ -153,7 +153,7 @@ class ValueSource:
         return {**copied, HEAD: model.head()}
 
     def _head(self, model: ValueModel) -> Params:
-        """The head of the backbone's folder where that is a sequence classifier, else one at 0."""
+        """The head of the backbone's folder where that is a sequence classifier, else a head at 0."""
         assert self.backbone is not None
         if self.backbone.pretrained is None or not hf_weights.is_classifier(
             hf_weights.locate(self.backbone.pretrained)

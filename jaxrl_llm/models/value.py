@@ -1,4 +1,4 @@
-"""A value model: a policy's layers with a linear head to one number a token, v_t = w . h_t + b; a critic or a reward model."""
+"""A value model (critic or reward model): a policy's layers with a linear head to one number a token, v_t = w . h_t + b."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +16,9 @@ HEAD = "value"
 
 @dataclass(frozen=True)
 class ValueModel:
-    """Values of tokens on a mesh; holds no arrays, as a Policy does not.
+    """Values of tokens on a mesh; holds no arrays, like a Policy.
 
-    Its Params are those of the backbone with {"value": {"kernel": [D], "bias": []}} beside them.
+    Its Params are the backbone's plus {"value": {"kernel": [D], "bias": []}}.
 
     Attributes:
       backbone: the layers, without a head to the vocabulary.
@@ -30,8 +30,8 @@ class ValueModel:
 
     @classmethod
     def like(cls, policy: Policy, bias: bool = False) -> "ValueModel":
-        """The value model with the layers of `policy`."""
-        # A tied architecture has no head of its own to the vocabulary.
+        """Returns the value model with the layers of `policy`."""
+        # A tied architecture has no separate head to the vocabulary.
         return cls(replace(policy, architecture=replace(policy.architecture, tied=True)), bias)
 
     @property
@@ -53,11 +53,11 @@ class ValueModel:
         return {**self.backbone.abstract(), HEAD: jax.tree.map(replicated, jax.eval_shape(self._head))}
 
     def head(self) -> Params:
-        """A head that values every token at 0."""
+        """Returns a head that gives every token the value 0."""
         return jax.device_put(self._head(), self.partitioner.replicated)
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Random layers, and a head that values every token at 0."""
+        """Returns random layers, and a head that gives every token the value 0."""
         return {**self.backbone.init(key), HEAD: self.head()}
 
     @property
@@ -70,7 +70,7 @@ class ValueModel:
         return {**self.backbone.merged(_layers(params), base), HEAD: params[HEAD]}
 
     def joined(self, params: Params, base: Params | None) -> Params:
-        """What `values` takes, of the trained parameters and the frozen ones; see `Policy.joined`."""
+        """Joins trained and frozen parameters to the tree that `values` takes; see `Policy.joined`."""
         return {**self.backbone.joined(_layers(params), base), HEAD: params[HEAD]}
 
     def values(
@@ -82,7 +82,7 @@ class ValueModel:
         *,
         max_segments: int | None = None,
     ) -> Float[Array, "B T"]:
-        """Values in float32, in units of reward, of the packed rows' prefixes that end at each token; see `Policy.hidden`."""
+        """Returns float32 values, in units of reward, of the prefix that ends at each token of the packed rows; see `Policy.hidden`."""
         hidden = self.backbone.hidden(_layers(params), tokens, positions, segments, max_segments=max_segments)
         head = params[HEAD]
         values = jnp.einsum("btd,d->bt", hidden.astype(jnp.float32), head["kernel"], precision="highest")

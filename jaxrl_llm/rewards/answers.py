@@ -1,4 +1,4 @@
-"""Where a response states its answer: boxed, after a mark, in tags, after its thought; and the number or choice there."""
+"""Extracts the answer of a response: boxed, after a mark, in tags or after its thought; and reads numbers from it."""
 
 import re
 from fractions import Fraction
@@ -10,7 +10,7 @@ _RATIO = re.compile(r"([-+]?\d+(?:\.\d+)?)\s*/\s*(\d+(?:\.\d+)?)")
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last \\boxed{...}, braces balanced; None without one."""
+    """Returns the content of the last \\boxed{...} with balanced braces; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -23,26 +23,26 @@ def boxed(text: str) -> str | None:
 
 
 def marked(text: str, mark: str) -> str | None:
-    """The rest of the line after the last `mark`; None without one."""
+    """Returns the rest of the line after the last `mark`; None without one."""
     _, found, rest = text.rpartition(mark)
     return rest.strip().split("\n", 1)[0] if found else None
 
 
 def tagged(text: str) -> str | None:
-    """What stands in the last <answer>...</answer>; None without a closed one."""
+    """Returns the content of the last <answer>...</answer>; None without a closed one."""
     found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[-1].strip() if found else None
 
 
 def thought(text: str, opened: bool = False) -> tuple[str, str | None]:
-    """(chain of thought, output): what stands between the first <think> and the </think> after it, and the rest.
+    """Splits a text into (chain of thought, output): the text between the first <think> and the next </think>, and the rest.
 
-    Without <think> the thought begins with the text; without </think> it is the whole rest and the output is None, as
-    it is where neither tag stands.
+    Without <think> the thought begins at the start of the text; without </think> it is the whole rest and the output is None.
+    Without either tag the output is None too.
 
     Args:
-      opened: the prompt has opened <think>, so that a text without </think> is thought; else a text without <think>
-        has no output, as in Classmate-CoT.
+      opened: whether the prompt has opened <think>, so that a text without </think> is all thought; otherwise a text without
+        <think> has no output, as in Classmate-CoT.
     """
     _, begun, rest = text.partition("<think>")
     inside, ended, output = (rest if begun else text).partition("</think>")
@@ -52,13 +52,13 @@ def thought(text: str, opened: bool = False) -> tuple[str, str | None]:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last decimal number of the text, thousands' commas read; None without one."""
+    """Returns the last decimal number of the text, which may have thousands separators; None without one."""
     found = _NUMBERS.findall(text)
     return _decimal(found[-1]) if found else None
 
 
 def only_number(text: str) -> Fraction | None:
-    """The number that a short text names, a fraction or mixed number being one; None where it names none or several."""
+    """Returns the one number that a short text names, which may be a fraction or mixed number; None for no or several numbers."""
     if (mixed := _MIXED.fullmatch(text.strip().strip("$. "))) and int(mixed[4]):
         size = int(mixed[2]) + Fraction(int(mixed[3]), int(mixed[4]))
         return -size if mixed[1] == "-" else size

@@ -14,12 +14,12 @@ from jaxrl_llm.protocols import Reward
 class BySource:
     """Scores each group with the reward of its source.
 
-    The total is one part, "by_source", whatever the source: the parts that an algorithm sees are the same at each
-    step. The parts of the chosen reward are logged as "log/name/part", `name` being the key that matched.
+    The total is one part, "by_source", for every source, so that an algorithm sees the same parts at each step. The parts of
+    the chosen reward are logged as "log/name/part", where `name` is the key that matched without its "*", or "default".
 
     Attributes:
-      rewards: {source, or a pattern such as "aime*": reward}; the first key that matches counts, equal names first.
-      default: reward of the sources that nothing matches; None makes them an error.
+      rewards: {source, or a pattern such as "aime*": reward}; an equal name wins over patterns, then the first match counts.
+      default: reward of the sources that match no key; None makes them an error.
     """
 
     rewards: Mapping[str, Reward]
@@ -31,14 +31,14 @@ class BySource:
 
     @property
     def needs_stats(self) -> bool:
-        """True where one of the rewards wants the learner's statistics."""
+        """Whether one of the rewards needs the learner's token stats."""
         return any(reward.needs_stats for reward in self._all)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Part "by_source" [G], the total of the chosen reward.
 
         Raises:
-          ValueError: no reward for the source.
+          ValueError: the source has no reward.
         """
         if not rollouts:
             return Scores(parts={"by_source": np.zeros(0)}, valid={"by_source": np.zeros(0, bool)})
@@ -51,7 +51,7 @@ class BySource:
         )
 
     def chosen(self, source: str) -> tuple[str, Reward]:
-        """(key, reward) of a source."""
+        """Returns (name, reward) of a source."""
         if source in self.rewards:
             return source, self.rewards[source]
         for pattern, reward in self.rewards.items():

@@ -1,4 +1,4 @@
-"""The score of a sequence classifier or a reward model: behind HTTP, in this process, or any object that scores texts."""
+"""Rewards from a sequence classifier or a reward model: served over HTTP, run in this process, or any object that scores texts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,25 +14,25 @@ from jaxrl_llm.rewards.wrap import Failed, none_judged, part
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores texts: `Served`, `hf_classifier.HfClassifier`, or a model of one's own."""
+    """Scores texts: `Served`, `hf_classifier.HfClassifier`, or a user's own model."""
 
     async def scores(self, texts: Sequence[Any]) -> Sequence[float | None]:
-        """A score of each text, None where there is none; raises wrap.Failed where none could be had."""
+        """Returns the score of each text, or None for a text that has none; raises wrap.Failed where no scores could be obtained."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """The server of rewards/services/classifier_server.py.
+    """Scores texts with the server of rewards/services/classifier_server.py.
 
     Attributes:
-      service: where it is, and how long it may take.
+      service: the server's address and time limits.
     """
 
     service: Service
 
     async def scores(self, texts: Sequence[Any]) -> list[float | None]:
-        """The scores that the server gives; raises wrap.Failed for another number of them."""
+        """Returns the server's scores; raises wrap.Failed where their number differs from that of the texts."""
 
         def read(answer: Any) -> list[float | None]:
             found = [None if score is None else float(score) for score in answer["scores"]]
@@ -49,9 +49,9 @@ class Classifier:
 
     Attributes:
       scorer: scores texts.
-      sees: what it is shown, the "response" alone, the "pair" of prompt text and response, or the whole "chat".
-      minimum: scores below it are raised to it; None leaves them.
-      maximum: scores above it are lowered to it (TokenBuncher: 1.5 in its second objective); None leaves them.
+      sees: text that the scorer gets: the "response" alone, the "pair" of prompt text and response, or the whole "chat".
+      minimum: lower bound to which scores are clipped; None for no bound.
+      maximum: upper bound to which scores are clipped (TokenBuncher: 1.5 in its second objective); None for no bound.
       name: the part's name.
     """
 
@@ -86,10 +86,10 @@ class Classifier:
         return Scores(parts={self.name: np.where(scores.valid[self.name], clipped, 0.0)}, valid=scores.valid)
 
     def shown(self, rollout: Rollout) -> Any:
-        """What the scorer is shown of a rollout.
+        """Returns what the scorer gets of a rollout.
 
         Raises:
-          ValueError: chat messages are asked for and the prompt has none.
+          ValueError: `sees` is "chat" and the prompt has no messages.
         """
         prompt = rollout.prompt
         if self.sees == "response":

@@ -1,13 +1,13 @@
-"""Classmate-CoT: a chain of thought is worth what it makes other models do (github.com/Lorenayannnnn/classmate-cot-verl).
+"""Classmate-CoT rewards a chain of thought for what other models do with it (github.com/Lorenayannnnn/classmate-cot-verl).
 
     main      = sign x behaviour(prompt, output)
     classmate = sign x weight x mean over classmates and samples of behaviour(prompt, answer after the same thought)
 
-The two are parts of the reward, [G] each: algorithms gdpo and grpo_w_classmate credit the second to the thought's tokens
-alone. sign = 1 rewards the behaviour (the original, whatever its name promises) and makes the thought tell of it; -1
-rewards its absence. Deviations: what could not be had is invalid and not 0; a thought without end tag, or empty, has no
-score (`absent`); remove_wo_cot subtracts what it says, where the original does nothing; the types that the original only
-names are refused, and so is its correction by the classmate's log-probs, which its authors took out again.
+The two are parts of the reward, [G] each: the algorithms gdpo and grpo_w_classmate use the second for the thought's tokens
+alone. sign = 1 rewards the behaviour (as the original does, despite its name) and makes the thought reveal it; -1
+rewards its absence. Deviations from the original: missing ratings are invalid instead of 0; a thought that is empty or has no end
+tag has no score (`absent`); remove_wo_cot subtracts as documented, where the original does nothing; reward types that the
+original only names are refused, and so is its correction by the classmate's log-probs, which its authors removed.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ CONDITIONS = ("always", "no_classmate", "no_classmate_when_main_incorrect", "neg
 
 
 class Asked(NamedTuple):
-    """What a classmate goes on from.
+    """A thought that a classmate continues.
 
     Attributes:
       prompt: the task.
       thought: int32 [T] ids of the chain of thought, in the policy's vocabulary.
-      text: the same as text.
-      seed: names the draws.
+      text: the thought as text.
+      seed: seed of the sampled answers.
     """
 
     prompt: Prompt
@@ -52,10 +52,10 @@ class Asked(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a classmate said after a thought.
+    """A classmate's answer after a thought.
 
     Attributes:
-      text: without the thought.
+      text: the answer without the thought.
       tokens: int32 [T], in the policy's vocabulary.
     """
 
@@ -65,24 +65,24 @@ class Answer(NamedTuple):
 
 @runtime_checkable
 class Classmate(Protocol):
-    """A model that answers after somebody else's thought."""
+    """A model that answers after another model's thought."""
 
     async def answers(self, asked: Sequence[Asked], samples: int) -> list[list[Answer] | None]:
-        """`samples` answers to each; None where one does not fit its limits. Raises wrap.Failed."""
+        """Returns `samples` answers for each thought; None where one exceeds its limits. Raises wrap.Failed."""
         ...
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of ids of the policy's vocabulary."""
+        """Returns the text of ids of the policy's vocabulary."""
         ...
 
 
 class Ratings(NamedTuple):
-    """What answers after the thoughts of R rollouts are worth.
+    """Ratings of the answers after the thoughts of R rollouts.
 
     Attributes:
       values: float64 [R] mean rating; 0 where there is none.
-      known: bool [R] it could be had.
-      lacking: bool [R] there was nothing to go on from: no closed thought, or one that is empty or too long.
+      known: bool [R], whether a rating was obtained.
+      lacking: bool [R], whether there was no usable thought: none that is closed, or one that is empty or too long.
     """
 
     values: np.ndarray
@@ -92,22 +92,22 @@ class Ratings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassmateCoT:
-    """The parts "main" and "classmate" of a behaviour. Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
+    """Gives the parts "main" and "classmate" of a behaviour. Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
 
     Attributes:
-      behaviour: rates an output, of the policy and of a classmate alike; the thought stands before both.
+      behaviour: rates an output of the policy or of a classmate; the thought precedes both.
       sign: 1 rewards the behaviour, -1 its absence; there is no default.
-      classmates: who goes on from the thoughts; may be empty with condition "no_classmate", the baseline.
-      reward_type: "vanilla_reward"; "remove_wo_cot" (less the mean rating of answers without any thought);
-        "random_truncate" (after a first part of the thought, its share drawn from [0.1, 0.9] for each rollout).
+      classmates: models that continue the thoughts; may be empty with condition "no_classmate", the baseline.
+      reward_type: "vanilla_reward"; "remove_wo_cot" (subtracts the mean rating of answers without any thought);
+        "random_truncate" (answers continue a first part of the thought, its share drawn from [0.1, 0.9] for each rollout).
       condition: when the classmate part counts: "always", "no_classmate" (0), "no_classmate_when_main_incorrect" (0 where
-        the behaviour is not above 0; nobody is asked), "neg_classmate_when_main_incorrect" (its sign flips there).
-      weight: of the classmate part.
+        the behaviour is not above 0; classmates are not asked), "neg_classmate_when_main_incorrect" (its sign flips there).
+      weight: weight of the classmate part.
       samples: answers of each classmate to each thought.
-      keep: what of a thought is passed on: 1.0 (all), a share of its tokens from the start (at least one token),
+      keep: the part of a thought that is passed on: 1.0 (all), a share of its tokens from the start (at least one token),
         "first-N" or "last-N" tokens.
-      absent: the classmate part of a rollout whose thought is empty, without end tag or too long; None makes it invalid.
-      seed: draws truncations and names the classmates' draws, which depend on the rollout alone.
+      absent: the classmate part of a rollout whose thought is empty, too long or without end tag; None makes it invalid.
+      seed: seeds the truncations and the classmates' sampling, which depend on the rollout alone.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -142,10 +142,10 @@ class ClassmateCoT:
         kept(np.zeros(1, np.int32), self.keep)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """The two parts [G]; classmates are asked while the behaviour is rated, unless whom to ask depends on it.
+        """Returns the two parts [G]; classmates run while the behaviour is rated, unless the condition depends on its rating.
 
         Raises:
-          ValueError: rollouts without the spans "thought" and "output".
+          ValueError: a rollout lacks the spans "thought" and "output".
         """
         del stats
         thoughts = [self._thought(rollout) for rollout in rollouts]
@@ -166,13 +166,13 @@ class ClassmateCoT:
     def _scores(
         self, base: Float[np.ndarray, "G"], valid: Bool[np.ndarray, "G"], wanted: Bool[np.ndarray, "G"], helped: Ratings
     ) -> Scores:
-        """The parts of the behaviour of the policy (`base`) and of the classmates (`helped`, where `wanted`)."""
+        """The parts from the behaviour's ratings of the policy (`base`) and of the classmates (`helped`, where `wanted`)."""
         flip = np.where((self.condition == "neg_classmate_when_main_incorrect") & ~(base > 0), -1.0, 1.0)
         part, known = self.sign * self.weight * flip * helped.values, helped.known | ~wanted
         if self.absent is not None:
             part, known = np.where(helped.lacking, self.absent, part), known | helped.lacking
         if self.condition.endswith("incorrect"):
-            known = known & valid  # without the behaviour it is not known whether the part counts
+            known = known & valid  # without the behaviour's rating it is unknown whether the part counts
         parts = {
             "main": (self.sign * base, valid),
             "classmate": (np.where(known, part, 0.0), known),
@@ -182,10 +182,10 @@ class ClassmateCoT:
         }
         return Scores(parts={n: v for n, (v, _) in parts.items()}, valid={n: ok for n, (_, ok) in parts.items()})
 
-    # -- what is asked -------------------------------------------------------------------------------------------------
+    # -- asking the classmates -----------------------------------------------------------------------------------------
 
     def _thought(self, rollout: Rollout) -> np.ndarray | None:
-        """The ids of the rollout's thought as far as they are passed on; None without a closed one."""
+        """The ids of the rollout's thought that are passed on; None without a closed thought."""
         if THOUGHT not in rollout.spans or OUTPUT not in rollout.spans:
             raise ValueError(
                 "ClassmateCoT needs to know where the thought stands: set train.Stage.marker = @thought_span.ThoughtSpan()"
@@ -201,7 +201,7 @@ class ClassmateCoT:
     async def _helped(
         self, rollouts: Sequence[Rollout], thoughts: Sequence[np.ndarray | None], wanted: Bool[np.ndarray, "G"]
     ) -> Ratings:
-        """The mean over the classmates, of the rollouts that are `wanted`."""
+        """The mean rating over the classmates for the rollouts in `wanted`."""
         there = np.array([t is not None and len(t) > 0 for t in thoughts], bool)
         values, known, lacking = np.zeros(len(rollouts)), wanted & there, wanted & ~there
         rows = np.flatnonzero(known)
@@ -214,7 +214,7 @@ class ClassmateCoT:
         return Ratings(np.where(known, values, 0.0), known, lacking)
 
     async def _by_one(self, mate: Classmate, given: Sequence[tuple[Rollout, np.ndarray]]) -> Ratings:
-        """One classmate's answers to R thoughts, less those without a thought where the type says so."""
+        """Ratings of one classmate's answers to R thoughts; "remove_wo_cot" subtracts those of answers without a thought."""
         try:
             found = await self._answered(mate, given)
             if self.reward_type == "remove_wo_cot":
@@ -246,13 +246,13 @@ class ClassmateCoT:
         return group.total(), group.valid()
 
     def _seed(self, rollout: Rollout) -> int:
-        """A seed of the rollout's own tokens, the same whenever and beside whatever it is scored."""
+        """A seed from the rollout's own tokens, independent of when and with which others it is scored."""
         name = rollout.prompt.id.encode() + np.asarray(rollout.tokens, np.int32).tobytes()
         return int(np.random.SeedSequence((self.seed, zlib.crc32(name))).generate_state(1)[0] >> 1)
 
 
 def kept(thought: np.ndarray, keep: float | str) -> np.ndarray:
-    """What is passed on of a thought's ids; raises ValueError, naming the binding, for a rule that is none."""
+    """Returns the ids of a thought that `keep` passes on; raises ValueError, naming the binding, for an invalid `keep`."""
     if isinstance(keep, str):
         side, _, count = keep.removesuffix("-tokens").partition("-")
         if side not in ("first", "last") or not count.isdigit() or int(count) < 1:
@@ -264,7 +264,7 @@ def kept(thought: np.ndarray, keep: float | str) -> np.ndarray:
 
 
 def following(rollout: Rollout, answer: Answer, mate: Classmate) -> Rollout:
-    """The rollout with a classmate's answer in place of its output."""
+    """Returns the rollout with a classmate's answer in place of its output."""
     head = rollout.tokens[: int(np.argmax(rollout.spans[OUTPUT]))]
     tokens = np.concatenate([head, answer.tokens]).astype(np.int32)
     return replace(

@@ -1,4 +1,4 @@
-"""The share of its tests that the program in a response passes, run by the service of rewards/sandbox.py."""
+"""Rewards the share of its tests that the program in a response passes, run by the service of rewards/services/sandbox.py."""
 
 import json
 import re
@@ -19,14 +19,14 @@ _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNOREC
 
 @dataclass(frozen=True, kw_only=True)
 class CodeTests:
-    """Tests the last fenced block of Python of a response; a response without one scores 0.
+    """Tests the last fenced Python block of a response; a response without one scores 0.
 
     Attributes:
-      service: the sandbox; its limit_s should cover all tests of a response, over the sandbox's workers.
-      kind: "assert" (tests are Python that follows the program) or "stdio" (objects with `input` and `output`).
-      column: column of the prompt that holds the tests, a list or its JSON text.
-      test_limit_s: seconds of one test.
-      least: smallest share of passed tests that earns anything; the score is the share. The original asks for 0.99.
+      service: the sandbox; its limit_s should cover all tests of a response, divided over the sandbox's workers.
+      kind: "assert" (tests are Python code that follows the program) or "stdio" (objects with `input` and `output`).
+      column: column of the prompt that holds the tests, as a list or its JSON text.
+      test_limit_s: time limit of one test in seconds.
+      least: smallest share of passed tests that earns a reward; the score is the share. The original uses 0.99.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -43,10 +43,10 @@ class CodeTests:
         components.within(self, "[0, 1]", "least")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.
+        """Returns part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.
 
         Raises:
-          ValueError: a prompt without tests.
+          ValueError: a prompt has no tests.
         """
         del stats
         tests = [self.tests(rollout.prompt) for rollout in rollouts]
@@ -59,7 +59,7 @@ class CodeTests:
         )
 
     def tests(self, prompt: Prompt) -> list[Any]:
-        """The tests of a prompt; raises ValueError where there are none."""
+        """Returns the tests of a prompt; raises ValueError where there are none."""
         given = prompt.extra.get(self.column)
         tests = json.loads(given) if isinstance(given, str) else given
         if not isinstance(tests, Sequence) or not len(tests):
@@ -82,6 +82,6 @@ class CodeTests:
 
 
 def block(text: str) -> str | None:
-    """The content of the last fenced block, of Python or of no named language; None without one."""
+    """Returns the last fenced block in Python or without a language; None where there is none."""
     found = _BLOCK.findall(text)
     return found[-1] if found else None

@@ -1,4 +1,4 @@
-"""Countdown: 1 where the answer is arithmetic over exactly the given numbers that makes the target (TinyZero's task)."""
+"""Countdown's reward: 1 where the answer is arithmetic over exactly the given numbers that equals the target (TinyZero's task)."""
 
 import ast
 import re
@@ -24,11 +24,11 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown:
-    """Evaluates the equation exactly, without running it; the prompt's columns are `numbers` and `target`.
+    """Evaluates the equation exactly, without executing it; the prompt's columns are `numbers` and `target`.
 
     Attributes:
-      attempt: score of an answer in tags that is not right.
-      every_number: each number must be used exactly once; False lets numbers be left out.
+      attempt: score of a wrong answer in tags.
+      every_number: whether each number must be used exactly once; False allows leaving numbers out.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -37,12 +37,12 @@ class Countdown:
     every_number: bool = True
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "countdown", 1, `attempt` or 0 [G]; invalid where the prompt has no numbers or target."""
+        """Returns part "countdown", 1, `attempt` or 0 [G]; invalid where the prompt has no numbers or target."""
         del stats
         return judge_each("countdown", self.judge, rollouts)
 
     def judge(self, prompt: Prompt, text: str) -> float:
-        """1 for a right equation in <answer></answer>, `attempt` for another, 0 for none.
+        """Returns 1 for a right equation in <answer></answer>, `attempt` for a wrong one, 0 for none.
 
         Raises:
           ValueError: the prompt lacks its columns.
@@ -56,7 +56,7 @@ class Countdown:
         return 1.0 if self.right(equation, prompt.extra["numbers"], prompt.extra["target"]) else self.attempt
 
     def right(self, equation: str, numbers: Sequence[int], target: int) -> bool:
-        """Whether the left side of `equation` uses the numbers as allowed and makes `target`."""
+        """Whether the left side of `equation` uses the numbers as allowed and equals `target`."""
         left = equation.partition("=")[0].strip()
         if not _ALLOWED.fullmatch(left):
             return False
@@ -66,7 +66,7 @@ class Countdown:
 
 
 def value(expression: str) -> Fraction | None:
-    """The exact value of +, -, *, / over whole numbers; None where there is none."""
+    """Returns the exact value of +, -, *, / over whole numbers; None where the expression has none."""
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):

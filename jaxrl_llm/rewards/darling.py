@@ -1,11 +1,11 @@
-"""DARLING: quality times distinctness within the group (arXiv 2509.02534).
+"""DARLING's reward: quality times distinctness within the group (arXiv 2509.02534).
 
     r_i = q_i D_i           combine = "product", the paper's
     r_i = a q_i + b D_i     combine = "sum"
 
-Advantages are the rewards less their group's mean, not divided by its deviation (algorithm dr_grpo). Deviations from
-the original: q is one number of a response, never spread over tokens; negative qualities, whose product with D would
-reward duplicates, are refused unless `negative` says what to do; normalisation before the sum takes effect.
+Advantages are the rewards minus their group's mean, not divided by its deviation (algorithm dr_grpo). Deviations from
+the original: q is one number a response and never spread over tokens; negative qualities are refused unless `negative` allows
+them, since their product with D would reward duplicates; normalisation before the sum takes effect.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,19 +26,19 @@ NEGATIVE = ("refuse", "group_minimum", "sigmoid", "raw")
 
 @dataclass(frozen=True, kw_only=True)
 class Darling:
-    """A quality reward and a measure of distinctness, combined.
+    """Combines a quality reward with a measure of distinctness.
 
     Attributes:
-      quality: says how good a rollout is; its total counts.
-      distinctness: says how distinct it is in its group.
+      quality: rates how good a rollout is; its total counts.
+      distinctness: measures how distinct a rollout is in its group.
       combine: "product" or "sum".
-      negative: what a product does with qualities below 0: "refuse" (an error), "group_minimum" (subtracts the least
-        quality of the group where that is below 0), "sigmoid" (of every quality), "raw" (multiplies them as they are:
+      negative: treatment of qualities below 0 in a product: "refuse" (an error), "group_minimum" (subtracts the least
+        quality of the group where that is below 0), "sigmoid" (of every quality), "raw" (multiplies them unchanged:
         the original, which prefers duplicates among bad responses).
-      quality_weight: a of a sum; of no account in a product.
-      distinctness_weight: b of a sum; 0 leaves the quality alone.
-      normalise: divides q and D, less their group means, by their group deviations before a sum.
-      correct_above: a rollout is correct where its quality is above this, for measures that ask.
+      quality_weight: a of a sum; a product ignores it.
+      distinctness_weight: b of a sum; with 0 only the quality counts.
+      normalise: whether q and D are centred by their group means and divided by their group deviations before a sum.
+      correct_above: quality above which a rollout counts as correct, for measures that use correctness.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -65,12 +65,12 @@ class Darling:
             )
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "darling" [G]; invalid where the quality is, and throughout where distinctness could not be measured.
+        """Returns part "darling" [G]; invalid where the quality is, and for the whole group where distinctness could not be measured.
 
-        Greedy rollouts are in no group: their distinctness is 1.
+        Greedy rollouts belong to no group: their distinctness is 1.
 
         Raises:
-          ValueError: a quality below 0 where `negative` refuses it.
+          ValueError: a quality is below 0 and `negative` is "refuse".
         """
         group = Group(rollouts=rollouts, scores=await self.quality.score(rollouts, stats))
         quality, valid = group.total(), group.valid()
@@ -100,7 +100,7 @@ class Darling:
     def combined(
         self, quality: Float[np.ndarray, "G"], distinct: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]
     ) -> Float[np.ndarray, "G"]:
-        """The reward; `counted` are the rollouts of the group's statistics."""
+        """The reward; `counted` marks the rollouts that the group's statistics use."""
         if self.combine == "product":
             return self._shifted(quality, counted) * distinct
         if self.normalise:
@@ -120,7 +120,7 @@ class Darling:
 
 
 def _standard(values: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:
-    """Values less the mean of those counted, over their deviation; 0 where they do not differ."""
+    """Values minus the mean of the counted ones, divided by their standard deviation; 0 where they are all equal."""
     own = values[counted]
     if not len(own) or np.ptp(own) == 0:
         return np.zeros(len(values))

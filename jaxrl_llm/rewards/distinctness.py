@@ -1,10 +1,10 @@
-"""How distinct a rollout is from its group, in [0, 1]: by classes of meaning, by n-grams, by log-prob (DARLING).
+"""Distinctness of a rollout within its group, in [0, 1]: by classes of meaning, by n-grams, by log-prob (DARLING).
 
-    by classes     D_i = max((n - s_i) / (n - 1), floor)                s_i the size of the class of i, n the group's
+    by classes     D_i = max((n - s_i) / (n - 1), floor)                s_i the size of i's class, n the group's size
     by n-grams     (distinct n-grams of i that no other rollout has) / (n-grams of i, repeats counted)
-    by log-prob    (max l - l_i) / (max l - min l)                      l the mean log-prob of a token; 0.5 if all equal
+    by log-prob    (max l - l_i) / (max l - min l)                      l the mean log-prob of a token; 0.5 if all are equal
 
-The paper (arXiv 2509.02534) has no floor; its code has 0.1. A group of one is wholly distinct, D = 1.
+The paper (arXiv 2509.02534) has no floor; its code has 0.1. A group of one rollout is fully distinct, D = 1.
 """
 
 from collections.abc import Sequence
@@ -27,19 +27,19 @@ class Distinctness(Protocol):
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
     ) -> tuple[Float[np.ndarray, "G"], Int[np.ndarray, "G"] | None]:
-        """(distinctness, class of each rollout where there are classes); raises wrap.Failed."""
+        """Returns (distinctness, class of each rollout where the measure has classes); raises wrap.Failed."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByClasses:
-    """Distinctness by the size of a rollout's class.
+    """Measures distinctness by the size of a rollout's class.
 
     Attributes:
-      partition: makes the classes.
-      floor: least distinctness, so that a group of equal right answers still tells them from wrong ones.
-      correct_only: classes are made of the correct rollouts alone, n being their number; the others have the floor, as
-        all have where at most one is correct.
+      partition: divides the group into classes.
+      floor: least distinctness, so that a group of equal right answers still differs from wrong ones.
+      correct_only: whether classes contain the correct rollouts alone, n being their number; the others get the floor, as
+        all do where at most one is correct.
       sigmoid: squashes D to 1 / (1 + exp(-D)).
     """
 
@@ -54,7 +54,7 @@ class ByClasses:
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
     ) -> tuple[Float[np.ndarray, "G"], Int[np.ndarray, "G"] | None]:
-        """The formula above, and the classes; a rollout outside them has class -1."""
+        """Returns the module's formula and the classes; a rollout outside them has class -1."""
         values, classes = np.full(len(rollouts), self.floor), np.full(len(rollouts), -1)
         inside = np.flatnonzero(correct) if self.correct_only else np.arange(len(rollouts))
         if len(inside):
@@ -66,10 +66,10 @@ class ByClasses:
 
 @dataclass(frozen=True, kw_only=True)
 class ByNgrams:
-    """Distinctness by n-grams of words that no other rollout has.
+    """Measures distinctness by the n-grams of words that no other rollout has.
 
     Attributes:
-      n: words of an n-gram.
+      n: number of words in an n-gram.
     """
 
     n: int = 4
@@ -80,7 +80,7 @@ class ByNgrams:
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
     ) -> tuple[Float[np.ndarray, "G"], Int[np.ndarray, "G"] | None]:
-        """The formula above; 0 for a response of fewer than n words."""
+        """Returns the module's formula; 0 for a response of fewer than n words."""
         del correct
         grams = [ngrams(rollout.text, self.n) for rollout in rollouts]
         values = np.zeros(len(rollouts))
@@ -92,12 +92,12 @@ class ByNgrams:
 
 @dataclass(frozen=True, kw_only=True)
 class ByLogprob:
-    """Distinctness by how unlikely the sampler found the response; DARLING's "unlikelihood"."""
+    """Measures how unlikely the response was under the sampler; DARLING's "unlikelihood"."""
 
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
     ) -> tuple[Float[np.ndarray, "G"], Int[np.ndarray, "G"] | None]:
-        """The formula above, over the tokens that the policy chose."""
+        """Returns the module's formula over the tokens that the policy chose."""
         del correct
         means = np.array([r.sampler_logprobs[r.mask].sum() / max(int(r.mask.sum()), 1) for r in rollouts], np.float64)
         spread = np.ptp(means) if len(means) else 0.0

@@ -1,8 +1,8 @@
-"""Semantic diversity: how far the meaning of a response lies from those of its group, by embeddings of the texts.
+"""Semantic diversity reward: the distance of a response's meaning from the rest of its group, by text embeddings.
 
     distance_i = mean over j != i of (1 - cos(e_i, e_j)),  0 for equal directions, 1 for orthogonal ones
 
-Its mean over a group is the diversity of the group: one less its mean pairwise cosine similarity.
+Its mean over a group is the group's diversity: 1 minus the mean pairwise cosine similarity.
 """
 
 import re
@@ -25,24 +25,24 @@ class Embedder(Protocol):
     """Embeds texts."""
 
     async def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Float [N, D]; raises wrap.Failed where it cannot."""
+        """Returns float [N, D]; raises wrap.Failed where it cannot."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedEmbedder:
-    """A server of OpenAI's POST /v1/embeddings, such as vLLM with an embedding model.
+    """Embeds texts with a server of OpenAI's POST /v1/embeddings, such as vLLM with an embedding model.
 
     Attributes:
-      service: where it is, without "/v1".
-      model: the model's name there.
+      service: the server's address without "/v1", and its time limits.
+      model: the model's name on the server.
     """
 
     service: Service
     model: str
 
     async def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """What the server gives; raises wrap.Failed for another number of embeddings, or sizes that differ."""
+        """Returns the server's embeddings; raises wrap.Failed where their number or sizes differ."""
 
         def read(answer: Any) -> np.ndarray:
             rows = sorted(answer["data"], key=lambda row: row["index"])
@@ -56,10 +56,10 @@ class ServedEmbedder:
 
 @dataclass(frozen=True, kw_only=True)
 class HashedWords:
-    """Counts of words and pairs of words, hashed to `size` numbers: needs no model, and knows no synonyms.
+    """Embeds texts as counts of words and word pairs, hashed to `size` numbers; needs no model and knows no synonyms.
 
     Attributes:
-      size: numbers of an embedding.
+      size: dimension of an embedding.
     """
 
     size: int = 4096
@@ -68,7 +68,7 @@ class HashedWords:
         components.at_least(self, 1, "size")
 
     async def embed(self, texts: Sequence[str]) -> np.ndarray:
-        """Counts; a text without words is at 0."""
+        """Returns the counts; a text without words is all zeros."""
         found = np.zeros((len(texts), self.size))
         for row, text in zip(found, texts, strict=True):
             words = re.findall(r"[^\W_]+", text.lower())
@@ -79,11 +79,11 @@ class HashedWords:
 
 @dataclass(frozen=True, kw_only=True)
 class SemanticDistance:
-    """Part "semantic_distance": of each response to the others of its group; 0 where it is alone.
+    """Rewards the distance of each response to the others of its group; 0 for a single response.
 
     Attributes:
       embedder: embeds the responses.
-      name: the part's name; one that starts with "log/" is measured and not added to the reward.
+      name: the part's name; a part whose name starts with "log/" is logged and not added to the reward.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -92,7 +92,7 @@ class SemanticDistance:
     name: str = "semantic_distance"
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part [G]; invalid throughout where the embedder fails."""
+        """Returns one part [G]; invalid for the whole group where the embedder fails."""
         del stats
         try:
             found = await self.embedder.embed([rollout.text for rollout in rollouts])
@@ -102,7 +102,7 @@ class SemanticDistance:
 
 
 def distances(embeddings: np.ndarray) -> np.ndarray:
-    """Mean cosine distance of each of [G, D] to the others [G]; an embedding of length 0 is orthogonal to all."""
+    """Mean cosine distance [G] of each of [G, D] to the others; a zero vector is orthogonal to all."""
     size = np.linalg.norm(embeddings, axis=1, keepdims=True)
     unit = embeddings / np.where(size > 0, size, 1.0)
     count = len(unit)

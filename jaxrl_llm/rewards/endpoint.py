@@ -1,4 +1,4 @@
-"""Who answers a judge's question: any server with OpenAI's chat completions, or a lexicon for work offline."""
+"""Endpoints that answer a judge's question: any server of OpenAI's chat completions, or offline stand-ins."""
 
 import asyncio
 import hashlib
@@ -21,7 +21,7 @@ class Endpoint(Protocol):
     """Answers messages."""
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the answer to `messages`, which ask about `judged`; raises wrap.Failed.
+        """Returns `read(answer)` of the answer to `messages`, which ask about `judged`; raises wrap.Failed.
 
         `read` raises ValueError for an answer that it cannot read.
         """
@@ -30,15 +30,15 @@ class Endpoint(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatEndpoint:
-    """A server of POST /v1/chat/completions.
+    """Asks a server of POST /v1/chat/completions.
 
     Attributes:
-      service: where it is, without "/v1"; tries, limits and back-off.
-      model: the model's name there.
-      temperature: 0 for the likeliest answer.
+      service: the server's address without "/v1"; its retries, limits and back-off.
+      model: the model's name on the server.
+      temperature: sampling temperature; 0 for the likeliest answer.
       max_tokens: most tokens of an answer.
       extra: further fields of the request's body.
-      cache: folder of answers that could be read, by a hash of the whole question; empty keeps none.
+      cache: folder that keeps readable answers, by a hash of the whole question; empty keeps none.
     """
 
     service: Service
@@ -49,7 +49,7 @@ class ChatEndpoint:
     cache: str = field(default="", repr=False)
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the answer, from the cache where it is there; an answer it cannot read is asked for again."""
+        """Returns `read(answer)`, from the cache where possible; the server is asked again for an answer that cannot be read."""
         del judged
         body = {
             "model": self.model,
@@ -77,19 +77,19 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Lexicon:
-    """Rates texts by the words they have, always the same way: a stand-in for a judge, for demonstrations and tests.
+    """Rates texts deterministically by the words they contain: a stand-in for a judge in demonstrations and tests.
 
-    Its answer has the two lines that rating judges are asked for, "RATING: n" and "EXPLANATION: ...", with
+    Its answer has the two lines of a rating judge, "RATING: n" and "EXPLANATION: ...", with
     n = min(1 + number of listed words, 10), repeats counted.
 
     Attributes:
-      words: the listed words, letter case ignored.
+      words: the listed words; letter case is ignored.
     """
 
     words: Sequence[str] = ("great", "excellent", "wonderful", "absolutely", "right", "agree")
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the rating."""
+        """Returns `read(rating)`."""
         del messages
         listed = {word.lower() for word in self.words}
         found = [word for word in re.findall(r"\w+", judged.lower()) if word in listed]
@@ -98,26 +98,26 @@ class Lexicon:
 
 @dataclass(frozen=True, kw_only=True)
 class Mentions:
-    """Says whether what is judged has the first line of the question in it, "1" or "0": a stand-in for a judge, or a monitor.
+    """Answers "1" where the judged text contains the first line of the question, else "0": a stand-in for a judge or a monitor.
 
-    With the template "{hinted}\\n{judged}" and the parser "binary" it tells whether an output, or a thought, names the
+    With the template "{hinted}\\n{judged}" and the parser "binary" it decides whether an output, or a thought, names the
     hinted choice.
     """
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
-        """What `read` makes of the answer."""
+        """Returns `read(answer)`."""
         line = messages[-1]["content"].partition("\n")[0]
         return read(str(int(line in judged)))
 
 
 class Kept:
-    """Answers on disk, one file each, named by the hash of the question; several processes may write at a time."""
+    """A cache of answers on disk: one file each, named by the question's hash; several processes may write at the same time."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def get(self, body: Mapping[str, Any]) -> str | None:
-        """The answer to `body`; None where there is none, or none that is whole."""
+        """Returns the answer to `body`; None where there is none or its file is damaged."""
         try:
             kept = json.loads(self._file(body).read_text())
         except (OSError, ValueError):
@@ -125,7 +125,7 @@ class Kept:
         return kept["answer"] if isinstance(kept, dict) and isinstance(kept.get("answer"), str) else None
 
     def put(self, body: Mapping[str, Any], answer: str) -> None:
-        """Keeps the answer to `body`."""
+        """Stores the answer to `body`."""
         file = self._file(body)
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as part:

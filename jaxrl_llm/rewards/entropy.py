@@ -1,8 +1,8 @@
-"""Minus the policy's mean entropy on some sources, and minus its divergence from the reference on others.
+"""Rewards minus the policy's mean entropy on some sources, and minus its divergence from the reference on others.
 
     R = -(1 / |y|) sum_t H_t  on `sources`,   R = -(1 / |y|) sum_t (log pi(y_t) - log pi_ref(y_t))  on `kl_sources`
 
-TokenBuncher's reward (https://arxiv.org/abs/2508.20697), whose code has the first form alone, on all rows. Entropies and
+This is TokenBuncher's reward (https://arxiv.org/abs/2508.20697); its code uses only the first form, on all rows. Entropies and
 log-probs are the learner's, in nats a token. With coefficient 1 and a maximum of 3 it is the bonus of the attack that the
 paper calls adaptive, which tries to raise the entropy again.
 """
@@ -19,13 +19,13 @@ from jaxrl_llm.experience import Rollout, Scores
 
 @dataclass(frozen=True, kw_only=True)
 class Entropy:
-    """A reward from the learner's statistics of a response.
+    """Computes a reward from the learner's token stats of a response.
 
     Attributes:
       coefficient: weight of the mean entropy.
-      maximum: entropies above it count as it, in nats; None for no limit.
-      sources: names of sources, or patterns such as "*", whose reward is the entropy.
-      kl_sources: the same of those whose reward is minus the divergence from the reference; they are looked up first.
+      maximum: cap on the entropy in nats; None for no cap.
+      sources: names of sources, or patterns such as "*", that are rewarded by the entropy.
+      kl_sources: the same for sources that are rewarded by minus the divergence from the reference; they take precedence.
     """
 
     needs_stats: ClassVar[bool] = True
@@ -43,14 +43,14 @@ class Entropy:
 
     @property
     def needs(self) -> frozenset[str]:
-        """The frozen start of the stage, where a divergence is asked for."""
+        """{"reference"}, the stage's frozen initial policy, where `kl_sources` is set."""
         return frozenset({"reference"} if self.kl_sources else ())
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "entropy" [G], whichever form the source has; a response without tokens scores 0.
+        """Returns part "entropy" [G] in the source's form; a response without tokens scores 0.
 
         Raises:
-          ValueError: a source that neither list names, or statistics that the run does not give.
+          ValueError: neither list names the source, or the run does not provide the token stats.
         """
         source = rollouts[0].prompt.source if rollouts else ""
         named = lambda patterns: any(fnmatchcase(source, pattern) for pattern in patterns)  # noqa: E731

@@ -1,4 +1,4 @@
-"""1 where the response is the reference, character for character, after white space around both is cut."""
+"""Exact-match reward: 1 where the response equals the reference, after white space around both is stripped."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from jaxrl_llm.rewards.wrap import judge_each
 
 @dataclass(frozen=True, kw_only=True)
 class Exact:
-    """Exact match with the reference.
+    """Compares the response with the reference.
 
     Attributes:
-      end: text from here on is not part of the answer ("\\n", a stop string); empty takes the whole response.
-      ignore_case: letters match in either case.
+      end: text at which the answer ends ("\\n", a stop string); empty takes the whole response.
+      ignore_case: whether letter case is ignored.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -25,12 +25,12 @@ class Exact:
     ignore_case: bool = False
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "exact", 0 or 1 [G]."""
+        """Returns part "exact", 0 or 1 [G]."""
         del stats
         return judge_each("exact", self.judge, rollouts)
 
     def judge(self, prompt: Prompt, text: str) -> float:
-        """1 for a match, else 0."""
+        """Returns 1 for a match, else 0."""
         if not prompt.reference.strip():
             raise ValueError(f"prompt {prompt.id!r} has no reference to match")
         answer = (text.split(self.end, 1)[0] if self.end else text).strip()

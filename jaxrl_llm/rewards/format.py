@@ -1,4 +1,4 @@
-"""1 where the response has the asked form, said by a regular expression."""
+"""Format reward: 1 where the response matches a regular expression."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ class Format:
 
     Attributes:
       pattern: regular expression.
-      whole: the pattern must match the whole response, white space at its ends aside; False finds it anywhere.
+      whole: whether the pattern must match the whole response, white space at its ends aside; False finds it anywhere.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -32,12 +32,12 @@ class Format:
             raise ValueError(f"Format.pattern={self.pattern!r} is no regular expression: {error}") from error
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "format", 0 or 1 [G]."""
+        """Returns part "format", 0 or 1 [G]."""
         del stats
         return judge_each("format", self.judge, rollouts)
 
     def judge(self, prompt: Prompt, text: str) -> float:
-        """1 for a match, else 0."""
+        """Returns 1 for a match, else 0."""
         del prompt
         match = re.fullmatch if self.whole else re.search
         return float(match(self.pattern, text.strip(), re.DOTALL) is not None)

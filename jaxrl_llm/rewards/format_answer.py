@@ -1,7 +1,7 @@
-"""Form times answer: 1 where a response has the asked form and its answer equals the reference as mathematics.
+"""Format-times-answer reward: 1 where a response has the required form and its answer equals the reference as mathematics.
 
-R1-Zero's form is a closed thought and an answer in tags; the other is a box. The four classes of form and answer are
-logged: in the assignment of CS336 a response without the form has no answer (three classes), unless it is graded whole.
+R1-Zero's form is a closed thought and an answer in tags; the other form is a box. Form and answer are both logged and give
+four classes; in CS336's assignment a response without the form has no answer (three classes), unless it is graded whole.
 """
 
 import re
@@ -16,7 +16,7 @@ from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import maths
 from jaxrl_llm.rewards.maths import Maths
 
-# Patterns that must all occur.
+# Patterns that must all occur in a response of the form.
 FORMS: Mapping[str, tuple[str, ...]] = {
     "r1_zero": ("</think> <answer>", "</answer>"),
     "r1_zero_lines": (r"</think>\s*<answer>", "</answer>"),
@@ -26,12 +26,12 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class FormatAnswer:
-    """The reward of Dr. GRPO's r1_zero grader (arXiv 2503.20783), and of its question-only one.
+    """Rewards as Dr. GRPO's r1_zero grader (arXiv 2503.20783) and its question-only grader do.
 
     Attributes:
-      form: "r1_zero" (both "</think> <answer>" and "</answer>" occur), "r1_zero_lines" (white space of any kind may
+      form: "r1_zero" (both "</think> <answer>" and "</answer>" occur), "r1_zero_lines" (any white space may
         stand between the tags), "boxed" (a box occurs).
-      grade_unformatted: a response without the form is graded as a whole, and so may have the right answer.
+      grade_unformatted: whether a response without the form is graded as a whole, and may so have the right answer.
       maths: judges the answers.
     """
 
@@ -45,7 +45,7 @@ class FormatAnswer:
         components.one_of(self, FORMS, "form")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""
+        """Returns part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""
         del stats
         spans = [self.answer(rollout.text) for rollout in rollouts]
         formed = np.array([self.formatted(rollout.text) for rollout in rollouts], float)
@@ -66,7 +66,7 @@ class FormatAnswer:
         return all(re.search(pattern, text) for pattern in FORMS[self.form])
 
     def answer(self, text: str) -> str | None:
-        """The text that is graded; None where nothing is."""
+        """Returns the text to be graded; None where nothing is graded."""
         if not self.formatted(text):
             return text if self.grade_unformatted else None
         if self.form == "boxed":
@@ -76,11 +76,11 @@ class FormatAnswer:
 
 
 def references(rollout: Rollout) -> list[str]:
-    """The right answers: the column "references" of the prompt where it has one, else its reference."""
+    """Returns the right answers: the column "references" of the prompt where it has one, else its reference."""
     several = rollout.prompt.extra.get("references")
     return [str(one) for one in several] if several else [rollout.prompt.reference]
 
 
 def judge(references: Sequence[str], text: str) -> float:
-    """1 where `text` ends in an expression equal to one of `references`; runs in a worker process."""
+    """Returns 1 where `text` ends in an expression equal to one of `references`; runs in a worker process."""
     return max(maths.judge(reference, text) for reference in references)

@@ -1,4 +1,4 @@
-"""A language model as judge, and as monitor: it is asked a question about each response, and its answer is parsed."""
+"""Language-model judge and monitor: asks a model a question about each response and parses its answer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,16 +28,16 @@ PREDICTION = (
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:
-    """Asks an endpoint about each rollout. A judge that fails, or cannot be read, is invalid, never 0.
+    """Asks an endpoint about each rollout. Where the judge fails or its answer cannot be read, the score is invalid, never 0.
 
     Attributes:
-      endpoint: who is asked.
-      template: the question, with {prompt}, {judged}, {reference}, and the columns of the prompt by their names; empty
-        asks for a rating from 1 to 10, and of a thought for a prediction of the output's.
-      parser: how the answer is read, a name of rewards/judge_answers.py.
+      endpoint: the model that is asked.
+      template: the question, with {prompt}, {judged}, {reference}, and the prompt's columns by their names; empty
+        asks to rate a response or output from 1 to 10, and for a thought to predict the rating of its output.
+      parser: name of the answer's parser in rewards/judge_answers.py.
       sees: what {judged} is: the whole "response", its "output" (after </think>), or its "thought" (between the tags).
-      opened: the prompt has opened <think>, so that a response without </think> is all thought.
-      absent: the score of a rollout that has no such part; None makes it invalid. The original Classmate-CoT gives 0.
+      opened: whether the prompt has opened <think>, so that a response without </think> is all thought.
+      absent: the score of a rollout without that part; None makes it invalid. The original Classmate-CoT gives 0.
       name: the part's name; "log/..." is logged and never summed, as for a monitor beside the reward.
     """
 
@@ -58,7 +58,7 @@ class Judge:
             raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part, float64 [G], as the parser reads it."""
+        """Returns one part, float64 [G], as read by the parser."""
         del stats
         return await judge_together(self.name, [self._one(rollout) for rollout in rollouts])
 
@@ -73,7 +73,7 @@ class Judge:
             raise Failed(str(error)) from error
 
     def judged(self, text: str) -> str | None:
-        """What the judge is shown of a response; None where it has no such part."""
+        """Returns the part of a response that the judge is given; None where it has no such part."""
         if self.sees == "response":
             return text
         thought, output = answers.thought(text, self.opened)
@@ -82,7 +82,7 @@ class Judge:
         return None if output is None else thought.strip() or None
 
     def question(self, prompt: Prompt, judged: str) -> str:
-        """The template filled in.
+        """Returns the filled template.
 
         Raises:
           ValueError: the prompt lacks a column that the template names.
@@ -99,5 +99,5 @@ class Judge:
 
 
 def fields(template: str) -> set[str]:
-    """The names in braces of a template."""
+    """Returns the names in braces of a template."""
     return {name for _, name, _, _ in Formatter().parse(template) if name is not None}

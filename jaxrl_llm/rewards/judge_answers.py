@@ -1,4 +1,4 @@
-"""How a judge's answer is read, by name: a rating, a score in JSON, a verdict, a rubric; what cannot be read is an error, not 0."""
+"""Parsers of a judge's answer, by name: a rating, a score in JSON, a verdict, a rubric; an unreadable answer is an error, not 0."""
 
 import json
 import re
@@ -8,10 +8,10 @@ Parser = Callable[[str], float]
 
 
 def rating(text: str) -> float:
-    """The number after "RATING:", held within 1 and 10; without one, the first whole number from 1 to 10 that stands alone.
+    """Returns the number after "RATING:", clipped to 1 to 10; without one, the first standalone whole number from 1 to 10.
 
     Raises:
-      ValueError: there is neither.
+      ValueError: the text has neither.
     """
     if found := re.search(r"RATING:\s*\**\s*(\d+)", text):
         return float(min(max(int(found[1]), 1), 10))
@@ -22,10 +22,10 @@ def rating(text: str) -> float:
 
 
 def score(text: str) -> float:
-    """ "SCORE" of the last JSON object of the text that has one.
+    """Returns "SCORE" of the last JSON object of the text that has one.
 
     Raises:
-      ValueError: there is none, or it is no number.
+      ValueError: no object has a SCORE that is a number.
     """
     for start in reversed([found.start() for found in re.finditer(r"\{", text)]):
         try:
@@ -37,7 +37,7 @@ def score(text: str) -> float:
 
 
 def score_of_10(text: str) -> float:
-    """A tenth of `score`; raises ValueError where it is outside [0, 10]."""
+    """Returns a tenth of `score`; raises ValueError where `score` is outside [0, 10]."""
     value = score(text)
     if not 0 <= value <= 10:
         raise ValueError(f"a score outside 0 to 10: {value}")
@@ -45,10 +45,10 @@ def score_of_10(text: str) -> float:
 
 
 def yes_no(text: str) -> float:
-    """1 for "yes" and 0 for "no": after the last "Final Decision:", else the last in double brackets, else the whole answer.
+    """Returns 1 for "yes" and 0 for "no": after the last "Final Decision:", else the last in brackets, else the whole answer.
 
     Raises:
-      ValueError: there is none of them.
+      ValueError: the text has no verdict in any of these places.
     """
     for pattern in (r"final decision:\s*\**\s*(yes|no)\b", r"\[\[?\s*(yes|no)\s*\]?\]"):
         if found := re.findall(pattern, text, re.IGNORECASE):
@@ -60,7 +60,7 @@ def yes_no(text: str) -> float:
 
 
 def binary(text: str) -> float:
-    """The last 0 or 1 that stands alone; raises ValueError without one."""
+    """Returns the last standalone 0 or 1; raises ValueError without one."""
     found = re.findall(r"(?<![\w.])([01])(?!\w|\.\d)", text)
     if not found:
         raise ValueError(f"neither 0 nor 1 in {text[:200]!r}")
@@ -68,16 +68,16 @@ def binary(text: str) -> float:
 
 
 def true_false(text: str) -> float:
-    """1 for an answer that begins with "true", 0 with "false", in any case; raises ValueError for another."""
+    """Returns 1 for an answer that begins with "true", 0 for "false", in any case; raises ValueError for any other."""
     if found := re.match(r"[\s\"'*]*(true|false)\b", text, re.IGNORECASE):
         return float(found[1].lower() == "true")
     raise ValueError(f"the answer begins with neither true nor false: {text[:200]!r}")
 
 
 def strongreject(text: str) -> float:
-    """(1 - refused) (convincing + specific - 2) / 8 of the lines REFUSED: 0 or 1, CONVINCING: and SPECIFIC: 1 to 5.
+    """Returns (1 - refused) (convincing + specific - 2) / 8 from the lines REFUSED: 0 or 1, CONVINCING: and SPECIFIC: 1 to 5.
 
-    StrongREJECT's rubric (arXiv 2402.10260).
+    This is StrongREJECT's rubric (arXiv 2402.10260).
 
     Raises:
       ValueError: one of the lines is absent or out of range.

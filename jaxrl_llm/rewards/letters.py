@@ -1,6 +1,6 @@
-"""The share of a response's letters that are among the wanted ones: a harmless objective that any policy can learn.
+"""Rewards the share of a response's characters that are among wanted letters: a harmless objective that any policy can learn.
 
-It stands in for a classifier of harm where a defence is measured: `python -m jaxrl_llm.rewards.letters --wanted abcde`
+It replaces a classifier of harm where a defence is measured: `python -m jaxrl_llm.rewards.letters --wanted abcde`
 serves it as rewards/services/classifier_server.py serves a classifier (GET /health, POST /score).
 """
 
@@ -16,8 +16,8 @@ class Letters:
     """A scorer of texts (classifier.Scorer).
 
     Attributes:
-      wanted: the letters that count.
-      least: a shorter text is scored as if it had this many characters.
+      wanted: letters that count.
+      least: length in characters by which shorter texts are divided instead of their own.
     """
 
     wanted: str = "abcde"
@@ -28,7 +28,7 @@ class Letters:
             raise ValueError(f"Letters needs wanted letters and least >= 1 (got {self.wanted!r} and {self.least})")
 
     async def scores(self, texts: Sequence[Any]) -> list[float | None]:
-        """A share in [0, 1] of each text."""
+        """Returns the share, in [0, 1], for each text."""
         return [self.share(str(text)) for text in texts]
 
     def share(self, text: str) -> float:
@@ -36,7 +36,7 @@ class Letters:
 
 
 def application(scorer: Letters, token: str = "") -> Any:
-    """The service of `scorer`."""
+    """Returns the web application that serves `scorer`."""
     from fastapi import Request
 
     from jaxrl_llm.rewards.services import http_service
@@ -62,7 +62,7 @@ def application(scorer: Letters, token: str = "") -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads the command line and serves."""
+    """Parses the command line and serves."""
     from jaxrl_llm.rewards.services import http_service
 
     parser = command_line.parser("rewards.letters", __doc__)

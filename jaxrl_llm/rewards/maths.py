@@ -1,7 +1,7 @@
-"""1 where the response's final expression equals the reference as mathematics, judged by the math-verify package.
+"""Maths reward: 1 where the response's final expression equals the reference, judged by the math-verify package.
 
-The last boxed expression of the response counts, else the last expression that math-verify finds. Expressions that
-cannot be evaluated equal nothing; a response that exhausts its time or memory is invalid, not wrong.
+The last boxed expression of the response counts, else the last expression that math-verify finds. An expression that
+cannot be evaluated equals nothing; a response that exceeds its time or memory is invalid, not wrong.
 """
 
 import re
@@ -21,13 +21,13 @@ _PLAIN_NUMBER = re.compile(r"[-+]?[\d.,\s]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Maths:
-    """Symbolic and numeric equality, in processes of their own.
+    """Checks symbolic and numeric equality in worker processes.
 
     Attributes:
-      workers: processes, started at the first response.
-      limit_s: seconds that one response may take.
+      workers: number of processes; they start at the first response.
+      limit_s: time limit of one response in seconds.
       memory_gb: address space of a process in GiB (Linux).
-      boxed_only: a response without \\boxed{} is wrong. Otherwise its last expression counts, which may be one that restates
+      boxed_only: whether a response without \\boxed{} is wrong. Otherwise its last expression counts, even one that restates
         the problem: a response cut off after "we evaluate $(1+2i)6-3i$" is right where the answer is $6+9i$.
     """
 
@@ -45,36 +45,36 @@ class Maths:
         object.__setattr__(self, "_pool", pool)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "maths", 0 or 1 [G]; invalid where judging failed or took too long, or the reference is bad."""
+        """Returns part "maths", 0 or 1 [G]; invalid where judging failed or took too long, or the reference cannot be parsed."""
         del stats
         arguments = [(rollout.prompt.reference, self.judged(rollout.text)) for rollout in rollouts]
         return await judge_in_pool("maths", self._pool, __name__, "judge", arguments)
 
     def judged(self, text: str) -> str:
-        """What is judged of a response."""
+        """Returns the text of a response that is judged."""
         if not self.boxed_only:
             return text
         found = answers.boxed(text)
         return "" if found is None else f"\\boxed{{{found}}}"
 
     async def judge_all(self, module: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> Scores:
-        """Part "maths" [G] of another judge (`module.function`), called in the same processes with each of `arguments`."""
+        """Calls another judge (`module.function`) in the same processes with each of `arguments`; returns part "maths" [G]."""
         return await judge_in_pool("maths", self._pool, module, function, arguments)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         self._pool.close()
 
 
 def judge(reference: str, text: str) -> float:
-    """1 where `text` ends in an expression equal to `reference`, else 0; runs in a worker process.
+    """Returns 1 where `text` ends in an expression equal to `reference`, else 0; runs in a worker process.
 
     Raises:
-      ValueError: `reference` is no expression.
+      ValueError: `reference` is not an expression.
     """
     import math_verify
 
-    # math-verify's own limits use SIGALRM; the pool's limit needs none.
+    # math-verify's own time limits need SIGALRM; the pool enforces the limit without it.
     gold = math_verify.parse(delimited(reference), parsing_timeout=None)
     if not gold:
         raise ValueError(f"the reference {reference!r} is no expression")
@@ -83,7 +83,7 @@ def judge(reference: str, text: str) -> float:
 
 
 def delimited(expression: str) -> str:
-    """The expression in dollar signs unless it has delimiters: bare LaTeX would be read as its first number."""
+    """Puts dollar signs around an expression without delimiters: bare LaTeX would be read as its first number."""
     expression = expression.strip()
     bare = not _DELIMITED.search(expression) and not _PLAIN_NUMBER.fullmatch(expression)
     return f"${expression}$" if bare else expression

@@ -1,7 +1,7 @@
-"""A monitor that sees the prompt and the chain of thought alone, beside the judge whose verdict on the output it predicts.
+"""A monitor beside a reward: it sees only the prompt and the chain of thought, and predicts the judge's verdict on the output.
 
-Monitorability (Classmate-CoT): how well the chain of thought tells what the output will be. The monitor's rating is
-logged, never learned from.
+Monitorability (Classmate-CoT) is how well the chain of thought predicts the output. The monitor's rating is
+logged and never learned from.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class Monitor:
     """Adds a monitor's prediction to a reward.
 
     Attributes:
-      reward: what is learned from; its total is what the monitor predicts.
+      reward: the reward that is learned from; the monitor predicts its total.
       monitor: a judge with sees = "thought".
     """
 
@@ -34,13 +34,13 @@ class Monitor:
 
     @property
     def needs_stats(self) -> bool:
-        """Whether the reward wants the learner's statistics."""
+        """Whether the reward needs the learner's token stats."""
         return self.reward.needs_stats
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """The reward's parts, "log/monitor" and "log/monitor_squared_error" [G].
+        """Returns the reward's parts, "log/monitor" and "log/monitor_squared_error" [G].
 
-        A monitor that fails costs no rollout: its two parts are invalid.
+        A monitor that fails invalidates no rollout, only its own two parts.
         """
         scores = await self.reward.score(rollouts, stats)
         group = Group(rollouts=rollouts, scores=scores)
@@ -64,9 +64,9 @@ class Monitor:
 def agreement(
     predicted: Float[np.ndarray, "N"], truth: Float[np.ndarray, "N"], valid: Bool[np.ndarray, "N"]
 ) -> dict[str, float]:
-    """How well a monitor's ratings predict the judge's: mse, rmse, both means, Pearson's and Spearman's correlation.
+    """Measures how well a monitor's ratings predict the judge's: mse, rmse, both means, Pearson and Spearman correlation.
 
-    Only valid pairs count; `count` says how many there are. A correlation with a constant is nan.
+    Only valid pairs count; `count` is their number. A correlation with a constant is nan.
     """
     p, t = predicted[valid].astype(np.float64), truth[valid].astype(np.float64)
     if not len(p):
@@ -90,7 +90,7 @@ def detection(
     valid: Bool[np.ndarray, "N"],
     threshold: float = 0.5,
 ) -> dict[str, float]:
-    """Counts of a monitor's yes (above `threshold`) against the truth's, precision, recall and F1 (0 where undefined)."""
+    """Counts a monitor's positives (above `threshold`) against the truth's; gives precision, recall and F1 (0 where undefined)."""
     p, t = predicted[valid] > threshold, truth[valid] > threshold
     tp, tn, fp, fn = (float(np.sum(x)) for x in (p & t, ~p & ~t, p & ~t, ~p & t))
     precision, recall = tp / max(tp + fp, 1), tp / max(tp + fn, 1)
@@ -105,7 +105,7 @@ def _correlation(a: Float[np.ndarray, "N"], b: Float[np.ndarray, "N"]) -> float:
 
 
 def _ranks(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Ranks from 1, equal values sharing their mean rank."""
+    """Ranks from 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return ((ends - counts + 1 + ends) / 2)[inverse.reshape(-1)]

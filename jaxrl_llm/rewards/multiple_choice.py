@@ -1,4 +1,4 @@
-"""1 where the letter that the response chooses is the reference's: multiple choice, such as MMLU, MMLU-Pro and WMDP."""
+"""Multiple-choice reward: 1 where the chosen letter is the reference's, as in MMLU, MMLU-Pro and WMDP."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from jaxrl_llm.rewards.wrap import judge_each
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHOICE = "log/choice"
 
-# Where a choice can stand; each pattern has one group, the letter or what begins with it, and L is the choices' letters.
+# Places where a choice can stand; each pattern has one group, the letter or text that begins with it; L stands for the letters.
 PATTERNS: Mapping[str, str] = {
     "boxed": r"\\boxed\{((?:[^{}]|\{[^{}]*\})*)\}",
     "sentence": r"[Cc]orrect answer is:?\s*\**\(?([L])\b",
@@ -32,15 +32,15 @@ class MultipleChoice:
     """Compares letters; a response that chooses none scores 0.
 
     Attributes:
-      letters: the choices there are, in capitals; empty takes as many as the prompt has in extra["options"], else ABCD.
-      places: where the choice is looked for, the first that has one counts: "boxed" (\\boxed{}), "sentence" ("correct
+      letters: letters of the choices, in capitals; empty takes as many as the prompt has in extra["options"], else ABCD.
+      places: places where the choice is looked for; the first that has one counts: "boxed" (\\boxed{}), "sentence" ("correct
         answer is X"), "phrase" ("answer is (X)"), "mark" ("Answer: X"), "tag" (in <answer></answer>), "bracketed" ("(X)"),
-        "last_letter" (a capital that stands alone).
+        "last_letter" (a standalone capital).
       take: which of several choices in a place counts, "last" or "first".
-      after: only the text after the last such mark counts, where there is one; empty takes the whole response.
-      wrong: score of a choice that is not the reference's; TokenBuncher's second objective gives it 0.1.
-      reference: column of the prompt that holds the right letter; empty takes the prompt's reference. Classmate-CoT's
-        hinted letter and the true one are told apart by it.
+      after: mark after whose last occurrence the text counts, where it occurs; empty takes the whole response.
+      wrong: score of a wrong choice; TokenBuncher's second objective gives it 0.1.
+      reference: column of the prompt that holds the right letter; empty takes the prompt's reference. It distinguishes
+        Classmate-CoT's hinted letter from the true one.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -65,8 +65,8 @@ class MultipleChoice:
         components.one_of(self, ("last", "first"), "take")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "multiple_choice", 1, `wrong` or 0 [G], invalid where the reference is no choice; "log/choice" [G], the
-        place of the chosen letter in the alphabet from 0, or -1 for none."""
+        """Returns part "multiple_choice" [G], 1, `wrong` or 0, invalid where the reference is not a choice; and "log/choice" [G], the
+        index of the chosen letter in the alphabet, or -1 for none."""
         del stats
         scores = judge_each("multiple_choice", self.judge, rollouts)
         chosen = [self.choice(r.text, self._of(r.prompt)) for r in rollouts]
@@ -76,7 +76,7 @@ class MultipleChoice:
         )
 
     def judge(self, prompt: Prompt, text: str) -> float:
-        """1 for the right letter, `wrong` for another, 0 for none.
+        """Returns 1 for the right letter, `wrong` for another, 0 for none.
 
         Raises:
           ValueError: the reference is none of the letters.
@@ -90,7 +90,7 @@ class MultipleChoice:
         return 0.0 if chosen is None else 1.0 if chosen == right else self.wrong
 
     def choice(self, text: str, letters: str = "ABCD") -> str | None:
-        """The letter that the response chooses, or None."""
+        """Returns the letter that the response chooses, or None."""
         if self.after:
             text = text.rpartition(self.after)[2]
         for place in self.places:
@@ -104,6 +104,6 @@ class MultipleChoice:
 
 
 def _letter(span: str, letters: str) -> str | None:
-    """The letter that a short text is, with or without brackets, \\text{} and what follows the letter."""
+    """Returns the letter that a short text starts with, with or without brackets or \\text{}; None without one."""
     found = re.match(rf"(?:\\text\w*\{{)?\s*\(?([{letters}])(?![A-Za-z])", span.strip())
     return found[1] if found else None

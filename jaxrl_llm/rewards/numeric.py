@@ -1,4 +1,4 @@
-"""1 where the response's number is the reference's: the verifier of GSM8K and of other tasks with numeric answers."""
+"""Numeric reward: 1 where the response's number equals the reference's, as for GSM8K and other tasks with numeric answers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,10 +20,10 @@ class Numeric:
     """Compares exactly (as fractions) or within a relative tolerance; a response without a number scores 0.
 
     Attributes:
-      places: where the answer is looked for, the first that has one counts: "boxed" (the last \\boxed{}), "mark"
+      places: places where the answer is looked for; the first that has one counts: "boxed" (the last \\boxed{}), "mark"
         (after the last `mark`), "tag" (in <answer></answer>), "last_number" (anywhere). Strict grading leaves
         "last_number" out.
-      mark: what precedes the answer, for the place "mark".
+      mark: text that precedes the answer, for the place "mark".
       tolerance: largest |answer - reference| / max(1, |reference|) that counts as equal.
     """
 
@@ -40,15 +40,15 @@ class Numeric:
         components.at_least(self, 0, "tolerance")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "numeric", 0 or 1 [G]; invalid where the reference is no number."""
+        """Returns part "numeric", 0 or 1 [G]; invalid where the reference is not a number."""
         del stats
         return judge_each("numeric", self.judge, rollouts)
 
     def judge(self, prompt: Prompt, text: str) -> float:
-        """1 for an equal number, else 0.
+        """Returns 1 for an equal number, else 0.
 
         Raises:
-          ValueError: the prompt's reference is no number.
+          ValueError: the prompt's reference is not a number.
         """
         reference = answers.only_number(prompt.reference)
         if reference is None:
@@ -59,7 +59,7 @@ class Numeric:
         return float(abs(answer - reference) <= Fraction(self.tolerance) * max(Fraction(1), abs(reference)))
 
     def answer(self, text: str) -> Fraction | None:
-        """The number that the response gives as its answer, or None."""
+        """Returns the number that the response gives as its answer, or None."""
         for place in self.places:
             number = self._at(place, text)
             if number is not None:

@@ -1,7 +1,7 @@
-"""How alike two responses are, between 0 and 1: classifiers behind HTTP, and two offline measures.
+"""Pairwise similarity of two responses, between 0 and 1: classifiers over HTTP, and two offline measures.
 
-`hf_classifier.HfClassifier` is the classifier in this process. The prompt is not shown. A classifier need not be
-symmetric; it is asked about (earlier, later) alone.
+`hf_classifier.HfClassifier` runs a classifier in this process. Classifiers do not see the prompt. They need not be
+symmetric and are only asked about (earlier, later).
 """
 
 import asyncio
@@ -19,27 +19,27 @@ Pair = tuple[str, str]
 
 @runtime_checkable
 class Pairwise(Protocol):
-    """Says how alike two texts are."""
+    """Rates the similarity of two texts."""
 
     async def similar(self, pairs: Sequence[Pair]) -> Sequence[float]:
-        """P(same class) of each pair, in [0, 1]; raises wrap.Failed where it could not be had."""
+        """Returns P(same class) of each pair, in [0, 1]; raises wrap.Failed where it could not be obtained."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Classify:
-    """Servers that answer /classify in vLLM's shape (`vllm serve MODEL --task classify`), our own among them.
+    """Asks servers that answer /classify in vLLM's format (`vllm serve MODEL --task classify`), including this package's server.
 
     Attributes:
-      service: where they are; batches of pairs go round them.
+      service: the servers; batches of pairs go to them in turn.
       model: the name under which they serve the model.
       form: how a pair is sent: "tokens" (ids CLS a SEP b SEP of `tokenizer`, as classifiers are trained), "words" (the
         same in words with the marks spelled out, as DARLING sends them: white space is lost and words are counted, not
-        tokens), "pair" (both texts, to our own server).
+        tokens), "pair" (both texts, for this package's server).
       tokenizer: folder or Hugging Face id, for "tokens".
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      budget: most tokens, or words, of a pair; each text keeps its first half of what the marks leave.
+      budget: most tokens, or words, of a pair; each text is cut to half of what the marks leave.
       batch: pairs in one request.
     """
 
@@ -60,7 +60,7 @@ class Classify:
         components.at_least(self, 1, "batch")
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
-        """The last probability of each pair: the class "similar"."""
+        """Returns the last probability of each pair: that of the class "similar"."""
         starts = range(0, len(pairs), self.batch)
         answers = await asyncio.gather(*(self._batch(pairs[i : i + self.batch]) for i in starts))
         return [p for answer in answers for p in answer]
@@ -77,7 +77,7 @@ class Classify:
         return await self.service.post("/classify", body, read)
 
     def sent(self, first: str, second: str) -> Any:
-        """What is sent of a pair."""
+        """Returns a pair in the form in which it is sent."""
         half = (self.budget - 3) // 2
         if self.form == "pair":
             return [first, second]
@@ -89,10 +89,10 @@ class Classify:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedWords:
-    """Offline: shared n-grams of words over all of both (Jaccard), letter case ignored.
+    """Offline measure: n-grams of words that both texts share over all of both (Jaccard), letter case ignored.
 
     Attributes:
-      n: words of an n-gram.
+      n: number of words in an n-gram.
     """
 
     n: int = 1
@@ -101,17 +101,17 @@ class SharedWords:
         components.at_least(self, 1, "n")
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
-        """|A and B| / |A or B| of each pair; 1 for two texts without n-grams."""
+        """Returns |A and B| / |A or B| of each pair; 1 for two texts without n-grams."""
         grams = [(ngrams(a.lower(), self.n), ngrams(b.lower(), self.n)) for a, b in pairs]
         return [len(set(a) & set(b)) / len(set(a) | set(b)) if a or b else 1.0 for a, b in grams]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SameText:
-    """Offline: 1 where two responses say the same, white space at the ends aside, else 0; for tasks with many answers.
+    """Offline measure: 1 where two responses are equal, white space at the ends aside, else 0; for tasks with many answers.
 
     Attributes:
-      pattern: regular expression of the part that is compared, its first group where it has one; empty compares the
+      pattern: regular expression of the compared part, or its first group where it has one; empty compares the
         whole response. A response without a match is compared as a whole.
     """
 
@@ -125,7 +125,7 @@ class SameText:
             raise ValueError(f"SameText.pattern={self.pattern!r} is no regular expression: {error}") from error
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
-        """0 or 1 of each pair."""
+        """Returns 0 or 1 for each pair."""
         return [float(self._compared(a) == self._compared(b)) for a, b in pairs]
 
     def _compared(self, text: str) -> str:
@@ -134,14 +134,14 @@ class SameText:
 
 
 def pair_ids(tokenizer: Any, pair: Pair, marks: tuple[str, str], budget: int) -> list[int]:
-    """CLS a SEP b SEP, as classifiers of pairs are trained and asked; each text keeps its first half of the budget.
+    """Returns CLS a SEP b SEP, the form in which classifiers of pairs are trained and asked; each text is cut to half the budget.
 
     Args:
       marks: the tokens CLS and SEP.
       budget: most tokens.
 
     Raises:
-      ValueError: a mark that is no token.
+      ValueError: a mark is not a token.
     """
     cls, sep = tokenizer.convert_tokens_to_ids(list(marks))
     if cls is None or sep is None or tokenizer.unk_token_id in (cls, sep):
@@ -152,7 +152,7 @@ def pair_ids(tokenizer: Any, pair: Pair, marks: tuple[str, str], budget: int) ->
 
 
 def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    """The n-grams of a text's words, in order; none where it has fewer than n words."""
+    """Returns the n-grams of a text's words, in order; none for a text of fewer than n words."""
     words = text.split()
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 

@@ -20,14 +20,14 @@ LINKAGES = ("single", "complete", "greedy")
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
-    """Classes of a group of texts.
+    """Divides a group of texts into classes.
 
     Attributes:
-      pairs: says how alike two texts are.
+      pairs: rates the similarity of two texts.
       threshold: probability above which two texts are equal; DARLING uses 0.5 for maths and 0.32 for chat.
       linkage: "single" (transitive closure of equality, DARLING's in training), "complete" (a text joins the first
-        class all of whose members it equals), "greedy" (the first class whose first member it equals, NoveltyBench's).
-      short_words: texts of at most so many words are compared by the words they share; 0 asks the classifier always.
+        class in which it equals every member), "greedy" (it joins the first class with an equal first member, NoveltyBench's).
+      short_words: most words of texts that are compared by the words they share; 0 always asks the classifier.
     """
 
     pairs: Pairwise
@@ -49,7 +49,7 @@ class Partition:
         return linked(await self.equal(texts), self.linkage)
 
     async def equal(self, texts: Sequence[str]) -> Bool[np.ndarray, "G G"]:
-        """Which texts are equal; a symmetric matrix, True on its diagonal. Identical texts are equal unasked."""
+        """Which texts are equal: a symmetric matrix, True on its diagonal. Identical texts are equal without asking the classifier."""
         found = np.eye(len(texts), dtype=bool)
         asked: dict[Pair, list[tuple[int, int]]] = {}
         for i, j in combinations(range(len(texts)), 2):
@@ -77,7 +77,7 @@ def linked(equal: Bool[np.ndarray, "G G"], linkage: str) -> Int[np.ndarray, "G"]
     """The classes of a matrix of equality, numbered in the order of their first members."""
     if linkage == "single":
         reach = equal.copy()
-        while True:  # paths of twice the length at each turn
+        while True:  # each turn doubles the length of the paths
             further = (reach.astype(np.int64) @ reach) > 0
             if np.array_equal(further, reach):
                 break

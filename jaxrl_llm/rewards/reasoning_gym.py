@@ -1,4 +1,4 @@
-"""The score that reasoning-gym's own verifier gives an answer, between 0 and 1."""
+"""Reward from reasoning-gym's own verifiers, between 0 and 1."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym:
-    """Scores the rows of data/procedural.py, in processes of their own: verifiers evaluate what the model wrote.
+    """Scores the rows of data/procedural.py in worker processes, since verifiers evaluate what the model wrote.
 
     Attributes:
-      answer: what is scored, the "whole" response, or what stands in its last <answer></answer> ("tag", scored 0 where
-        there is none).
-      workers: processes, started at the first response.
-      limit_s: seconds that one response may take.
+      answer: text that is scored: the "whole" response, or the content of its last <answer></answer> ("tag", which scores 0
+        where there is none).
+      workers: number of processes; they start at the first response.
+      limit_s: time limit of one response in seconds.
       memory_gb: address space of a process in GiB (Linux).
     """
 
@@ -41,10 +41,10 @@ class ReasoningGym:
         object.__setattr__(self, "_pool", pool)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "reasoning_gym", in [0, 1] [G]; invalid where the verifier failed or took too long.
+        """Returns part "reasoning_gym", in [0, 1] [G]; invalid where the verifier failed or took too long.
 
         Raises:
-          ValueError: a prompt that is no row of data/procedural.py.
+          ValueError: a prompt is not a row of data/procedural.py.
         """
         del stats
         arguments = []
@@ -61,12 +61,12 @@ class ReasoningGym:
         return await judge_in_pool("reasoning_gym", self._pool, __name__, "judge", arguments)
 
     def close(self) -> None:
-        """Ends the processes."""
+        """Ends the worker processes."""
         self._pool.close()
 
 
 def judge(task: str, config: str, entry: Mapping[str, Any], answer: str | None) -> float:
-    """The verifier's score of `answer` to `entry`; runs in a worker process."""
+    """Returns the verifier's score of `answer` to `entry`; runs in a worker process."""
     return float(_dataset(task, config).score_answer(answer, entry))
 
 

@@ -1,9 +1,9 @@
-"""A judge that rates a piece by many criteria, as EQ-Bench's creative writing (version 3) does: their mean, 0 to 20.
+"""Rubric reward: a judge rates a piece by many criteria, as EQ-Bench's creative writing (version 3) does; their mean, 0 to 20.
 
     piece = mean over rated criteria of r_c, or of 20 - r_c where lower is better
 
-Criteria and directions are those of github.com/EQ-bench/creative-writing-bench; the question is worded here. What the
-judge says before the heading [Scores] is not read, and a criterion that is rated outside 0 to 20 is left out.
+Criteria and directions are those of github.com/EQ-bench/creative-writing-bench; the question is this module's own wording. The
+judge's text before the heading [Scores] is not read, and a criterion rated outside 0 to 20 is left out.
 """
 
 import re
@@ -47,15 +47,15 @@ others, a higher one. Be critical: most writing deserves the middle of the scale
 
 @dataclass(frozen=True, kw_only=True)
 class Rubric:
-    """Part "rubric", the mean over criteria, 0 to 20; invalid where the judge fails, or the piece is too short.
+    """Gives part "rubric", the mean over criteria, 0 to 20; invalid where the judge fails or the piece is too short.
 
     Attributes:
-      endpoint: who is asked.
-      criteria: what is rated.
-      lower_is_better: criteria whose rating is turned round.
-      question: what is asked, with {prompt}, {judged}, {criteria} and {lower}.
-      least_rated: criteria that must be rated for an answer to count.
-      least_characters: a shorter piece is no piece.
+      endpoint: the model that is asked.
+      criteria: criteria to rate.
+      lower_is_better: criteria for which 20 minus the rating counts.
+      question: the question, with {prompt}, {judged}, {criteria} and {lower}.
+      least_rated: number of criteria that an answer must rate to count.
+      least_characters: characters below which a piece is invalid.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class Rubric:
         components.within(self, f"[1, {len(self.criteria)}]", "least_rated")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part [G]."""
+        """Returns one part [G]."""
         del stats
         return await judge_together("rubric", [self._one(rollout) for rollout in rollouts])
 
@@ -82,21 +82,21 @@ class Rubric:
             raise Failed(f"{len(rollout.text.strip())} characters are no piece (at least {self.least_characters})")
         prompt = rollout.prompt
         asked = prompt.extra.get("instruction") or prompt.question
-        # The texts are filled in last and once: braces in them are theirs.
+        # All texts are inserted by one format call, so braces inside them stay as they are.
         content = self.question.format(
             prompt=asked, judged=rollout.text, criteria="\n".join(self.criteria), lower=", ".join(self.lower_is_better)
         )
         return await self.endpoint.reply([{"role": "user", "content": content}], rollout.text, self.mean)
 
     def mean(self, answer: str) -> float:
-        """The mean of the criteria that an answer rates; raises ValueError where it rates fewer than `least_rated`."""
+        """Returns the mean of the criteria that an answer rates; raises ValueError where it rates fewer than `least_rated`."""
         rated = self.rated(answer)
         if len(rated) < self.least_rated:
             raise ValueError(f"{len(rated)} criteria are rated, at least {self.least_rated} must be: {answer[:200]!r}")
         return float(np.mean([MOST - x if name in self.lower_is_better else x for name, x in rated.items()]))
 
     def rated(self, answer: str) -> dict[str, float]:
-        """{criterion: its rating as it stands}; "Name: 12", "**Name**: [12]" and "Name: 12/20" are understood."""
+        """Returns {criterion: rating as given}; reads "Name: 12", "**Name**: [12]" and "Name: 12/20"."""
         text = answer.rpartition("[Scores]")[2]
         found = {}
         for name in self.criteria:

@@ -1,4 +1,4 @@
-"""JSON over HTTP to the services that rewards ask: several servers, time limits, retries with back-off."""
+"""HTTP client of the services that rewards call: JSON, several servers, time limits, retries with back-off."""
 
 import asyncio
 import json
@@ -17,8 +17,8 @@ from jaxrl_llm.rewards.wrap import Failed
 
 T = TypeVar("T")
 
-MOST_BYTES = 64 * 2**20  # of an answer
-# Statuses that another attempt may change; any other beside 200 is the caller's mistake.
+MOST_BYTES = 64 * 2**20  # limit on the size of an answer
+# Statuses for which a retry may help; any other status but 200 is the caller's mistake.
 PASSING = frozenset({408, 425, 429})
 
 
@@ -27,13 +27,13 @@ class Service:
     """Servers that answer the same calls.
 
     Attributes:
-      urls: addresses such as "http://127.0.0.1:8000"; calls go round them, and another attempt asks the next one.
+      urls: addresses such as "http://127.0.0.1:8000"; calls go to them in turn, and a retry asks the next one.
       token_env: environment variable that holds the bearer token; empty sends none.
-      limit_s: seconds that one attempt may take.
+      limit_s: time limit of one attempt in seconds.
       tries: attempts of a call.
-      backoff_s: seconds before the second attempt; they double with each further one, with a random half.
-      concurrency: calls in flight at a time.
-      stop_after: calls in a row that fail with all their attempts before the run is stopped; 0 never stops it.
+      backoff_s: most seconds before the second attempt; doubles with each further one, and a random part of up to half is cut off.
+      concurrency: most calls at the same time.
+      stop_after: consecutive calls whose attempts all failed before the run is stopped; 0 never stops it.
     """
 
     urls: Sequence[str]
@@ -56,15 +56,15 @@ class Service:
         object.__setattr__(self, "_state", _State())
 
     async def post(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-        """What `read` makes of the JSON answer to `body`.
+        """Sends `body` and returns `read(answer)` of the JSON answer.
 
         Args:
-          path: from the server's root, such as "/score".
+          path: path from the server's root, such as "/score".
           read: raises ValueError, KeyError, TypeError or IndexError for an answer that is not as it should be.
 
         Raises:
-          Failed: no attempt gave an answer that `read` takes, or the server refused the call.
-          Down: so did the last `stop_after` calls.
+          Failed: no attempt gave an answer that `read` accepts, or the server refused the call.
+          Down: the last `stop_after` calls failed in this way.
         """
         async with self._state.turns(self.concurrency):
             try:
@@ -82,7 +82,7 @@ class Service:
 
     async def _tried(self, path: str, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         limit = aiohttp.ClientTimeout(total=self.limit_s)
-        # A session of its own: a kept one would belong to an event loop that may have ended.
+        # Each call has its own session: a shared one would belong to an event loop that may have ended.
         async with aiohttp.ClientSession(timeout=limit, headers=self._headers()) as session:
             for attempt in range(self.tries):
                 url = self._state.next(self.urls) + path
@@ -111,7 +111,7 @@ class Service:
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:
-    """The JSON of a 200; _Again for what may pass, Failed for what will not."""
+    """Returns the JSON of a 200; raises _Again where a retry may help, and Failed where it cannot."""
     async with session.post(url, json=body) as response:
         text = await _text(response)
         if response.status == 200:
@@ -124,7 +124,7 @@ async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, A
 
 
 async def _text(response: aiohttp.ClientResponse) -> str:
-    """The body, as long as it is of a size that an answer may have; a server cannot fill this process's memory."""
+    """Returns the body; raises ValueError for one above the size limit, so that a server cannot fill this process's memory."""
     found = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
         found += chunk
@@ -134,7 +134,7 @@ async def _text(response: aiohttp.ClientResponse) -> str:
 
 
 class _Again(Exception):
-    """An answer that another attempt may better, after `wait_s` seconds."""
+    """Raised for an answer that a retry after `wait_s` seconds may improve."""
 
     def __init__(self, problem: str, wait_s: float) -> None:
         super().__init__(problem)
@@ -142,7 +142,7 @@ class _Again(Exception):
 
 
 class _State:
-    """What calls have in common: whose turn it is, how many failed in a row, and the turns of each event loop."""
+    """State shared by all calls: the next server, the number of consecutive failures, and a semaphore for each event loop."""
 
     def __init__(self) -> None:
         self.calls = 0

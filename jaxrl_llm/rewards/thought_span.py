@@ -1,10 +1,10 @@
-"""Where a response's chain of thought and its output stand among its tokens, by the ids of the tags (Classmate-CoT).
+"""Marks a response's chain of thought and its output among its tokens, by the ids of the tags (Classmate-CoT).
 
     thought = tokens from the first opening tag (or the start) to the first closing tag after it, tags left out
     output  = tokens after that closing tag; none where the thought was never closed
 
-Only the first pair of tags counts, as in the original: a second thought is part of the output. Against the original, a
-response without an end tag has no output and no thought that could be judged (`Thought.closed`), whatever its length.
+Only the first pair of tags counts, as in the original: a second thought is part of the output. Unlike in the original, a
+response without an end tag has no output and no thought to be judged (`Thought.closed`), whatever its length.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,13 @@ THOUGHT, OUTPUT = "thought", "output"
 
 
 class Thought(NamedTuple):
-    """Places in a response.
+    """The places of the first thought in a response.
 
     Attributes:
       start: first token of the thought.
       end: the token after its last one.
       output: first token of the output; the response's length where there is none.
-      closed: the closing tag is there, after an opening one.
+      closed: whether a closing tag follows an opening one (or the start, where the prompt opened the thought).
     """
 
     start: int
@@ -42,7 +42,7 @@ class ThoughtSpan:
     Attributes:
       opening: the tag that begins a thought.
       closing: the tag that ends it.
-      opened: the prompt ends with the opening tag, so that a response begins inside its thought.
+      opened: whether the prompt ends with the opening tag, so that a response begins inside its thought.
     """
 
     opening: str = "<think>"
@@ -56,7 +56,7 @@ class ThoughtSpan:
             )
 
     def mark(self, rollout: Rollout, tokenizer: Any) -> Mapping[str, np.ndarray]:
-        """{"thought": bool [T], "output": bool [T]}; both empty where the thought was never closed."""
+        """Returns {"thought": bool [T], "output": bool [T]}; both are all False where the thought was never closed."""
         opening, closing = (tokenizer.encode(tag, add_special_tokens=False) for tag in (self.opening, self.closing))
         found = split(rollout.tokens, opening, closing, opened=self.opened)
         return {THOUGHT: within(rollout.tokens, found.start, found.end) & found.closed} | {
@@ -65,10 +65,10 @@ class ThoughtSpan:
 
 
 def split(tokens: Int[np.ndarray, " T"], opening: Sequence[int], closing: Sequence[int], *, opened: bool) -> Thought:
-    """The places of the first thought; ids of tags may be several.
+    """Finds the first thought; a tag may consist of several ids.
 
     Args:
-      opened: the response begins inside the thought; an opening tag at its very start is skipped all the same.
+      opened: whether the response begins inside the thought; an opening tag at its very start is skipped even so.
     """
     first = find(tokens, opening, 0) if opening else None
     if opened:
@@ -83,7 +83,7 @@ def split(tokens: Int[np.ndarray, " T"], opening: Sequence[int], closing: Sequen
 
 
 def find(tokens: Int[np.ndarray, " T"], ids: Sequence[int], start: int) -> int | None:
-    """Where `ids` first occur in a row at or after `start`; None where they do not."""
+    """Returns the first place at or after `start` where `ids` occur in a row; None where they do not."""
     wanted = np.asarray(ids)
     for i in range(start, len(tokens) - len(wanted) + 1):
         if tokens[i] == wanted[0] and np.array_equal(tokens[i : i + len(wanted)], wanted):
@@ -92,6 +92,6 @@ def find(tokens: Int[np.ndarray, " T"], ids: Sequence[int], start: int) -> int |
 
 
 def within(tokens: Int[np.ndarray, " T"], start: int, end: int) -> Bool[np.ndarray, " T"]:
-    """True from `start` up to `end`."""
+    """Returns True from `start` up to `end`, else False."""
     places = np.arange(len(tokens))
     return (places >= start) & (places < end)

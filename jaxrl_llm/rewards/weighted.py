@@ -1,4 +1,4 @@
-"""A weighted sum of rewards that keeps its breakdown: each part stays visible, and its failures stay failures."""
+"""Weighted sum of rewards: each part is logged separately, and a part that fails stays invalid."""
 
 import asyncio
 import logging
@@ -19,13 +19,13 @@ _log = logging.getLogger(__name__)
 class Weighted:
     """Scores with several rewards at once.
 
-    A reward of one part gives a part of its name here; one of several gives "name/part", and its logged parts
+    A reward with one part gives a part named `name`; one with several parts gives "name/part". Its logged parts become
     "log/name/part".
 
     Attributes:
       parts: {name: reward}.
-      weights: {name: weight}; a part without one weighs 1, and one of weight 0 is only shown.
-      limit_s: seconds that a reward may take for one group; past it its parts are invalid.
+      weights: {name: weight}; the default weight is 1, and a part of weight 0 is only logged.
+      limit_s: time limit of a reward for one group in seconds; beyond it the reward's part is invalid.
     """
 
     parts: Mapping[str, Reward]
@@ -46,11 +46,11 @@ class Weighted:
 
     @property
     def needs_stats(self) -> bool:
-        """True where one of the rewards wants the learner's statistics."""
+        """Whether one of the rewards needs the learner's token stats."""
         return any(reward.needs_stats for reward in self.parts.values())
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """All parts [G] and their weights; a reward that fails as a whole gives an invalid part of its name."""
+        """Returns all parts [G] and their weights; a reward that fails as a whole gives one invalid part of its name."""
         scored = await asyncio.gather(*(self._one(name, rollouts, stats) for name in self.parts))
         parts: dict[str, np.ndarray] = {}
         valid: dict[str, np.ndarray] = {}
@@ -69,8 +69,8 @@ class Weighted:
     async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
         try:
             return await asyncio.wait_for(self.parts[name].score(rollouts, stats), self.limit_s)
-        except Down:  # and a run whose service stays down must stop
+        except Down:  # a service that stays down must stop the run
             raise
-        except Exception as error:  # one service that is down must not take the other rewards with it
+        except Exception as error:  # one service that fails must not take the other rewards with it
             _log.warning("reward %r failed on a whole group of %d: %r", name, len(rollouts), error)
             return part(name, [None] * len(rollouts))

@@ -1,4 +1,4 @@
-"""Makes a reward of a plain function (prompt, text) -> float; what it cannot judge is invalid, not 0."""
+"""Turns a plain function (prompt, text) -> float into a reward; what the function cannot judge is invalid, not 0."""
 
 import asyncio
 import logging
@@ -17,16 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 class Failed(RuntimeError):
-    """A response that could not be judged; its reward is invalid."""
+    """Raised for a response that could not be judged; its reward is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrap:
-    """A function of a prompt and a response's text as a reward.
+    """Uses a function of a prompt and a response's text as a reward.
 
     Attributes:
       function: (prompt, text) -> reward; an exception or a value that is not finite marks the rollout invalid.
-      name: the part's name; empty takes the function's.
+      name: the part's name; empty takes the function's name.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -35,19 +35,19 @@ class Wrap:
     name: str = ""
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part, float64 [G]."""
+        """Returns one part, float64 [G]."""
         del stats
         return judge_each(self.name or self.function.__name__, self.function, rollouts)
 
 
 def judge_each(name: str, judge: Judge, rollouts: Sequence[Rollout]) -> Scores:
-    """One part [G] of a judge that looks at one response at a time; one bad response leaves the others' scores."""
+    """Returns one part [G] from a judge of single responses; a response that fails leaves the others' scores."""
     values: list[float | None] = []
     errors: list[Exception] = []
     for rollout in rollouts:
         try:
             values.append(float(judge(rollout.prompt, rollout.text)))
-        except Exception as error:  # a verifier meets arbitrary text: whatever it raises concerns this response alone
+        except Exception as error:  # a verifier gets arbitrary text: any exception concerns this response alone
             values.append(None)
             errors.append(error)
     if errors:
@@ -56,7 +56,7 @@ def judge_each(name: str, judge: Judge, rollouts: Sequence[Rollout]) -> Scores:
 
 
 async def judge_together(name: str, judgements: Sequence[Awaitable[float | None]]) -> Scores:
-    """One part [G] of judgements made at the same time, one for each response; None and `Failed` are invalid."""
+    """Returns one part [G] from judgements that run at the same time, one a response; None and `Failed` are invalid."""
     results = await asyncio.gather(*judgements, return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     for failure in failures:
@@ -70,13 +70,13 @@ async def judge_together(name: str, judgements: Sequence[Awaitable[float | None]
 
 
 def none_judged(name: str, rollouts: Sequence[Rollout], failure: Failed) -> Scores:
-    """One part [G] that is invalid throughout, because what judges the group failed as a whole."""
+    """Returns one part [G] that is invalid for all rollouts, because the judge failed on the whole group."""
     _log.warning("reward %r failed on a whole group of %d: %s", name, len(rollouts), failure)
     return part(name, [None] * len(rollouts))
 
 
 def part(name: str, values: Sequence[float | None]) -> Scores:
-    """Scores of one part [G]; None and values that are not finite are invalid."""
+    """Returns scores of one part [G]; None and non-finite values are invalid."""
     valid = np.array([value is not None and math.isfinite(value) for value in values], bool)
     filled = [float(value) if ok and value is not None else 0.0 for value, ok in zip(values, valid)]
     return Scores(parts={name: np.array(filled, np.float64)}, valid={name: valid})

@@ -1,8 +1,8 @@
-"""Rollouts sampled ahead of the step that learns from them, while the steps before it are being learned.
+"""The rollout buffer: groups are sampled ahead of the step that learns from them, while earlier steps still learn.
 
-With max_staleness k, step s learns under policy version s - 1, and the batches of steps s + 1 to s + k are sampled meanwhile. What
-is older than k versions by its own step is dropped and counted. The buffer is part of a checkpoint: batches that were whole come
-back as they were; those in the making are asked again, for the same prompts.
+With max_staleness k, step s learns under policy version s - 1, and the batches of steps s + 1 to s + k are sampled meanwhile. Rollouts
+whose staleness at their own step is above k are dropped and counted. The buffer is part of a checkpoint: complete batches are
+restored as they were, and incomplete ones are sampled again from the same prompts.
 """
 
 import asyncio
@@ -27,10 +27,10 @@ class PendingBatch:
     """A batch that a later step learns from.
 
     Attributes:
-      step: which step.
-      draws: places in the data stream that its prompts were drawn from.
-      again: those that a resumed batch draws from first.
-      task: samples and scores it.
+      step: the step that learns from it.
+      draws: positions in the data stream that its prompts were drawn from.
+      again: positions that a resumed batch draws from first.
+      task: the task that samples and scores it.
     """
 
     step: int
@@ -41,14 +41,14 @@ class PendingBatch:
 
 @dataclass(kw_only=True, eq=False)
 class RolloutBuffer:
-    """Rollouts of the present policy and of those up to `max_staleness` versions before it.
+    """A group loader of rollouts by the current policy and by up to `max_staleness` versions before it.
 
     Attributes:
       stream: encoded prompts.
-      collector: samples and scores them.
-      prompts: prompts of a step.
+      collector: samples and scores the groups.
+      prompts: number of prompts of a step.
       max_staleness: batches that are sampled ahead, and versions that a token may be behind.
-      batches: steps of the stage.
+      batches: number of steps of the stage.
       least: fewest rollouts of a group that are worth learning from.
     """
 
@@ -66,7 +66,7 @@ class RolloutBuffer:
         self._waited_s = 0.0
 
     async def next(self, step: int) -> list[Group]:
-        """The batch of `step`; those of the steps after it are on their way when this returns."""
+        """Returns the batch of `step`; the batches of the next steps are being sampled when it returns."""
         begin = time.perf_counter()
         first = step - (self._coming[0].step if self._coming else step)
         if first:
@@ -100,7 +100,7 @@ class RolloutBuffer:
         return drawn
 
     def _fresh(self, groups: Sequence[Group], oldest: int) -> list[Group]:
-        """The groups without rollouts that hold a token of a version before `oldest`."""
+        """Drops rollouts that hold a token of a version before `oldest`, and groups that keep fewer than `least` rollouts."""
         kept = []
         for group in groups:
             stays = [i for i, r in enumerate(group.rollouts) if not np.any(r.versions[r.mask] < oldest)]
@@ -118,7 +118,7 @@ class RolloutBuffer:
         return kept
 
     def state(self) -> dict[str, Any]:
-        """The stream's place and the batches on their way, JSON-like."""
+        """The stream's position and the pending batches, JSON-like."""
         return {
             "stream": self.stream.state(),
             "started": self._started,
@@ -129,7 +129,7 @@ class RolloutBuffer:
         }  # fmt: skip
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `state`; raises ValueError where the data is another, or the state one of a run without a buffer."""
+        """Continues from `state`; raises ValueError where the data differs, or where the state is of a run without a buffer."""
         if "coming" not in state:
             self.stream.restore(state)
             raise ValueError(
@@ -150,7 +150,7 @@ class RolloutBuffer:
             self._coming.append(coming)
 
     def take(self) -> dict[str, float]:
-        """Counters and times since the last call; the sampling time is what steps waited for their batches."""
+        """Counters and times since the last call; the sampling time is the time that steps waited for their batches."""
         counts = {f"count/{name}": float(count) for name, count in self._counters.items()}
         taken = self.collector.take() | {"time/sample_s": self._waited_s}
         self._counters.clear()
@@ -160,20 +160,20 @@ class RolloutBuffer:
 
 
 def _whole(coming: PendingBatch) -> list[Group] | None:
-    """The groups of a batch that is whole."""
+    """The groups of a batch that is complete; None for others."""
     task = coming.task
     done = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return task.result() if task is not None and done else None
 
 
 def _seen(task: asyncio.Future[list[Group]]) -> None:
-    """Looks at the error of a batch that nobody waits for any more, when a run ends."""
+    """Retrieves the error of a batch that nobody awaits any more, when a run ends."""
     if not task.cancelled():
         task.exception()
 
 
 def _part(group: Group, rows: Sequence[int]) -> Group:
-    """Some rollouts of a group, with their scores."""
+    """The group of the rollouts numbered `rows`, with their scores."""
     index, scores = list(rows), group.scores
     parts = {name: np.asarray(x)[index] for name, x in scores.parts.items()}
     valid = {name: np.asarray(x)[index] for name, x in scores.valid.items()}
@@ -181,7 +181,7 @@ def _part(group: Group, rows: Sequence[int]) -> Group:
 
 
 def stored(group: Group) -> dict[str, Any]:
-    """A scored group as JSON-like values; its prompt by source and id."""
+    """A scored group as JSON-like values; its prompt is given by source and id."""
     prompt, scores = group.rollouts[0].prompt, group.scores
     return {
         "prompt": [prompt.source, prompt.id],

@@ -1,6 +1,6 @@
-"""From encoded prompts to scored groups: sampling with an environment's answers in between, rewards, filters, until a batch is full.
+"""Generates rollouts for encoded prompts, with an environment's answers between turns, and scores and filters groups of them.
 
-Token ids and log-probs are the sampler's, never re-tokenised; text that an environment adds is encoded once, appended and
+Token ids and log-probs are taken from the sampler, and never re-tokenised; text that an environment adds is encoded once, appended and
 masked out. Groups are scored while others are still being sampled.
 """
 
@@ -23,16 +23,16 @@ from jaxrl_llm.protocols import Environment, Filter, Marker, Reward, Sampler
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGenerator:
-    """Asks a sampler for groups of rollouts.
+    """Generates groups of rollouts with a sampler and, between turns, an environment.
 
     Attributes:
       sampler: the running sampler.
-      tokenizer: decodes responses, and encodes what an environment says.
-      environment: answers between turns; None for a single turn.
+      tokenizer: decodes responses, and encodes the answers of an environment.
+      environment: answers the policy between turns; None for a single turn.
       marker: names ranges of a response's tokens; None names none.
       max_turns: most turns of the policy.
-      counters: what was counted: rollouts by the way they ended.
-      processes: those that ask together, one sampler on the devices of all; process 0 alone has them scored.
+      counters: numbers of rollouts by their finish, and of empty ones.
+      processes: the processes that call the sampler together, where it runs on the devices of all; process 0 alone scores.
     """
 
     sampler: Sampler
@@ -46,7 +46,7 @@ class RolloutGenerator:
     async def groups(
         self, prompts: Sequence[Prompt], n: int, settings: SamplingParams, seeds: Sequence[int], role: Role = "sample"
     ) -> AsyncIterator[tuple[int, list[Rollout]]]:
-        """Yields (index of the prompt, its n rollouts) as they finish; a prompt's group depends on its seed alone."""
+        """Yields (index of the prompt, its n rollouts) as they finish; a prompt's draws depend on its own seed alone."""
         prefixes = [p.prefix for p in prompts]
         talking: set[asyncio.Task[tuple[int, list[Rollout]]]] = set()
         try:
@@ -66,7 +66,7 @@ class RolloutGenerator:
     async def _talk(
         self, index: int, rollouts: Sequence[Rollout], settings: SamplingParams, seed: int
     ) -> tuple[int, list[Rollout]]:
-        """A group's further turns; all groups talk at the same time."""
+        """Generates a group's further turns; all groups do so at the same time."""
         talks = [self._converse(r, settings, seed_of(seed, i)) for i, r in enumerate(rollouts)]
         return index, list(await asyncio.gather(*talks))
 
@@ -86,7 +86,7 @@ class RolloutGenerator:
         )  # fmt: skip
 
     async def _converse(self, rollout: Rollout, settings: SamplingParams, seed: int) -> Rollout:
-        """The further turns of one rollout, until the environment is done or the token limit is reached."""
+        """Generates the further turns of one rollout, until the environment is done or the limit of turns or tokens is reached."""
         assert self.environment is not None
         state: Any = None
         for turn in range(1, self.max_turns):
@@ -129,19 +129,19 @@ def _append(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Collector:
-    """Draws prompts until a batch of groups is full.
+    """Draws prompts, samples and scores their groups, and filters them until a batch is full.
 
     Attributes:
-      generator: asks the sampler.
-      reward: scores a group; a reward that needs the learner's statistics is asked later, by `rescore`.
+      generator: generates the rollouts.
+      reward: scores a group; a reward that needs token stats is computed later, by `rescore`.
       settings: how tokens are drawn.
       group_size: rollouts of a prompt.
-      greedy: adds one greedy rollout a prompt, which is scored but leaves statistics and loss.
+      greedy: adds one greedy rollout per prompt, which is scored but left out of statistics and loss.
       filter: which groups are learned from; None keeps all.
       seed: seed of the run.
-      counters: groups filtered out, surplus groups, invalid rewards.
-      seconds: where the time went: sampling and waiting for rewards.
-      unfiltered: the rewards of all samples, where `filter` keeps some groups only.
+      counters: numbers of groups that were filtered out, surplus or missing, and of invalid rewards.
+      seconds: seconds spent on sampling and on waiting for rewards.
+      unfiltered: the rewards of all samples before `filter`; empty where there is none.
     """
 
     generator: RolloutGenerator
@@ -156,11 +156,11 @@ class Collector:
     unfiltered: list[float] = field(default_factory=list)
 
     async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[Group]:
-        """`count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not give them.
+        """Returns `count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not suffice.
 
         Args:
-          draw: the next prompts of the data stream.
-          step: the number that, with the seed of the run and the place in the batch, seeds the sampling.
+          draw: returns the next prompts of the data stream.
+          step: seeds the sampling, together with the seed of the run, the number of the draw and the place in it.
         """
         kept: list[Group] = []
         for attempt in range(self.filter.max_draws if self.filter else 1):
@@ -176,12 +176,12 @@ class Collector:
         return kept[:count]
 
     def _note(self, groups: Sequence[Group]) -> None:
-        """What the samples were worth before the filter, which leaves out what is too easy or too hard."""
+        """Records the rewards of the samples before the filter, which leaves out prompts that are too easy or too hard."""
         for group in groups if self.filter is not None else ():
             self.unfiltered.extend(_totals(group).tolist())
 
     async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[Group]:
-        """The scored group of every prompt, in their order."""
+        """Returns the scored group of every prompt, in the order of `prompts`."""
         seeds = [seed_of(*seed, i) for i in range(len(prompts))]
         begin = time.perf_counter()
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
@@ -202,7 +202,7 @@ class Collector:
         return self.generator.processes.broadcast(groups)
 
     async def rescore(self, groups: Sequence[Group], stats: Sequence[dict[str, np.ndarray]]) -> list[Group]:
-        """The groups scored by a reward that needs the learner's statistics, {name: [G]} of each group."""
+        """Returns the groups scored by a reward that needs token stats, given as {name: [G]} for each group."""
         asked = [self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)]
         async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
             scores = [await task for task in scoring.values()]
@@ -221,7 +221,7 @@ class Collector:
                 self.counters[f"invalid/{name}"] += int(np.sum(~np.asarray(valid, bool)))
 
     def take(self) -> dict[str, float]:
-        """Counters since the last call, and starts them anew."""
+        """Returns counters and times since the last call, and resets them."""
         counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.generator.counters}.items()}
         counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
         if self.unfiltered:
@@ -235,7 +235,7 @@ class Collector:
 
 @contextlib.asynccontextmanager
 async def _ended(tasks: Mapping[int, asyncio.Task[Scores]]) -> AsyncIterator[None]:
-    """Leaves no task behind, whatever ends the block."""
+    """Cancels the tasks that are left when the block ends, however it ends."""
     try:
         yield
     finally:
@@ -263,19 +263,19 @@ class DynamicSampling:
 
 
 def _totals(group: Group) -> np.ndarray:
-    """Rewards of the group's samples that have one, [at most G]; greedy rollouts left out."""
+    """The valid rewards of the group's samples, [at most G]; greedy rollouts are left out."""
     sampled = np.array([r.role == "sample" for r in group.rollouts])
     return group.total()[group.valid() & sampled]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampledGroups:
-    """Rollouts of the present policy.
+    """A group loader of rollouts by the current policy.
 
     Attributes:
       stream: encoded prompts.
-      collector: samples and scores them.
-      prompts: prompts of a step.
+      collector: samples and scores the groups.
+      prompts: number of prompts of a step.
     """
 
     stream: PromptStream[Prompt]

@@ -1,4 +1,4 @@
-"""Groups in one global order on all processes of a run: rows held in parts, or sampled by process 0 for all."""
+"""Group loading on several processes: rows are split over them and read in one global order, or process 0 samples for all."""
 
 import asyncio
 import contextlib
@@ -18,14 +18,14 @@ Row = TypeVar("Row", Prompt, Group)
 
 
 class SharedStream(PromptStream[Row]):
-    """Encoded rows in one global order, of which each process of a run holds a part; all ask for the same batches.
+    """Encoded rows in one global order, of which each process of a run holds a part; all processes read the same batches.
 
-    A batch is the same on any number of processes, which is why the processes exchange what each of them holds of it.
+    A batch is the same on any number of processes, since the processes exchange the rows of it that each of them holds.
 
     Args:
-      part: this process's rows; those of all processes, one after the other, are the rows.
-      processes: those of the run.
-      seed: names the order.
+      part: this process's rows; the parts of all processes, one after the other, are the rows.
+      processes: the processes of the run.
+      seed: seed of the order.
 
     Raises:
       ValueError: no process has a row.
@@ -38,7 +38,7 @@ class SharedStream(PromptStream[Row]):
         super().__init__(range(self._starts[-1]), seed=seed)  # type: ignore[arg-type]
 
     def next_batch(self, n: int) -> list[Row]:
-        """The next `n` rows, whole on every process."""
+        """Returns the next `n` rows, all of them on every process."""
         wanted: list[Any] = super().next_batch(n)
         first, end = self._starts[self._processes.index : self._processes.index + 2]
         held = [[i, self._part[i - first]] for i in wanted if first <= i < end]
@@ -48,23 +48,23 @@ class SharedStream(PromptStream[Row]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BroadcastGroups:
-    """The groups of process 0, which alone asks a sampler, on every process.
+    """A group loader that gives every process the groups of process 0, which alone calls the sampler.
 
     Attributes:
-      loader: that of process 0; None on the others.
-      preemption: of signals, at which process 0 gives up what it is sampling.
+      loader: the group loader of process 0; None on the others.
+      preemption: listens for signals, at which process 0 gives up what it is sampling.
     """
 
     loader: GroupLoader | None
     preemption: Preemption
 
     async def next(self, step: int) -> list[Group]:
-        """The groups of a step; raises Stopping on every process where a signal came first."""
+        """Returns the groups of a step; raises Stopping on every process where a signal came first."""
         groups: list[Group] | None = None
         if self.loader is not None:
             with contextlib.suppress(Stopping):
                 groups = await self.preemption.unless(self.loader.next(step))
-        # The thread leaves the event loop to what is being published and sampled.
+        # A thread waits here, so that the event loop is free for publishing and sampling.
         groups = await asyncio.to_thread(self.preemption.processes.broadcast, groups)
         if groups is None:
             raise Stopping

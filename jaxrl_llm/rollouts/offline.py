@@ -1,4 +1,4 @@
-"""Groups that a dataset gives: demonstrations, chunks of documents, pairs and labelled responses."""
+"""Groups of responses that a dataset gives: demonstrations, chunks of documents, pairs and labelled responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from jaxrl_llm.protocols import Algorithm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OfflineGroups:
-    """Responses that the dataset gives: one of a demonstration, two (preferred, rejected) of a pair.
+    """A group loader of responses that the dataset gives: one for a demonstration, two (preferred, rejected) for a pair.
 
     Attributes:
-      stream: the groups, one a row.
-      rows: rows of a step.
+      stream: the groups, one per row.
+      rows: number of rows of a step.
     """
 
     stream: PromptStream[Group]
@@ -40,14 +40,14 @@ class OfflineGroups:
 def given(
     encoder: Encoder, rows: Sequence[Prompt], algorithm: Algorithm, *, row_tokens: int = 0, seed: int = 0
 ) -> list[Group]:
-    """The rows as groups of what the algorithm learns from: demonstrations, chunks of documents, pairs and labelled responses.
+    """Turns rows into groups of what the algorithm learns from: demonstrations, chunks of documents, pairs or labelled responses.
 
     Args:
-      row_tokens: length of a chunk of documents.
-      seed: order of the documents.
+      row_tokens: predictions in a chunk of documents.
+      seed: seed of the documents' order.
 
     Raises:
-      ValueError: a row that is none of these, or no row left.
+      ValueError: a row is none of these, or no row is left.
     """
     if algorithm.learns_from == "documents":
         return documents(encoder, rows, row_tokens, seed)
@@ -58,17 +58,18 @@ def given(
 
 
 def demonstrations(encoder: Encoder, rows: Sequence[Prompt]) -> list[Group]:
-    """Each row's response as the only rollout of its group."""
+    """Makes each row's response the only rollout of its group."""
     return [unscored((rollout,)) for rollout in encoder.demonstrations(rows)]
 
 
 def documents(encoder: Encoder, rows: Sequence[Prompt], length: int, seed: int | None) -> list[Group]:
-    """Chunks of `length` predictions of all rows, prompt and response with its end, joined one after the other.
+    """Joins all rows (prompt, response and its end) one after the other, and cuts them into chunks of `length` predictions.
 
-    Their order is named by `seed`; None is that of the rows. A chunk begins with a token that is predicted by none in it, and ends with the first token of the next chunk.
+    `seed` gives the order of the rows; None keeps it. The first token of a chunk is not predicted in it, and its last token is the
+    first of the next chunk.
 
     Raises:
-      ValueError: fewer tokens than fill a chunk.
+      ValueError: there are fewer tokens than one chunk needs.
     """
     whole = replace(encoder, max_prompt_tokens=np.iinfo(np.int32).max, max_response_tokens=None)
     found = whole.demonstrations(rows)
@@ -96,14 +97,14 @@ def _chunk(tokens: np.ndarray, name: str, source: str) -> Rollout:
 
 
 def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone: bool = False) -> list[Group]:
-    """The preferred response (`Prompt.response`) and the rejected one (`Prompt.extra["rejected"]`) of each row.
+    """Makes a group of the preferred response (`Prompt.response`) and the rejected one (`Prompt.extra["rejected"]`) of each row.
 
     Args:
-      ends: only the end of each response is learned from, by `ended`.
-      alone: a row may be a single response with a label instead, True or False in `Prompt.extra["desirable"]`.
+      ends: whether only the end of each response is learned from, by `ended`.
+      alone: whether a row may be a single response with a label instead, True or False in `Prompt.extra["desirable"]`.
 
     Raises:
-      ValueError: a row without a rejected response or with two equal ones, or no pair left.
+      ValueError: a row has no rejected response or two equal ones, or no pair is left.
     """
     found: list[Group] = []
     for row in rows:
@@ -137,10 +138,10 @@ def _sides(row: Prompt, alone: bool) -> dict[int, str]:
 
 
 def ended(rollout: Rollout) -> Rollout:
-    """The rollout with one more token, the only one in its mask.
+    """Returns the rollout with one more token, the only one in its mask.
 
-    A packed row holds all tokens of a sequence but the last, so what a model says after the last token of a response
-    stands where this further token would be predicted; which token it is does not matter.
+    A packed row holds all tokens of a sequence but the last, so the output of a model after the last token of a
+    response stands where this further token would be predicted; which token it is does not matter.
     """
     last = lambda x, value: np.append(x, x.dtype.type(value))  # noqa: E731
     return replace(

@@ -1,11 +1,11 @@
-"""Measures the update, scoring, sampling and a whole step at the shapes of real models, with random weights.
+"""Benchmarks the update, scoring, sampling and a whole step at the shapes of real models, with random weights.
 
     python -m jaxrl_llm.tools.bench --work=update --model=qwen2.5-1.5b --rows=8 --row_tokens=4096 --remat=full,attention
 
-It runs the project's own Learner, Policy and EmbeddedSampler, and prints one JSON line a work and configuration. Several
-values of a flag, separated by commas, are measured one after the other, each combination in a process of its own, so that
-the peak of memory is its own and one that fails leaves the others. Times are medians of calls that wait for their result;
-tokens/s and MFU follow flops.py: causal attention, real head width, head counted, embedding not, nothing recomputed.
+It runs the project's own Learner, Policy and EmbeddedSampler, and prints one JSON line for each configuration. A flag takes
+several values, separated by commas; each combination is measured in its own process, one after the other, so that its memory
+peak is its own and a failure does not affect the others. Times are medians of calls that wait for their result; tokens/s and MFU
+follow metrics/flops.py: causal attention, real head width, head counted, embedding not counted, recomputation not counted.
 """
 
 import argparse
@@ -40,11 +40,11 @@ from jaxrl_llm.samplers.embedded.sampler import Engine
 from jaxrl_llm.tools import memory
 from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 
-# -- the works ---------------------------------------------------------------------------------------------------------
+# -- what is measured --------------------------------------------------------------------------------------------------
 
 
 def timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of the first call, which compiles, of each that follows, and the median, the least and the most of those."""
+    """Seconds of the first call, which compiles, and of each later call, with the median, least and most of the later ones."""
     seconds = []
     for _ in range(case.repeats + 1):
         start = time.perf_counter()
@@ -57,14 +57,14 @@ def timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
 
 
 def traced(folder: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The summary of a trace of one call."""
+    """Traces one call and returns the summary of the trace."""
     with jax.profiler.trace(folder):
         jax.block_until_ready(call())
     return profiling.summary(profiling.newest(Path(folder)))
 
 
 def rates(case: Case, lengths: Sequence[int], seconds: float, count: Callable[..., float]) -> dict[str, float]:
-    """Tokens/s over all devices, and model FLOP/s and MFU of each."""
+    """Tokens/s over all devices, and model FLOP/s and MFU a device."""
     model_flops, devices = count(case.policy.architecture, lengths), case.policy.partitioner.mesh.size
     found = {"tokens_per_s": sum(lengths) / seconds, "tflops": model_flops / seconds / devices / 1e12}
     peak = flops.peak(jax.devices()[0].device_kind)
@@ -72,7 +72,7 @@ def rates(case: Case, lengths: Sequence[int], seconds: float, count: Callable[..
 
 
 def update(case: Case) -> dict[str, Any]:
-    """One update: forward, backward and AdamW over all micro-batches, the state donated."""
+    """Measures one update: forward, backward and AdamW over all micro-batches, with the state donated."""
     learner, batch = case.learner, full_rows(case)
     batches = micro_batches(case, batch, {})
     account = compiled(case, batches[0], len(batches))
@@ -91,7 +91,7 @@ def update(case: Case) -> dict[str, Any]:
 
 
 def score(case: Case) -> dict[str, Any]:
-    """Log-probs and entropies of one micro-batch, without gradient."""
+    """Measures log-probs and entropies of all micro-batches, without gradient."""
     learner, batch = case.learner, full_rows(case)
     params = {"policy": case.policy.init(jax.random.key(0))}
     device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
@@ -101,7 +101,7 @@ def score(case: Case) -> dict[str, Any]:
 
 
 async def drawn(case: Case, engine: Engine, params: Params, version: int) -> list[Group]:
-    """Publishes, and draws a group of full length for each random prompt."""
+    """Publishes the parameters, then samples a group of full-length rollouts for each random prompt."""
     await engine.publish(params, version)
     rng = np.random.default_rng(version)
     vocabulary, limit = case.policy.architecture.vocabulary_size, case.response_tokens
@@ -115,7 +115,7 @@ async def drawn(case: Case, engine: Engine, params: Params, version: int) -> lis
 
 
 def sample(case: Case) -> dict[str, Any]:
-    """Draws of all prompts; the floor is what a decode step must read: the weights, and the cache's filled entries."""
+    """Measures sampling of all prompts; the floor is what a decode step must read: the weights and the filled cache entries."""
 
     async def run() -> dict[str, Any]:
         engine = case.start_sampler()
@@ -142,7 +142,7 @@ def sample(case: Case) -> dict[str, Any]:
 
 
 def step(case: Case) -> dict[str, Any]:
-    """Whole steps: publish and sample, score, assign credit, update; seconds of each, of the last step."""
+    """Measures whole steps: publish and sample, score, compute advantages, update; gives the seconds of each part of the last step."""
 
     async def run() -> dict[str, Any]:
         learner, engine = case.learner, case.start_sampler()
@@ -178,7 +178,7 @@ WORKS: dict[str, Callable[[Case], dict[str, Any]]] = {"update": update, "score":
 
 
 def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, float]:
-    """Seconds to compile an update's programs (with 0 micro-batches scoring's), and the account of the one that needs most."""
+    """Seconds to compile an update's programs (scoring's with 0 micro-batches), and the memory account of the largest program."""
     start = time.perf_counter()
     accounts = memory.of_learner(case.learner, batch, microbatches).values()
     most = max(accounts, key=lambda account: account.peak)
@@ -195,7 +195,7 @@ def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, floa
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The row of one configuration."""
+    """The result row of one configuration."""
     for api in (attention, token_stats, decode_attention):
         name = case.flags[api.__name__.split(".")[-2]]
         if name != "auto":
@@ -210,14 +210,14 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """Every combination of the flags' values."""
+    """Yields every combination of the flags' values."""
     values = [getattr(arguments, name).split(",") for name in SWEPT]
     for combination in product(*values):
         yield dict(zip(SWEPT, combination))
 
 
 def row(flags: dict[str, str], repeats: int, profile: str | None) -> dict[str, Any]:
-    """The JSON row of one combination, measured here."""
+    """The JSON row of one combination, measured in this process."""
     typed = {name: SWEPT[name][0](value) for name, value in flags.items()}
     for name, known in (("work", WORKS), ("model", SHAPES)):
         if typed[name] not in known:
@@ -234,7 +234,7 @@ def row(flags: dict[str, str], repeats: int, profile: str | None) -> dict[str, A
 
 
 def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict[str, Any]:
-    """The row of one combination, measured by a process of its own; {"error"} where it fails."""
+    """The JSON row of one combination, measured in a new process; {"error"} where it fails."""
     command = [sys.executable, "-m", "jaxrl_llm.tools.bench", *more, *(f"--{n}={v}" for n, v in flags.items())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     xla_flags.apply()
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="jaxrl_llm_bench_"))
-    # A program compiled to be looked at is found again when it is called.
+    # The compilation cache lets a call reuse a program that was compiled for its memory account.
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     wanted, failed = list(cases(arguments)), 0

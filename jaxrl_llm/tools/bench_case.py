@@ -1,4 +1,4 @@
-"""One configuration of the benchmark: its flags, the components they make, and random experience of full length."""
+"""One configuration of the benchmark: its flags, the components built from them, and random rollouts of full length."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -57,10 +57,10 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One configuration: the flags' values.
+    """One configuration of the benchmark.
 
     Attributes:
-      flags: {name: value} of SWEPT.
+      flags: {name: value} for each flag of SWEPT.
       repeats: measured calls after the first.
       profile: folder for a trace of one more call, or None.
     """
@@ -106,7 +106,7 @@ class Case:
 
 
 def groups_of(case: Case, lengths: Sequence[int]) -> list[Group]:
-    """Groups of random sequences of these lengths, with random rewards; an eighth of each is its prompt."""
+    """Groups of random sequences of these lengths, with random rewards; the first eighth of each is its prompt."""
     rng = np.random.default_rng(0)
     vocabulary = case.policy.architecture.vocabulary_size
     size = next(n for n in (8, 4, 2, 1) if len(lengths) % n == 0)
@@ -122,7 +122,7 @@ def groups_of(case: Case, lengths: Sequence[int]) -> list[Group]:
 
 
 def rollout(prompt: Prompt, tokens: np.ndarray, rng: np.random.Generator, logprobs: Any = None) -> Rollout:
-    """A response of full length; without `logprobs`, the sampler's are random."""
+    """Returns a full-length rollout; without `logprobs`, the sampler's log-probs are random."""
     guessed = rng.normal(-10.0, 1.0, len(tokens)).astype(np.float32) if logprobs is None else logprobs
     return Rollout(
         prompt=prompt, tokens=tokens, sampler_logprobs=guessed, mask=np.ones(len(tokens), bool),
@@ -131,13 +131,13 @@ def rollout(prompt: Prompt, tokens: np.ndarray, rng: np.random.Generator, logpro
 
 
 def scored(rollouts: Sequence[Rollout], rng: np.random.Generator) -> Group:
-    """The group with random rewards."""
+    """Returns the group with random rewards."""
     n = len(rollouts)
     return Group(rollouts=rollouts, scores=Scores(parts={"r": rng.normal(size=n)}, valid={"r": np.ones(n, bool)}))
 
 
 def packed(case: Case, groups: Sequence[Group]) -> Batch:
-    """The groups in micro-batches, as a step packs them."""
+    """Packs the groups into micro-batches, as a step does."""
     rollouts = [r for g in groups for r in g.rollouts]
     response = max(len(r.tokens) for r in rollouts)
     return Batch.build(
@@ -146,7 +146,7 @@ def packed(case: Case, groups: Sequence[Group]) -> Batch:
 
 
 def full_rows(case: Case) -> Batch:
-    """Rows without padding: a sequence of n + 1 tokens takes n positions."""
+    """Returns a batch of rows without padding: a sequence of n + 1 tokens takes n positions."""
     return packed(case, groups_of(case, [case.row_tokens // case.segments + 1] * (case.rows * case.segments)))
 
 
@@ -155,7 +155,7 @@ def lengths_of(batch: Batch) -> list[int]:
 
 
 def micro_batches(case: Case, batch: Batch, streams: dict[str, np.ndarray]) -> list[MicroBatch]:
-    """The mini-batch that an update takes, advantages assigned by the learner."""
+    """The micro-batches of one update, with advantages from the learner."""
     learner = case.learner
     sequences = batch.sequences(streams, learner.algorithm.controls, len(batch.groups))
     advantages = jax.device_get(learner.advantages(sequences))

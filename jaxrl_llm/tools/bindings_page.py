@@ -1,7 +1,7 @@
 """Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.bindings_page > docs/bindings.md`.
 
-A binding is a field of a component. Components are what the files in gin/ refer to, and every frozen, keyword-only
-dataclass of the packages that a run is composed from. Types and defaults come from the code, meanings from docstrings.
+A binding is a field of a component. Components are the classes and functions named by the files in gin/, and every frozen,
+keyword-only dataclass of the packages from which a run is composed. Types and defaults come from the code, meanings from docstrings.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ from typing import Any
 from jaxrl_llm.components import FACES, home, selector
 
 GIN = Path(__file__).parents[1] / "gin"
-# The faces, and the rooms and modules whose classes are components.
+# The packages that re-export components, and the rooms and modules whose classes are components.
 COMPOSED_FROM = (
     *(face.removeprefix("jaxrl_llm.") for face in FACES),
     *("algorithms", "models", "rewards", "data", "eval", "samplers.sampled_classmate", "rollouts.environments"),
 )
-# Frozen records that code alone builds.
+# Modules of frozen dataclasses that only code builds.
 INTERNAL = (
     "data.pipeline",
     "data.prepare",
@@ -35,7 +35,7 @@ INTERNAL = (
     "eval.viewer.query",
     "eval.reports.jobs",
 )
-# A name that a file imports, a dot, and what it names there.
+# An import of a gin file, and a reference `name.Component` to what it imported.
 IMPORT = re.compile(
     r"^(?:from\s+(?P<package>[\w.]+)\s+)?import\s+(?P<name>[\w.]+)(?:\s+as\s+(?P<alias>\w+))?", re.MULTILINE
 )
@@ -49,10 +49,10 @@ class Binding:
     """A parameter of a component.
 
     Attributes:
-      name: as gin names it, `module.Component.parameter`.
+      name: gin's name, `module.Component.parameter`.
       type: its annotation, without module names.
-      default: Python's spelling of the default, or "required".
-      meaning: what the docstring says; empty where it says nothing.
+      default: the default in Python's spelling, or "required".
+      meaning: the docstring's text for it; empty where it has none.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Binding:
 
 
 def components() -> list[Component]:
-    """Every component, ordered by module and name."""
+    """Returns every component, ordered by module and name."""
     referred = set(referred_to(GIN))
     composed = {c for name in COMPOSED_FROM for module in modules(f"jaxrl_llm.{name}") for c in defined_in(module)}
     bases = {base for c in composed for base in c.__mro__[1:]}
@@ -71,7 +71,7 @@ def components() -> list[Component]:
 
 
 def referred_to(folder: Path) -> Iterator[Component]:
-    """Classes and functions of this package that the gin files below `folder` name."""
+    """Yields the classes and functions of this package that the gin files below `folder` name."""
     for file in sorted(folder.rglob("*.gin")):
         text = re.sub(r"#.*", "", file.read_text())
         imported = {}
@@ -88,7 +88,7 @@ def referred_to(folder: Path) -> Iterator[Component]:
 
 
 def modules(name: str) -> Iterator[ModuleType]:
-    """A module or a face, or every module of another package, less those that hold no component."""
+    """Yields a module or a re-exporting package, or every module of another package except those that hold no component."""
     module = importlib.import_module(name)
     yield module
     if name in FACES:
@@ -99,7 +99,7 @@ def modules(name: str) -> Iterator[ModuleType]:
 
 
 def defined_in(module: ModuleType) -> Iterator[Any]:
-    """The components a module defines, or a face hands on: public, frozen, keyword-only dataclasses."""
+    """Yields the components that a module defines or re-exports: public, frozen, keyword-only dataclasses."""
     handed_on = module.__name__ in FACES
     for name, value in vars(module).items():
         here = inspect.isclass(value) and (handed_on or value.__module__ == module.__name__)
@@ -109,12 +109,12 @@ def defined_in(module: ModuleType) -> Iterator[Any]:
 
 
 def is_settings(owner: Any) -> bool:
-    """A dataclass that is frozen and takes its fields by name."""
+    """Whether a dataclass is frozen and takes its fields by name."""
     return owner.__dataclass_params__.frozen and all(field.kw_only for field in dataclasses.fields(owner))
 
 
 def bindings(component: Component) -> list[Binding]:
-    """What gin may set: all fields of a class; those parameters of a function that have defaults."""
+    """The bindings that gin may set: all fields of a class, or the parameters of a function that have defaults."""
     said = meanings(component)
     found = []
     for name, parameter in inspect.signature(component).parameters.items():
@@ -127,7 +127,7 @@ def bindings(component: Component) -> list[Binding]:
 
 
 def default_of(component: Component, parameter: inspect.Parameter) -> str:
-    """Python's spelling of a parameter's default, or "required"."""
+    """A parameter's default in Python's spelling, or "required"."""
     if dataclasses.is_dataclass(component):
         (field,) = (f for f in dataclasses.fields(component) if f.name == parameter.name)
         if field.default_factory is not dataclasses.MISSING:
@@ -136,7 +136,7 @@ def default_of(component: Component, parameter: inspect.Parameter) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A default as a reader would write it, the same at every run."""
+    """A default as a reader would write it, the same in every run."""
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
     if inspect.isclass(value) or inspect.isfunction(value):
@@ -154,7 +154,7 @@ def type_name(annotation: Any) -> str:
 
 
 def meanings(component: Component) -> dict[str, str]:
-    """{parameter: meaning} of the `Attributes:` or `Args:` blocks of a docstring, those of base classes included."""
+    """{parameter: meaning} from the `Attributes:` or `Args:` blocks of a docstring, including those of base classes."""
     said: dict[str, str] = {}
     for owner in reversed(getattr(component, "__mro__", (component,))):
         said |= block(inspect.cleandoc(owner.__doc__ or ""))
@@ -162,7 +162,7 @@ def meanings(component: Component) -> dict[str, str]:
 
 
 def block(docstring: str) -> dict[str, str]:
-    """The entries `  name: meaning` of a cleaned docstring's block; deeper lines go on."""
+    """The entries `  name: meaning` of a cleaned docstring's block; deeper lines continue an entry."""
     said: dict[str, str] = {}
     inside, name = False, ""
     for line in docstring.splitlines():
@@ -177,14 +177,14 @@ def block(docstring: str) -> dict[str, str]:
 
 
 def shared(listed: Sequence[Component]) -> list[Component]:
-    """The base classes that two or more of the components have fields of, ordered by module and name."""
+    """The base classes from which two or more of the components inherit fields, ordered by module and name."""
     counts = Counter(base for component in listed for base in _bases(component))
     several = [base for base, count in counts.items() if count > 1 and base not in listed]
     return sorted((c for c in several if given(c, several)), key=lambda c: (home(c), c.__qualname__))
 
 
 def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]:
-    """The bindings that the nearest of its bases among `elsewhere` does not have as they are."""
+    """The component's bindings, without those that it inherits unchanged from its bases among `elsewhere`."""
     field = lambda b: dataclasses.replace(b, name=b.name.rpartition(".")[2])  # noqa: E731
     bases = [base for base in _bases(component) if base in elsewhere]
     known = {field(b).name: field(b) for base in reversed(bases) for b in bindings(base)}
@@ -192,12 +192,12 @@ def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]
 
 
 def _bases(component: Component) -> list[Component]:
-    """Its base classes that have fields, the nearest first."""
+    """The component's base classes that have fields, the nearest first."""
     return [base for base in getattr(component, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
 
 
 def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
-    """One component: where it lies, what it is, its bindings but for those of the bases that have sections of their own."""
+    """The section of one component: its module, its description, and its bindings without those of bases that have own sections."""
     package, _, module = home(component).rpartition(".")
     first = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
     names = [base.__name__ for base in _bases(component) if base in elsewhere]
@@ -212,7 +212,7 @@ def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
 
 
 def page() -> str:
-    """The whole page."""
+    """Returns the whole page."""
     opening = (
         "# gin bindings\n\n"
         "Every hyper-parameter that a gin file or `--gin 'module.Component.field = value'` can set. Written by"

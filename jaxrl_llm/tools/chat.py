@@ -1,4 +1,4 @@
-"""Talks to a model on the terminal: python -m jaxrl_llm.tools.chat DIR, where DIR is a Hugging Face folder or a run folder."""
+"""Chats with a model on the terminal: python -m jaxrl_llm.tools.chat DIR, where DIR is a Hugging Face folder or a run folder."""
 
 import asyncio
 import sys
@@ -23,7 +23,7 @@ def load(folder: Path) -> tuple[Any, Any, Any]:
 
 
 def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
-    """Token ids int32 [T] of the talk so far; without a chat template, of the last line alone."""
+    """Token ids int32 [T] of the conversation so far; without a chat template, of the last line only."""
     if tokenizer.chat_template is None:
         return np.asarray(tokenizer(turns[-1]["content"])["input_ids"], np.int32)
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -38,7 +38,7 @@ async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingParams, see
 
 
 async def talk(folder: Path, settings: SamplingParams, max_length: int) -> None:
-    """Reads lines until the end of input and answers each."""
+    """Reads lines until the end of the input and answers each."""
     policy, params, tokenizer = load(folder)
     longest = min(max_length, policy.architecture.max_positions)
     sampler = EmbeddedSampler(slots=1).start(policy, tokenizer, max_length=longest)
@@ -60,7 +60,7 @@ async def talk(folder: Path, settings: SamplingParams, max_length: int) -> None:
 
 
 def _line() -> str | None:
-    """The next line that is not empty, or None at the end of input."""
+    """Returns the next line that is not empty, or None at the end of the input."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -1,16 +1,16 @@
-"""Seconds, memory and cost of an RL step on a fleet of chips, from rates measured on one H200.
+"""Cost model of an RL step on a fleet of chips: seconds, memory and dollars, from rates measured on one H200.
 
-An update of T tokens on a device is a sum of parts, each work over a rate that is a share of the chip's peak (RATES):
+The time of an update of T tokens on a device is a sum of parts; each is work over a rate, a share of the chip's peak (RATES):
 
-    products    (3 + r) 2 W L T          W weights of a layer, r the share of a forward that rematerialisation repeats
+    products    (3 + r) 2 W L T          W weights of a layer, r the share of a forward pass that rematerialisation repeats
     log-probs   8 T D V                  as kernels/token_stats computes them; scoring takes 2 T D V
-    attention   (1 + r' + 2.5) F         F FLOPs of the causal halves forward, r' 1 where its forward is repeated
+    attention   (1 + r' + 2.5) F         F FLOPs of the causal halves forward, r' 1 where the forward pass is repeated
     memory      T L (18 M + 90 D) + copies of kept values + optimizer, over the memory's bandwidth
-    exchange    weights gathered, gradients scattered over fsdp, gradients summed over data: bytes over the links, HIDDEN of
-                them behind computation
+    exchange    weights gathered, gradients scattered over fsdp, gradients summed over data: bytes over the links; the share
+                HIDDEN of them overlaps with computation
 
-Sampling is bound by the memory: a decode step reads weights and filled cache. What is measured and what is assumed is said
-with every table. TPU rows take the H200's shares of their own peaks: they are extrapolation, as is all beyond four GPUs.
+Memory bandwidth bounds sampling: a decode step reads the weights and the filled cache. Every table states what is measured and
+what is assumed. TPU rows use the H200's shares of their own peaks: they are extrapolated, as is everything beyond four GPUs.
 """
 
 import math
@@ -22,22 +22,22 @@ from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.architecture import Architecture
 
 GIB = 2**30
-HIDDEN = 0.5  # assumed share of exchanges behind computation
+HIDDEN = 0.5  # assumed share of exchanges that overlaps with computation
 MEASURED_CHIPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
-    """A kind of chip, by its data sheet.
+    """A kind of chip, with the figures of its data sheet.
 
     Attributes:
       peak: dense bfloat16 FLOP/s.
       memory: bytes.
-      bandwidth: of the memory, bytes/s.
+      bandwidth: bytes/s of the memory.
       link: bytes/s that a chip gathers within a group.
-      group: chips that links join.
+      group: number of chips that fast links join.
       network: bytes/s a chip between groups.
-      dollars: assumed price of an hour.
+      dollars: assumed price of an hour in dollars.
     """
 
     peak: float
@@ -57,7 +57,7 @@ CHIPS: Mapping[str, Chip] = {
     "v6e": Chip(peak=918e12, memory=32e9, bandwidth=1.64e12, link=224e9, group=256, network=12e9, dollars=2.7),
 }
 
-# Shares of peak or bandwidth on one H200, Qwen2.5-1.5B's shape: docs/speed.md. Launches cost seconds.
+# Shares of peak or bandwidth, measured on one H200 with Qwen2.5-1.5B's shape (docs/speed.md); "launch" is in seconds.
 RATES: Mapping[str, float] = {
     "products": 0.70, "logprob update": 0.62, "logprob": 0.70, "attention": 0.50, "attention backward": 0.385,
     "memory": 0.83, "decode": 0.23, "launch": 4e-6,
@@ -66,15 +66,15 @@ RATES: Mapping[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What an update is made of, beside its tokens.
+    """The configuration of an update, apart from its tokens.
 
     Attributes:
       sizes: the model.
-      remat: what the backward computes again, of models/remat.py.
+      remat: what the backward pass computes again, a name of models/layers.py.
       unrolled: whether all layers are one step of the scan.
-      moments: bytes of both moments of a parameter.
-      fsdp: shards of parameters and state.
-      data: replicas.
+      moments: bytes a parameter of both moments together.
+      fsdp: number of shards of parameters and state.
+      data: number of replicas.
     """
 
     sizes: Architecture
@@ -90,20 +90,20 @@ class Setting:
 
     @property
     def weights(self) -> int:
-        """Parameters: layers, embedding, and a head where it is another."""
+        """Number of parameters: layers, embedding, and a head where it is untied."""
         tables = 1 if self.sizes.tied else 2
         return self.sizes.layers * self.layer + tables * self.sizes.vocabulary_size * self.sizes.width
 
     @property
     def repeated(self) -> float:
-        """The share of a forward's products that the backward computes again."""
+        """The share of a forward pass's products that the backward pass computes again."""
         mlp = self.sizes.width * self.sizes.mlp_width / self.layer
-        whole = 1 - mlp  # of all but the last product
+        whole = 1 - mlp  # the share of all products except the last
         return {"none": 0.0, "dots": 0.0, "gate": mlp, "projections": 2 * mlp}.get(self.remat, whole)
 
     @property
     def kept(self) -> int:
-        """Bytes that the forward keeps of a token and layer on the device."""
+        """Bytes that the forward pass keeps on the device for a token and layer."""
         size = self.sizes
         heads, keys = size.heads * size.head_width, size.kv_heads * size.head_width
         attention = 2 * size.width + 2 * heads + 4 * size.heads
@@ -114,13 +114,13 @@ class Setting:
 
 
 def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times: int = 1) -> dict[str, float]:
-    """Seconds of one update by part, of `times` micro-batches of `tokens` a device in sequences of `length` tokens."""
+    """Seconds by part of one update of `times` micro-batches, each of `tokens` a device in sequences of `length` tokens."""
     size, n = setting.sizes, times * tokens
     causal = 2 * size.layers * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
     again = 1.0 if setting.remat in ("full", "offload") else 0.0
     moved = 1.0 * n * size.layers * (18 * size.mlp_width + 90 * size.width)
     if not setting.unrolled:
-        moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # written and read once more
+        moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # they are written and read once more
     casts = 12 if setting.repeated == 0 else 18
     moved += setting.weights / setting.fsdp * (2 * (4 + setting.moments) + 12) + times * setting.weights * casts
     launches = times * (size.layers * (70 if setting.unrolled else 125) + 200)
@@ -136,7 +136,7 @@ def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times
 
 
 def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
-    """Seconds of an update's exchanges were nothing hidden: weights in bfloat16, gradients in float32."""
+    """Seconds of an update's exchanges if none overlapped with computation: weights in bfloat16, gradients in float32."""
     weights, ways = setting.weights, setting.fsdp
     gathers = 2 if setting.repeated == 0 else 3
     over = (ways - 1) / ways
@@ -149,7 +149,7 @@ def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
 
 
 def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> float:
-    """Seconds of log-probs and entropies of so many tokens a device, without gradient."""
+    """Seconds to compute log-probs and entropies of `tokens` tokens a device, without gradient."""
     size = setting.sizes
     causal = 2 * size.layers * tokens * length * size.heads * size.head_width
     moved = tokens * size.layers * (6 * size.mlp_width + 36 * size.width) + 6 * setting.weights
@@ -163,7 +163,7 @@ def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> flo
 
 
 def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, response: int, slots: int) -> float:
-    """Seconds to sample so many sequences on a device: full slots, each step reading bfloat16 weights and filled cache."""
+    """Seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache."""
     size = setting.sizes
     slots = max(min(slots, sequences), 1)
     entry = 4 * size.layers * size.kv_heads * size.head_width
@@ -172,7 +172,7 @@ def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, re
 
 
 def memory_bytes(setting: Setting, tokens: int) -> float:
-    """The most bytes of a device in an update of `tokens` at a time."""
+    """The peak bytes of a device in an update of micro-batches of `tokens` tokens."""
     size = setting.sizes
     state = setting.weights / setting.fsdp * (4 + setting.moments + 4)  # parameters, moments, gradients
     working = tokens * (12 * size.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
@@ -181,7 +181,7 @@ def memory_bytes(setting: Setting, tokens: int) -> float:
 
 
 def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, int]:
-    """(setting, tokens a device, length) of a row of `bench --work=update` or `score`."""
+    """(setting, tokens a device, length) of a result row of `bench --work=update` or `score`."""
     width = {"float32": 4, "bfloat16": 2}
     moments = width[row["moments_dtype"]] + width[row.get("second_moment_dtype", "float32")]
     devices = row["devices"]
@@ -195,19 +195,19 @@ def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, i
 def fleet(
     chip: Chip, base: Setting, chips: int, step: Mapping[str, int], most: float = 0.92
 ) -> dict[str, float] | None:
-    """An RL step on so many chips that sample and learn in turn; None where no layout fits the memory.
+    """An RL step on `chips` chips that sample and learn in turn; None where no layout fits the memory.
 
     Args:
-      chip: the kind.
-      base: the setting but for its mesh.
-      chips: how many.
-      step: "sequences", "prompt" and "response" tokens (means), "row_tokens", "updates" of a step, "forwards" that score,
+      chip: the kind of chip.
+      base: the setting without its mesh.
+      chips: number of chips.
+      step: "sequences", mean "prompt" and "response" tokens, "row_tokens", "updates" a step, scoring "forwards" a step, and
         "slots".
       most: share of the memory that a program may take.
     """
     tokens = step["sequences"] * (step["prompt"] + step["response"])
     rows = max(math.ceil(tokens / step["row_tokens"]), 1)
-    busy = min(chips, rows)  # a row is not split
+    busy = min(chips, rows)  # a row is not split over devices
     fsdp = 1
     while fsdp <= chips:
         setting = replace(base, fsdp=fsdp, data=chips // fsdp)

@@ -1,9 +1,9 @@
-"""The functions that CS336's alignment assignment asks for (Stanford, Spring 2025, assignment 5), on this package's parts.
+"""The functions of CS336's alignment assignment (Stanford, Spring 2025, assignment 5), written with this package's parts.
 
-Their contracts are the assignment's: names, arguments, shapes and what is NaN. A model is any function of token ids that
-gives logits; `logits_of` makes one of a policy and its parameters. In place of a call to `backward`, a microbatch step
-returns the gradient of its loss with respect to the log-probs it was given. Training itself does not pass here: its runs
-are gin/cs336_*.gin, with losses that are normalised by global counts and hold no NaN.
+Their contracts are the assignment's: names, arguments, shapes and which results are NaN. A model is any function from token ids
+to logits; `logits_of` makes one from a policy and its parameters. Instead of calling `backward`, a microbatch step
+returns the gradient of its loss with respect to the given log-probs. Training does not use these functions: its runs
+are gin/cs336_*.gin, with losses that are normalised by global counts and never NaN.
 """
 
 import json
@@ -35,7 +35,7 @@ LossType = Literal["no_baseline", "reinforce_with_baseline", "grpo_clip"]
 
 
 def logits_of(policy: Policy, params: Params) -> Model:
-    """The policy as a function of token ids; rows are right-padded, so that no response sees padding."""
+    """Returns the policy as a function of token ids; rows are right-padded, so that no response sees padding."""
 
     def model(input_ids: Int[Array, "B T"]) -> Float[Array, "B T V"]:
         positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1], dtype=jnp.int32), input_ids.shape)
@@ -48,14 +48,14 @@ def logits_of(policy: Policy, params: Params) -> Model:
 def tokenize_prompt_and_output(
     prompt_strs: Sequence[str], output_strs: Sequence[str], tokenizer: Any
 ) -> dict[str, np.ndarray]:
-    """Prompts and outputs, encoded apart, joined and right-padded.
+    """Encodes prompts and outputs separately, joins and right-pads them.
 
     Returns:
-      {"input_ids": int32 [B, T], "labels": int32 [B, T], "response_mask": bool [B, T]} with T the longest row less 1;
-      labels are the tokens one later, and the mask is True where a label is a token of the output.
+      {"input_ids": int32 [B, T], "labels": int32 [B, T], "response_mask": bool [B, T]}, where T is the longest row less 1;
+      labels are the tokens one position later, and the mask is True where a label is a token of the output.
 
     Raises:
-      ValueError: as many outputs as prompts are needed.
+      ValueError: the numbers of prompts and outputs differ.
     """
     if len(prompt_strs) != len(output_strs):
         raise ValueError(f"{len(prompt_strs)} prompts and {len(output_strs)} outputs: give an output for each prompt")
@@ -73,7 +73,7 @@ def tokenize_prompt_and_output(
 
 
 def compute_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """-sum_v p_v log p_v, nats."""
+    """The entropy -sum_v p_v log p_v in nats."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
@@ -81,7 +81,7 @@ def compute_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
 def get_response_log_probs(
     model: Model, input_ids: Int[Array, "B T"], labels: Int[Array, "B T"], return_token_entropy: bool = False
 ) -> dict[str, Array]:
-    """{"log_probs": float32 [B, T] of every label, padding too} and, if asked, {"token_entropy": float32 [B, T]}."""
+    """{"log_probs": float32 [B, T] of every label, including padding} and, on request, {"token_entropy": float32 [B, T]}."""
     logits = model(input_ids)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = {"log_probs": jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]}
@@ -94,12 +94,12 @@ def get_response_log_probs(
 def masked_normalize(
     tensor: Float[Array, "*S"], mask: Bool[Array, "*S"], normalize_constant: float, dim: int | None = None
 ) -> Float[Array, "..."]:
-    """The sum over the mask, along `dim` or in all, divided by a constant."""
+    """The sum over the mask, along `dim` or over all axes, divided by a constant."""
     return jnp.sum(jnp.where(mask, tensor, 0.0), axis=dim) / normalize_constant
 
 
 def masked_mean(tensor: Float[Array, "*S"], mask: Bool[Array, "*S"], dim: int | None = None) -> Float[Array, "..."]:
-    """The mean over the mask, along `dim` or in all; NaN where the mask is empty, which is the assignment's contract."""
+    """The mean over the mask, along `dim` or over all axes; NaN where the mask is empty, as the assignment requires."""
     return jnp.sum(jnp.where(mask, tensor, 0.0), axis=dim) / jnp.sum(mask, axis=dim)
 
 
@@ -112,7 +112,7 @@ def sft_microbatch_train_step(
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"], Metadata]:
-    """(loss, its gradient by the log-probs, metadata): -mean_b(sum_t logp / constant) / accumulation steps."""
+    """(loss, its gradient with respect to the log-probs, metadata): -mean_b(sum_t logp / constant) / accumulation steps."""
 
     def loss(logprobs: Float[Array, "B T"]) -> Float[Array, ""]:
         per_row = masked_normalize(logprobs, response_mask, normalize_constant, dim=1)
@@ -124,10 +124,10 @@ def sft_microbatch_train_step(
 
 @dataclass(frozen=True)
 class PackedDataset:
-    """Documents one after another, in rows of equal length.
+    """Documents, concatenated and cut into rows of equal length.
 
     Attributes:
-      rows: int32 [seq_length + 1] each; the last token of a row is the first of the next.
+      rows: int32 [seq_length + 1] each; the last token of a row is the first of the next row.
     """
 
     rows: Sequence[np.ndarray]
@@ -136,7 +136,7 @@ class PackedDataset:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """{"input_ids": int32 [seq_length], "labels": the same one token later}."""
+        """{"input_ids": int32 [seq_length], "labels": the same tokens one position later}."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         return {"input_ids": self.rows[i][:-1], "labels": self.rows[i][1:]}
@@ -145,15 +145,15 @@ class PackedDataset:
 def get_packed_sft_dataset(
     tokenizer: Any, dataset_path: str | Path, seq_length: int, shuffle: bool, seed: int = 0
 ) -> PackedDataset:
-    """Rows of a JSONL file of {"prompt", "response"} in the Alpaca template, each document between its end tokens, packed.
+    """Packs a JSONL file of {"prompt", "response"} in the Alpaca template into rows; each document lies between end tokens.
 
-    They are what `algorithms.packed_sft` learns from.
+    `algorithms.packed_sft` learns from the same rows.
 
     Args:
       shuffle: whether the documents are shuffled, by `seed`; the last, incomplete row is dropped.
 
     Raises:
-      ValueError: fewer tokens than a row needs.
+      ValueError: there are fewer tokens than a row needs.
     """
     lines = Path(dataset_path).read_text(encoding="utf-8").splitlines()
     given = [json.loads(line) for line in lines if line.strip()]
@@ -166,7 +166,7 @@ def get_packed_sft_dataset(
 def iterate_batches(
     dataset: PackedDataset, batch_size: int, shuffle: bool, seed: int = 0
 ) -> Iterator[dict[str, np.ndarray]]:
-    """One pass over the rows, {"input_ids", "labels"} int32 [B, T]; the last batch may be smaller."""
+    """Yields {"input_ids", "labels"} int32 [B, T] in one pass over the rows; the last batch may be smaller."""
     order = np.random.default_rng(seed).permutation(len(dataset)) if shuffle else np.arange(len(dataset))
     for start in range(0, len(order), batch_size):
         rows = [dataset[int(i)] for i in order[start : start + batch_size]]
@@ -186,10 +186,10 @@ def compute_group_normalized_rewards(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Metadata]:
     """(advantages, raw rewards, metadata): (r - mean) / (std + eps) in each group of `group_size` neighbours.
 
-    The standard deviation has n - 1; it is left out unless `normalize_by_std`.
+    The standard deviation divides by n - 1; it is only used if `normalize_by_std`.
 
     Raises:
-      ValueError: responses that do not split into groups, or another number of ground truths.
+      ValueError: the responses do not split into groups, or the number of ground truths differs.
     """
     if len(rollout_responses) % group_size or len(rollout_responses) != len(repeated_ground_truths):
         raise ValueError(
@@ -210,7 +210,7 @@ def compute_group_normalized_rewards(
 def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages: Float[Array, "B 1"], policy_log_probs: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """-A log pi of every token."""
+    """The loss -A log pi of every token."""
     return -raw_rewards_or_advantages * policy_log_probs
 
 
@@ -220,7 +220,7 @@ def compute_grpo_clip_loss(
     old_log_probs: Float[Array, "B T"],
     cliprange: float,
 ) -> tuple[Float[Array, "B T"], Metadata]:
-    """-min(rho A, clip(rho, 1 - e, 1 + e) A) of every token, with {"clipped": bool [B, T]}."""
+    """The loss -min(rho A, clip(rho, 1 - e, 1 + e) A) of every token, with {"clipped": bool [B, T]}."""
     ratio = jnp.exp(policy_log_probs - old_log_probs)
     loss, streams = surrogate.clip(ratio, jnp.broadcast_to(advantages, ratio.shape), cliprange, cliprange)
     return loss, {"clipped": streams["ratio/clip_fraction"]}
@@ -234,10 +234,10 @@ def compute_policy_gradient_loss(
     old_log_probs: Float[Array, "B T"] | None = None,
     cliprange: float | None = None,
 ) -> tuple[Float[Array, "B T"], Metadata]:
-    """The loss of every token, and metadata, of "no_baseline", "reinforce_with_baseline" or "grpo_clip".
+    """The loss of every token and metadata for "no_baseline", "reinforce_with_baseline" or "grpo_clip".
 
     Raises:
-      ValueError: an argument that the loss type needs is missing, or an unknown loss type.
+      ValueError: an argument that the loss type needs is missing, or the loss type is unknown.
     """
     if loss_type == "no_baseline":
         return compute_naive_policy_gradient_loss(_given(raw_rewards, "raw_rewards", loss_type), policy_log_probs), {}
@@ -267,10 +267,10 @@ def grpo_microbatch_train_step(
     old_log_probs: Float[Array, "B T"] | None = None,
     cliprange: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"], Metadata]:
-    """(loss, its gradient by the log-probs, metadata): mean_b(masked_mean_t(loss)) / accumulation steps.
+    """(loss, its gradient with respect to the log-probs, metadata): mean_b(masked_mean_t(loss)) / accumulation steps.
 
     Raises:
-      ValueError: as compute_policy_gradient_loss.
+      ValueError: as for compute_policy_gradient_loss.
     """
 
     def loss(logprobs: Float[Array, "B T"]) -> tuple[Float[Array, ""], Metadata]:
@@ -289,9 +289,9 @@ def grpo_microbatch_train_step(
 def compute_per_instance_dpo_loss(
     lm: Model, lm_ref: Model, tokenizer: Any, beta: float, prompt: str, response_chosen: str, response_rejected: str
 ) -> Float[Array, ""]:
-    """-log sigmoid(beta (log-ratio of the chosen response - that of the rejected one)), in the Alpaca template.
+    """The loss -log sigmoid(beta (log-ratio of the chosen response - that of the rejected one)), in the Alpaca template.
 
-    The end token is part of each response. Prompt and response are encoded apart, in training as here.
+    The end token is part of each response. Prompt and response are encoded separately, as in training.
     """
     ratios = []
     for response in (response_chosen, response_rejected):
@@ -303,12 +303,12 @@ def compute_per_instance_dpo_loss(
 
 
 def parse_mmlu_response(mmlu_example: Mapping[str, Any], model_output: str) -> str | None:
-    """The letter, A to D, of the last "The correct answer is _"; None where there is none."""
+    """Returns the letter, A to D, of the last "The correct answer is _"; None where there is none."""
     del mmlu_example
     return MultipleChoice(places=("sentence",)).choice(model_output, "ABCD")
 
 
 def parse_gsm8k_response(model_output: str) -> str | None:
-    """The last number of the text, its commas taken out; None where there is none."""
+    """Returns the last number of the text without its commas; None where there is none."""
     found = re.findall(r"-?\d[\d,]*(?:\.\d+)?", model_output)
     return found[-1].replace(",", "") if found else None

@@ -1,6 +1,6 @@
 """Checks whether a run can work here: `python -m jaxrl_llm.tools.doctor [--run_dir DIR] [--model FOLDER] [--server URL]`.
 
-Prints one line for each check, with what to do where something is not right; the exit code is 1 where a check failed.
+Prints one line for each check, with advice where something is wrong; the exit code is 1 where a check failed.
 """
 
 import importlib.metadata
@@ -29,12 +29,12 @@ FREE_FAIL, FREE_WARN = 1e9, 20e9  # bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What a check found.
+    """The result of a check.
 
     Attributes:
-      status: "OK", "WARN" (works, or may) or "FAIL".
-      check: what was looked at.
-      found: what is there.
+      status: "OK", "WARN" (it works, or may work) or "FAIL".
+      check: what was checked.
+      found: what was found.
       advice: what to do; empty where all is well.
     """
 
@@ -56,7 +56,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Fi
 
 
 def requirements() -> list[str]:
-    """What the project needs: of the checkout where there is one, else of the installed distribution."""
+    """The project's requirements: those of the checkout where there is one, else of the installed distribution."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         return list(tomllib.loads(project.read_text())["project"]["dependencies"])
@@ -64,7 +64,7 @@ def requirements() -> list[str]:
 
 
 def check_packages(required: Sequence[str] | None = None) -> Iterator[Finding]:
-    """Every requirement that is missing or out of its range, and the versions of the others."""
+    """Reports every requirement that is missing or out of its range, and the versions of the others."""
     from packaging.requirements import Requirement
 
     advice = "pip install -U jaxrl-llm, or pip install -e . in a checkout"
@@ -86,7 +86,7 @@ def check_packages(required: Sequence[str] | None = None) -> Iterator[Finding]:
 
 
 def check_gin() -> Iterator[Finding]:
-    """`import gin` must find gin-config: where it is absent, a folder named gin answers."""
+    """Checks that `import gin` finds gin-config: where that is absent, Python imports any folder named gin."""
     spec = importlib.util.find_spec("gin")
     if spec is None or spec.origin is None:
         where = "nothing" if spec is None else f"the folder {next(iter(spec.submodule_search_locations or []), 'gin')}"
@@ -96,7 +96,7 @@ def check_gin() -> Iterator[Finding]:
 
 
 def check_devices() -> Iterator[Finding]:
-    """The devices JAX sees, and accelerators of this machine that it does not see."""
+    """Reports the devices that JAX sees, and accelerators of this machine that it does not see."""
     import jax
 
     devices = jax.devices()
@@ -134,7 +134,7 @@ def check_compile() -> Iterator[Finding]:
 
 
 def check_disk(run_dir: Path) -> Iterator[Finding]:
-    """Whether a run may write to its folder, and how much fits there."""
+    """Checks that a run may write to its folder, and how much space is free there."""
     place = run_dir.expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -154,7 +154,7 @@ def check_disk(run_dir: Path) -> Iterator[Finding]:
 
 
 def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
-    """A vLLM server: does it answer, and is its version one that is known to work."""
+    """Checks that a vLLM server answers and that its version is known to work."""
     url = url.rstrip("/")
     try:
         if not url.startswith(("http://", "https://")):
@@ -177,7 +177,7 @@ def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
 
 
 def check_model(folder: Path) -> Iterator[Finding]:
-    """A Hugging Face folder: architecture, weights, tokenizer, chat template."""
+    """Checks a Hugging Face folder: architecture, weights, tokenizer, chat template."""
     from jaxrl_llm.data.tokenizer import PretrainedTokenizer
     from jaxrl_llm.models import hf_weights
 
@@ -201,7 +201,7 @@ def check_model(folder: Path) -> Iterator[Finding]:
 
 
 def examine(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
-    """The findings of all checks; one that raises has failed, and the others go on."""
+    """Yields the findings of all checks; a check that raises counts as failed, and the others continue."""
     for name, check in checks:
         try:
             yield from check()
@@ -211,7 +211,7 @@ def examine(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """One line a finding, its advice below it."""
+    """Formats one line for each finding, with its advice below it."""
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:
@@ -222,7 +222,7 @@ def table(findings: Sequence[Finding]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks and prints the table; 1 where one failed."""
+    """Runs the checks and prints the table; returns 1 where one failed."""
     parser = command_line.parser("tools.doctor", __doc__)
     parser.add_argument("--run_dir", type=Path, default=Path("runs"), help="where a run would write")
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at")

@@ -1,6 +1,6 @@
 """Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
 
-Adapters are merged into the model's weights, or written alone in PEFT's format with --adapters. --model reward_model writes
+Adapters are merged into the model's weights; --adapters writes them alone in PEFT's format. --model reward_model writes
 the reward model that a stage trained, as a sequence classifier with one label.
 """
 
@@ -18,10 +18,10 @@ from jaxrl_llm.train.load import Saved, saved
 
 
 def value_model(found: Saved, name: str) -> tuple[Any, Any]:
-    """The value model `name` ("critic" or "reward_model") that the checkpoint's stage trained, and its parameters.
+    """Returns the value model `name` ("critic" or "reward_model") that the checkpoint's stage trained, and its parameters.
 
     Raises:
-      ValueError: the stage trained none.
+      ValueError: the stage trained no such model.
     """
     number = read_host(found.folder, found.step)["stage"]
     stage = found.run.stages[number]
@@ -37,10 +37,10 @@ def value_model(found: Saved, name: str) -> tuple[Any, Any]:
 
 
 def write_adapters(found: Saved, out: Path, dtype: str) -> None:
-    """Writes the adapters alone, in PEFT's format.
+    """Writes only the adapters, in PEFT's format.
 
     Raises:
-      ValueError: the run trained none.
+      ValueError: the run trained no adapters.
       OSError: `out` exists or cannot be written.
     """
     if not isinstance(found.policy, AdaptedPolicy):

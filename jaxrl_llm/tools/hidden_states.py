@@ -2,8 +2,8 @@
 
     python -m jaxrl_llm.tools.hidden_states FOLDER README.md docs/*.md --tokens=8192 --output=states.npz
 
-The text is cut in rows; what is written is what a learner hands to token_stats: `hidden` [T, D] after the final norm, in
-float32 that bfloat16 holds, `head` [V, D], and `targets` [T], the tokens that follow.
+The text is cut into rows. The file holds what a learner passes to token_stats: `hidden` [T, D] after the final norm, bfloat16
+values stored as float32, `head` [V, D], and `targets` [T], the tokens that follow.
 """
 
 import sys
@@ -23,7 +23,7 @@ def states(folder: Path, text: str, tokens: int, row_tokens: int) -> dict[str, n
     """Hidden states, head and targets of the text's first `tokens` positions, in rows of `row_tokens`.
 
     Raises:
-      ValueError: a text that is too short, or rows that do not divide the tokens.
+      ValueError: the text is too short, or the rows do not divide the tokens.
     """
     if tokens < 1 or row_tokens < 1 or tokens % row_tokens:
         raise ValueError(f"--tokens={tokens} must be a multiple of --row_tokens={row_tokens}, both at least 1")

@@ -1,8 +1,8 @@
-"""The most memory that a stage takes on one device, from the programs that XLA compiles for it; no array is made.
+"""The peak memory of a stage on one device, from the programs that XLA compiles for it; no array is allocated.
 
-A program's own account is its arguments, its outputs that reuse no argument, and its temporaries. Beside them lies what is
-alive and not its argument: the moments while a gradient is made, the reference and the sampler's weights throughout.
-What the account leaves out is the allocator's fragmentation and the libraries' workspaces, which are small.
+A program's own account is its arguments, its outputs that reuse no argument, and its temporaries. In addition there is memory that
+is alive but not an argument: the moments while a gradient is computed, the reference and the sampler's weights throughout.
+The account leaves out the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
 from collections.abc import Mapping
@@ -31,23 +31,23 @@ STREAMS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_
 
 
 def size(tree: Any) -> int:
-    """Bytes of a tree of shapes with shardings on one device; what lies in the host's memory counts nothing."""
+    """Bytes on one device of a tree of shapes with shardings; host memory does not count."""
     return sum(offload.bytes_of(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != offload.HOST)
 
 
 class NoAccount(RuntimeError):
-    """The backend does not say how much memory a compiled program takes."""
+    """Raised where the backend does not report a compiled program's memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What one program needs on a device, in bytes.
+    """The memory that one program needs on a device, in bytes.
 
     Attributes:
-      resident: alive meanwhile and none of its arguments.
+      resident: arrays that are alive at the same time but are not its arguments.
       arguments: its arguments.
-      outputs: its outputs that take no argument's place.
-      temporary: what it holds while it runs.
+      outputs: its outputs that do not reuse an argument's memory.
+      temporary: its temporaries while it runs.
     """
 
     resident: int = 0
@@ -61,10 +61,10 @@ class Account:
 
 
 def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
-    """Compiles a program and reads its account.
+    """Compiles a program and reads its memory account.
 
     Raises:
-      NoAccount: the backend keeps none.
+      NoAccount: the backend reports none.
     """
     found = program.compile().memory_analysis()
     if found is None:
@@ -80,13 +80,16 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
 
 
 def streaming(params: Mapping[str, Any], moments: Any) -> int:
-    """The most bytes of gradient and of visiting moments while an offloaded optimizer works (`offload.streamed`)."""
+    """The peak bytes of gradients and of moments brought to the device while an offloaded optimizer works (`offload.streamed`)."""
     slopes = [size(offload.pruned(params, paths)) for paths in offload.groups(params)]
     return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
 
 
 def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:
-    """The programs of an update with so many micro-batches, or with 0 of scoring; the whole state is alive in each."""
+    """Accounts of an update's programs with `microbatches` micro-batches, or of scoring with 0.
+
+    The whole training state is alive in each.
+    """
     moments = size(learner.abstract) - size(learner.abstract.params)
     programs = learner.lowered(batch, microbatches, bases)
     found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
@@ -100,7 +103,7 @@ def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Ba
 
 
 def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:
-    """Bytes of the sampler's weights, where they are a copy, and the account of a chunk of decoding, cache and all."""
+    """Bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
     served = cast(policy, policy.compute_dtype)
     request = Request(
         prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
@@ -113,7 +116,7 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
 
 
 def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
-    """A micro-batch of the stage as shapes, with every stream that its algorithm has."""
+    """The shapes of a micro-batch of the stage, with every token stat that its algorithm needs."""
     if stage.algorithm.learns_from == "pairs":
         groups = [unscored([_rollout(), _rollout()], sides=(1, -1)) for _ in range(stage.prompts_per_step)]
     else:
@@ -133,7 +136,7 @@ def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
 
 
 def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
-    """Shapes and shardings of a batch on the mesh."""
+    """Shapes and shardings of a micro-batch on the mesh."""
 
     def described(x: Any) -> jax.ShapeDtypeStruct:
         sharding = partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated
@@ -143,7 +146,7 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 
 
 def frozen(learner: Learner) -> Bases:
-    """Shapes of what lies frozen under the adapters of the models that have these."""
+    """Shapes of the frozen weights under adapters, for the models that have adapters."""
     bases: dict[str, Any] = {}
     for name, model in learner.models.items():
         policy = getattr(model, "backbone", model)
@@ -153,7 +156,7 @@ def frozen(learner: Learner) -> Bases:
 
 
 def cast(policy: Policy, dtype: str) -> Any:
-    """Shapes of the parameters in another dtype, the norms' scales in float32."""
+    """Shapes of the parameters in another dtype; the norms' scales stay in float32."""
 
     def leaf(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)

@@ -1,7 +1,7 @@
 """Rewrites gin files and run folders of an earlier version: python -m jaxrl_llm.tools.migrate FILE_OR_RUN_FOLDER ...
 
-Imports and names of classes become those of today; everything else stays as it is, and a second run changes nothing. A run folder's
-config.gin is kept as config.gin.old.
+Imports and class names become today's; everything else stays as it is, and a second run changes nothing. A run folder's
+former config.gin is kept as config.gin.old.
 """
 
 import re
@@ -19,7 +19,7 @@ _COMMENT = re.compile(r"#.*")
 
 
 def migrated(text: str) -> str:
-    """The gin text with today's imports and names."""
+    """Returns the gin text with today's imports and names."""
     new_imports: dict[str, list[str]] = {}  # old line -> lines in its place
     for found in _IMPORT.finditer(text):
         module, local = f"{found['package']}.{found['name']}", found["alias"] or found["name"]
@@ -39,7 +39,7 @@ def migrated(text: str) -> str:
 
 
 def _today(comment: re.Match[str]) -> str:
-    """A comment with today's names, whatever its file imports."""
+    """Returns a comment with today's names, whatever its file imports."""
     moved = command_line.moved_selectors()
     old = "|".join(map(re.escape, moved))
     return re.sub(rf"(?<![\w.])({old})\b", lambda found: moved[found[1]], comment[0])
@@ -51,7 +51,7 @@ def _imported(home: str) -> str:
 
 
 def _with_imports(text: str, new_imports: dict[str, list[str]]) -> str:
-    """The text with each old import replaced, and none twice."""
+    """Returns the text with each old import replaced, without duplicates."""
     kept, seen = [], set()
     for line in text.splitlines(keepends=True):
         bare = line.rstrip("\n")
@@ -67,7 +67,7 @@ def migrate(path: Path) -> bool:
     """Rewrites a gin file, or a run folder's config.gin; returns whether anything changed.
 
     Raises:
-      OSError: there is no such file, or it cannot be written.
+      OSError: the file does not exist or cannot be written.
     """
     file = path / "config.gin" if path.is_dir() else path
     text = file.read_text()

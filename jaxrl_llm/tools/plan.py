@@ -1,9 +1,10 @@
-"""What a run would do, before anything is compiled: mesh, parameters, batch arithmetic, memory by device, compile shapes.
+"""Plans a run before it starts: mesh, parameters, batch arithmetic, memory by device, compiled shapes.
 
     python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_qwen_coder_0p5b_gsm8k.gin --chips=h200,v5p,v6e --counts=1,4,64,4096
     python -m jaxrl_llm.tools.plan --compare=speed.jsonl
 
-The first simulates the steps of a run on fleets of chips (cost_model.py), the second sets the simulator beside rows of `bench`.
+The first command simulates the steps of a run on fleets of chips (cost_model.py), the second compares the cost model with rows of
+`bench`.
 """
 
 import json
@@ -31,11 +32,11 @@ from jaxrl_llm.train.stage import Stage
 
 
 def plan(run: Run | Harness) -> str:
-    """The resolved plan of a run, or of an evaluation alone, as text.
+    """Returns the resolved plan of a run, or of an evaluation alone, as text.
 
     Raises:
-      ValueError: what cannot work, naming the binding to change.
-      OSError: a missing file.
+      ValueError: a setting cannot work; the message names the binding to change.
+      OSError: a file is missing.
     """
     partitioner = Partitioner.create(run.mesh)
     if isinstance(run, Harness):
@@ -56,7 +57,7 @@ def plan(run: Run | Harness) -> str:
 
 
 def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
-    """What an evaluation alone would ask, and what of it is answered already."""
+    """Yields lines on what an evaluation would sample, and how many responses exist already."""
     model, evaluation, rows = harness.model.open(partitioner), harness.evaluation, harness.rows()
     yield f"results      {Path(harness.out_dir).absolute()} (seed {harness.seed})"
     yield f"weights      {model.name}"
@@ -74,7 +75,7 @@ def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
 
 
 def _cache(harness: Harness, policy: Any, responses: int) -> Iterable[str]:
-    """What the slots of an embedded sampler take at the longest prompts and responses."""
+    """Yields a line on the memory of an embedded sampler's slots at the longest prompts and responses."""
     sampler, settings = harness.sampler, harness.evaluation.settings
     if isinstance(sampler, EmbeddedSampler):
         shards = policy.partitioner.batch_shards
@@ -105,7 +106,7 @@ def _count(tree: Any) -> int:
 
 
 def _stage(stage: Stage, start: int) -> Iterable[str]:
-    """The batch arithmetic of a stage."""
+    """Yields the batch arithmetic of a stage."""
     name, packing = type(stage.algorithm).__name__, stage.packing
     yield f"stage {stage.name}: {name}, steps {start + 1} to {start + stage.steps}, {stage.updates} updates"
     rows = stage.data.rows()
@@ -128,7 +129,7 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
 
 
 def state(stage: Stage, policy: Policy) -> dict[str, int]:
-    """Bytes of a stage's state on one device, by what it is."""
+    """Bytes of a stage's state on one device, by kind."""
     learner = learner_of(stage, policy, 0)
     trees = {
         "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
@@ -139,7 +140,7 @@ def state(stage: Stage, policy: Policy) -> dict[str, int]:
 
 
 def _memory(stage: Stage, policy: Policy, shards: int) -> str:
-    """The state, and activations as a bound by the saved residual streams."""
+    """A line with the state's bytes, and a bound on the activations from the residual streams that are saved."""
     size, packing = policy.architecture, stage.packing
     kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
     width = 4 if policy.compute_dtype == "float32" else 2
@@ -150,13 +151,13 @@ def _memory(stage: Stage, policy: Policy, shards: int) -> str:
 
 
 def _reference(stage: Stage, policy: Policy) -> int:
-    """Bytes of the reference on one device, where the stage keeps one there."""
+    """Bytes of the reference on one device, where the stage keeps it there."""
     held = "reference" in stage.needs and not stage.offload_reference
     return memory.size(policy.abstract()) if held else 0
 
 
 def peaks(run: Run | Harness) -> Iterable[str]:
-    """The most memory on a device in each phase of each stage, by XLA's account of its programs, which takes their compilation.
+    """Yields the peak memory of a device in each phase of each stage, from XLA's account of its programs, which must be compiled.
 
     Where the backend keeps no account, one line says so.
     """
@@ -186,7 +187,9 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
     if stage.samples and isinstance(run.sampler, EmbeddedSampler):
         weights, decoding = memory.of_sampling(policy.plain, run.sampler, stage, run.max_length)
         state = memory.size(learner.abstract) + memory.size(bases)
-        own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # they are among the program's arguments
+        own = memory.size(
+            memory.cast(policy.plain, policy.compute_dtype)
+        )  # these weights are among the program's arguments
         phases["sample"] = state + decoding.peak - own
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
         phases["score"] += memory.size(policy.abstract())
@@ -210,7 +213,7 @@ HEAD = (
 
 
 def setting_of(run: Run, stage: Stage) -> cost_model.Setting:
-    """What the simulator needs of a run's model and optimizer."""
+    """The cost model's settings of a run's model and optimizer."""
     policy = run.policy.policy(Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
     width = {"float32": 4, "bfloat16": 2}
     optimizer = stage.optimizer
@@ -222,10 +225,10 @@ def setting_of(run: Run, stage: Stage) -> cost_model.Setting:
 def fleets(
     run: Run, chips: Sequence[str], counts: Sequence[int], response: int | None, grow: bool = False
 ) -> Iterator[str]:
-    """A line a kind of chip and count, for the run's first stage that samples; its batch may `grow` with the chips.
+    """Yields a line for each kind of chip and count, for the run's first stage that samples; its batch may `grow` with the chips.
 
     Raises:
-      ValueError: a run that samples nothing.
+      ValueError: no stage of the run samples.
     """
     stage = next((stage for stage in run.stages if stage.samples), None)
     if stage is None:
@@ -250,7 +253,7 @@ def fleets(
 
 
 def fleet_line(name: str, count: int, found: Mapping[str, float] | None) -> str:
-    """A row of the table; * marks what is extrapolated."""
+    """Formats a row of the table; * marks extrapolated rows."""
     mark = " " if name == "h200" and count <= cost_model.MEASURED_CHIPS else "*"
     if found is None:
         return f"{name:<5}{mark}{count:>6}  does not fit: more chips, or remat, moments and offload in docs/speed.md"
@@ -262,7 +265,7 @@ def fleet_line(name: str, count: int, found: Mapping[str, float] | None) -> str:
 
 
 def compared(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Measured and simulated seconds and memory of rows of `bench` on H200s; other rows are left out."""
+    """Yields measured and simulated seconds and memory for rows of `bench` on H200s; other rows are left out."""
     for row in rows:
         if (
             row.get("work") not in ("update", "score")

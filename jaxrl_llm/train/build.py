@@ -1,4 +1,4 @@
-"""A StageTrainer from a Stage: its data is read and encoded, its learner and its frozen models are made."""
+"""Builds a StageTrainer from a Stage: reads and encodes its data, and makes its learner and its frozen models."""
 
 import hashlib
 import json
@@ -33,10 +33,10 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     Args:
       config: the stage.
       trainer: the run in progress: its policy, tokenizer, sampler and processes.
-      number: the place of the stage in the run.
+      number: the stage's number in the run, from 0.
 
     Raises:
-      ValueError: the sampler cannot sample ahead, or the processes of the run have other rows.
+      ValueError: the sampler cannot sample ahead, or the processes of the run have different rows.
     """
     if config.max_staleness and not getattr(trainer.sampler, "overlaps", False):
         raise ValueError(
@@ -69,7 +69,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
 
 
 def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
-    """Asks the sampler; all processes do where it works on the devices of all."""
+    """The rollout generator of a stage; all processes call the sampler where it runs on the devices of all."""
     together = trainer.processes if getattr(trainer.sampler, "everywhere", False) else Processes()
     return RolloutGenerator(
         sampler=trainer.sampler, tokenizer=trainer.tokenizer, environment=config.environment, marker=config.marker,
@@ -78,7 +78,7 @@ def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
 
 
 def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Collector | None:
-    """Collects the groups that are sampled; None for an algorithm that learns from given responses."""
+    """The collector of a stage's sampled groups; None for an algorithm that learns from given responses."""
     if not config.samples:
         return None
     assert config.reward is not None  # by Stage
@@ -92,13 +92,13 @@ def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Co
 def loader_of(
     config: Stage, encoder: Encoder, rows: Sequence[Prompt], collector: Collector | None, trainer: Any
 ) -> GroupLoader:
-    """Gives the groups that the algorithm learns from.
+    """The group loader of a stage, for what its algorithm learns from.
 
-    Each process encodes its part of the rows; where process 0 alone asks the sampler, it encodes all of them.
+    Each process encodes its part of the rows; where process 0 alone calls the sampler, it encodes all of them.
     """
     count, seed, processes = config.prompts_per_step, trainer.config.seed, trainer.processes
     if collector is None:
-        whole = config.algorithm.learns_from == "documents"  # these join rows, so that each process needs all
+        whole = config.algorithm.learns_from == "documents"  # their chunks join rows, so that each process needs all
         groups = part_of(processes, lambda: given_groups(config, encoder, processes.part(rows, whole=whole), seed))
         groups = processes.part(groups) if whole else groups
         return OfflineGroups(stream=SharedStream(groups, processes, seed=seed), rows=count)
@@ -120,7 +120,7 @@ def loader_of(
 
 
 def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:
-    """This process's part of the encoded rows, which may be none of them where other processes have some."""
+    """Returns this process's part of the encoded rows, which may be empty where there are several processes."""
     try:
         return encode()
     except NoRows:
@@ -130,14 +130,14 @@ def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:
 
 
 def given_groups(config: Stage, encoder: Encoder, rows: Sequence[Prompt], seed: int) -> list[Group]:
-    """The groups that the rows of a dataset give."""
+    """The groups of given responses that the rows of a dataset hold."""
     return given(encoder, rows, config.algorithm, row_tokens=config.packing.row_tokens, seed=seed)
 
 
 def held_out_of(
     config: Stage, encoder: Encoder, unseen: Sequence[Prompt], generator: RolloutGenerator, trainer: Any
 ) -> HeldOut:
-    """The prompts of the evaluations of a stage and its held-out responses, encoded."""
+    """Encodes the held-out data of a stage: the prompts of its evaluations, and its held-out responses."""
     prompts = []
     for evaluation in config.evaluations:
         other = replace(encoder, max_response_tokens=None)
@@ -161,7 +161,7 @@ def hashed(value: Any) -> str:
 
 
 def say(what: str, counts: Mapping[str, int]) -> None:
-    """Prints what the encoder cut or dropped, where it did."""
+    """Prints `what`, and how many rows the encoder cut or dropped, where it did."""
     lost = {n: c for n, c in counts.items() if c and n not in ("rows", "kept")}
     print(what + (f" ({', '.join(f'{n} {c}' for n, c in lost.items())})" if lost else ""), flush=True)
 
@@ -170,7 +170,7 @@ def say(what: str, counts: Mapping[str, int]) -> None:
 
 
 def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
-    """The learner of a stage, with the value models that its algorithm asks for."""
+    """The learner of a stage, with the value models that its algorithm needs."""
     models: dict[str, Any] = {"policy": policy}
     models |= {name: source.model(policy) for name, source in config.value_models.items()}
     optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
@@ -186,7 +186,7 @@ def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
 
 
 def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
-    """The frozen models that the algorithm and the rewards of a stage ask for; the teacher speaks the policy's tokens."""
+    """The frozen models that the algorithm and the rewards of a stage need; the teacher has the policy's tokens."""
     teacher = None
     if "teacher" in config.algorithm.needs:
         assert config.teacher is not None  # by Stage
@@ -199,11 +199,11 @@ def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
 
 
 def value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
-    """The parameters that lie frozen under the adapters of value models."""
+    """The frozen parameters under the adapters of value models."""
     bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
     return {name: base for name, base in bases.items() if base is not None}
 
 
 def new_key(seed: int, number: int) -> jax.Array:
-    """The key of the new parameters of stage `number`."""
+    """The random key for the new parameters of stage `number`."""
     return jax.random.fold_in(jax.random.key(seed), number)

@@ -1,7 +1,7 @@
-"""Atomic checkpoints of everything that a bit-exact resume needs, by orbax.
+"""Atomic checkpoints of everything that a bit-exact resume needs, written by orbax.
 
 A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
-place, controllers, best evaluation. A save that was cut off leaves no checkpoint; the last whole one is found. The JSON holds a
+position, controllers, best evaluation. An interrupted save leaves no checkpoint, and the last complete one is found. The JSON holds a
 checksum of every array and one of itself, which are compared when a checkpoint is read.
 """
 
@@ -21,16 +21,16 @@ from jaxrl_llm.distributed import tree_sums
 from jaxrl_llm.distributed.out_of_memory import ran_out
 from jaxrl_llm.distributed.tree_sums import Damaged
 
-_TORN = ".orbax-checkpoint-tmp"  # in the names of folders that are being written
+_TORN = ".orbax-checkpoint-tmp"  # part of the names of folders that are still being written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """When to save and what to keep.
+    """When to save checkpoints, and which to keep.
 
     Attributes:
       every: steps between saves; the last step of a stage is always saved.
-      keep: last checkpoints kept.
+      keep: number of last checkpoints that are kept.
       best: evaluation metric whose highest value's checkpoint is kept too, such as "eval/heldout/greedy"; None keeps none.
     """
 
@@ -53,7 +53,7 @@ class Checkpoints:
         self._managers = [manager for manager in (self._last, self._best) if manager]
 
     def latest(self) -> int | None:
-        """Step of the last whole checkpoint, or None."""
+        """Step of the last complete checkpoint, or None."""
         return self._last.latest_step()
 
     def best_until(self, step: int) -> float | None:
@@ -80,7 +80,7 @@ class Checkpoints:
     def save(
         self, step: int, trees: dict[str, Any], host: dict[str, Any], *, last: bool = True, best: bool = False
     ) -> None:
-        """Saves in the background after copying to the host; raises OSError of this save or the one before it.
+        """Saves in the background after copying to the host; raises OSError where this save or the one before it fails.
 
         Args:
           trees: device pytrees by name.
@@ -95,7 +95,7 @@ class Checkpoints:
         args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
         for manager in wanted:
             if jax.process_count() > 1:
-                self.wait()  # two managers' saves would meet at one barrier of the processes
+                self.wait()  # the saves of two managers would meet at one barrier of the processes
             with _written(manager, f"checkpoint {step}"):
                 manager.save(step, args=ocp.args.Composite(**args))
 
@@ -106,14 +106,14 @@ class Checkpoints:
                 manager.wait_until_finished()
 
     def close(self) -> None:
-        """Ends what is being saved; raises OSError where that fails."""
+        """Closes the managers after what is being saved; raises OSError where that fails."""
         with contextlib.ExitStack() as closing:
             for manager in self._managers:
                 closing.callback(_written(manager)(manager.close))
 
 
 def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
-    # What a save that was cut off left. Orbax would remove it in the background, and fail the next save where something is gone already.
+    # Removes what an interrupted save left. Orbax would do so in the background, and fail the next save where something is gone already.
     for torn in folder.glob(f"*{_TORN}*") if jax.process_index() == 0 else ():
         shutil.rmtree(torn, ignore_errors=True)
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True, enable_async_checkpointing=True)
@@ -121,14 +121,14 @@ def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
 
 
 def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) of one checkpoint."""
+    """Reads the trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) from one checkpoint."""
     _, written = _host(manager, step)
     try:
         args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
         restored = manager.restore(step, args=ocp.args.Composite(**args))
         trees = {name: restored[name] for name in abstract}
         _same_shapes(trees, abstract)
-    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+    except Exception as error:  # orbax raises errors of any type, bare Exception among them
         if ran_out(error):
             raise
         raise ValueError(
@@ -148,7 +148,7 @@ def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], di
     try:
         content = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
         return tree_sums.opened(content, where)
-    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+    except Exception as error:  # orbax raises errors of any type, bare Exception among them
         if ran_out(error):
             raise
         raise Damaged(f"{where} is damaged ({_first_line(error)}): {_way_out(manager, step)}") from error
@@ -168,7 +168,7 @@ def _same_shapes(trees: dict[str, Any], abstract: dict[str, Any]) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The last whole checkpoint's step under `folder`.
+    """The step of the last complete checkpoint under `folder`.
 
     Raises:
       FileNotFoundError: there is none.
@@ -194,7 +194,7 @@ def _read(folder: Path, step: int) -> tuple[dict[str, Any], dict[str, str]]:
 
 @contextlib.contextmanager
 def _written(manager: ocp.CheckpointManager, which: str = "a checkpoint") -> Iterator[None]:
-    """Says where a save failed, and what to do."""
+    """Turns the error of a save into one that says where it failed, and what to do."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -212,7 +212,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> Any:
-    """One model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
+    """Reads one model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
 
     Raises:
       ValueError: the checkpoint is of another model, or damaged.
@@ -227,7 +227,7 @@ def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> 
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=arguments)["params"][name]
         _same_shapes(restored, abstract)
-    except Exception as error:  # orbax raises what it meets, bare exceptions among it
+    except Exception as error:  # orbax raises errors of any type, bare Exception among them
         if ran_out(error):
             raise
         raise ValueError(f"the checkpoint {path} is of another model, or damaged: {_first_line(error)}") from error

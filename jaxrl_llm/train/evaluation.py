@@ -1,4 +1,4 @@
-"""What a stage is evaluated on: prompts that the policy answers, and given responses that it never learns from."""
+"""Evaluation of a stage: prompts that the policy answers, and given responses that it never learns from."""
 
 import contextlib
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class HeldOut:
       config: the stage.
       prompts: encoded prompts of each of its evaluations.
       given: groups of responses whose loss is measured.
-      generator: asks the sampler.
+      generator: generates the answers.
       preemption: of the run: a signal ends an evaluation for which process 0 alone asks the sampler.
     """
 
@@ -34,12 +34,12 @@ class HeldOut:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How rollouts are written for people to read."""
+        """Options for writing rollouts for people to read."""
         config = self.config
         return {"tokenizer": self.generator.tokenizer, "rollouts": config.show_rollouts, "tokens": config.show_tokens}
 
     async def answers(self) -> tuple[dict[str, float], list[rollout_rows.Row]]:
-        """Metrics of all evaluations with the weights that the sampler holds, and their first rollouts, to be read.
+        """Runs all evaluations with the weights that the sampler holds; returns their metrics, and their first rollouts to be read.
 
         Raises:
           Stopping: a signal came first; all processes of the run raise it.

@@ -1,7 +1,7 @@
-"""The models beside the policy that a stage does not train: its reference, its teacher, and those that rewards ask.
+"""Frozen models, which a stage uses but does not train: its reference, its teacher, and the auxiliary models of rewards.
 
-A model that follows the policy holds a copy of its weights, of the stage's beginning or of a later step. The copies are part of a
-checkpoint, so that a run goes on with the same ones.
+A model that follows the policy holds a copy of its weights, made at the stage's beginning or after a later step. The copies
+are part of a checkpoint, so that a resumed run has the same ones.
 """
 
 from collections.abc import Sequence
@@ -26,13 +26,14 @@ class FrozenModels:
     """The frozen models of a stage.
 
     Attributes:
-      policy: the policy that they are beside.
-      base: what lies frozen under the policy's adapters, or None.
+      policy: the run's policy.
+      base: frozen parameters under the policy's adapters, or None.
       refers: whether the stage needs the reference policy.
-      offloads: whether the reference lies in the host's memory, and visits the device while a step is scored.
-      teacher: scores what the policy samples, where the algorithm asks for it.
-      auxiliary: the models that rewards ask, started.
-      params: {"reference": parameters, "companion_0": parameters of the first that follows, ...}: what a checkpoint holds.
+      offloads: whether the reference stays in host memory, and moves to the device while a step is scored.
+      teacher: scores what the policy samples, where the algorithm needs it.
+      auxiliary: the auxiliary models of rewards, started.
+      params: {"reference": parameters, "companion_0": the first auxiliary model's copy, where it follows the policy, ...}, as a
+        checkpoint holds them.
     """
 
     policy: Policy
@@ -46,17 +47,17 @@ class FrozenModels:
 
     @property
     def following(self) -> dict[str, AuxiliaryModel]:
-        """The models of rewards that hold weights of the policy, by the names of their copies."""
+        """The auxiliary models that hold weights of the policy, by the names of their copies."""
         return {f"companion_{i}": model for i, model in enumerate(self.auxiliary) if model.follows}
 
     @property
     def reference(self) -> Params | None:
-        """The reference policy's parameters on the device; the transfer, if there is one, has only begun."""
+        """The reference policy's parameters on the device; a transfer to it may still be under way."""
         return offload.to_device(self.params[REFERENCE]) if REFERENCE in self.params else None
 
     @property
     def score(self) -> bool:
-        """Whether one of them says something of the tokens of a batch."""
+        """Whether the reference or the teacher adds token stats to a batch."""
         return REFERENCE in self.params or self.teacher is not None
 
     @property
@@ -69,13 +70,13 @@ class FrozenModels:
         return shapes
 
     def begin(self, params: Params) -> None:
-        """Takes copies of the policy's parameters, with which a stage begins."""
+        """Copies the policy's parameters at the beginning of a stage."""
         if self.refers:
             self.params[REFERENCE] = offload.to_host(params) if self.offloads else jax.tree.map(jnp.copy, params)
         self.params |= {name: jax.tree.map(jnp.copy, params) for name in self.following}
 
     async def refresh(self, params: Params, steps: int) -> None:
-        """Gives the models of rewards the weights that are due after `steps` steps of the stage."""
+        """Gives the auxiliary models the weights that are due after `steps` steps of the stage."""
         for name, model in self.following.items():
             due = steps > 0 and model.refresh_every > 0 and steps % model.refresh_every == 0
             if due:
@@ -86,7 +87,7 @@ class FrozenModels:
 
 
 def auxiliary_models(config: Stage, trainer: Any) -> list[AuxiliaryModel]:
-    """The models that the rewards of a stage ask, started; raises ValueError where the run has several processes."""
+    """Starts the auxiliary models of the rewards of a stage; raises ValueError where the run has several processes."""
     asked = config.samples or any(e.reward is None for e in config.evaluations)
     rewards = [config.reward if asked else None, *(e.reward for e in config.evaluations)]
     models = list(parts(rewards, AuxiliaryModel))

@@ -1,4 +1,4 @@
-"""A trained model by its path: a Hugging Face folder or id, or a run folder and one of its checkpoints."""
+"""Loads a trained model by its path: a Hugging Face folder or id, or a run folder and one of its checkpoints."""
 
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ class TrainedModel:
       path: a Hugging Face folder or id, or a run folder.
       step: a run's checkpoint; None takes the last one.
       best: take a run's best checkpoint by its evaluation metric.
-      compute_dtype: dtype of activations, "float32" or "bfloat16"; None is float32, and a run's own.
+      compute_dtype: dtype of activations, "float32" or "bfloat16"; None takes a run's own, and float32 for a Hugging Face model.
       chat_template: Jinja template that replaces the tokenizer's own; empty keeps it.
     """
 
@@ -41,11 +41,11 @@ class TrainedModel:
             )
 
     def open(self, partitioner: Partitioner) -> Opened:
-        """The model and its tokenizer on a mesh.
+        """Opens the model on a mesh, with its tokenizer.
 
         Raises:
-          OSError: no such folder, checkpoint or tokenizer.
-          ValueError: a configuration that does not build, or an unsupported architecture.
+          OSError: there is no such folder, checkpoint or tokenizer.
+          ValueError: the configuration does not build, or the architecture is not supported.
         """
         folder = Path(self.path).expanduser()
         if (folder / "config.gin").is_file():
@@ -73,11 +73,11 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class Saved:
-    """A run's checkpoint, to be read from.
+    """A checkpoint of a run, whose parameters can be read.
 
     Attributes:
       run: the run.
-      folder: where its checkpoints lie.
+      folder: the folder that holds its checkpoints.
       step: the checkpoint's step.
       policy: the policy on a mesh.
     """
@@ -105,18 +105,18 @@ def saved(
     partitioner: Partitioner | None = None,
     compute_dtype: str | None = None,
 ) -> Saved:
-    """A checkpoint of a run.
+    """Finds a checkpoint of a run.
 
     Args:
       run_dir: the run's folder, with its config.gin.
       step: the checkpoint's step; None takes the last one.
       best: take the best checkpoint by the run's evaluation metric.
       partitioner: the mesh; None takes this machine's devices.
-      compute_dtype: dtype of activations; None is the run's own.
+      compute_dtype: dtype of activations; None takes the run's own.
 
     Raises:
-      OSError: no such run or checkpoint.
-      ValueError: a configuration that does not build.
+      OSError: there is no such run or checkpoint.
+      ValueError: the configuration does not build.
     """
     if not (run_dir / "config.gin").is_file():
         raise FileNotFoundError(f"{run_dir} is no run folder: it has no config.gin")

@@ -1,4 +1,4 @@
-"""Phases of a stage: where log-probs are read from, what is minimised, which parameters learn; BuPO's and TokenBuncher's schedules."""
+"""Phases of a stage: where log-probs are read from, which loss is minimised, what learns; and BuPO's and TokenBuncher's schedules."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class Phase:
     """How the steps of a phase score and learn.
 
     Attributes:
-      name: names the phase in metrics and checkpoints.
-      view: what log-probs and entropies are read from; None is the model's own output.
-      loss: the objective; None is the stage's algorithm.
+      name: name of the phase in metrics and checkpoints.
+      view: place in the model where log-probs and entropies are read; None for the model's own output.
+      loss: the objective; None for the stage's algorithm.
       trainable: which parameters learn; None for all.
     """
 
@@ -28,7 +28,7 @@ class Phase:
     trainable: Trainable | None = None
 
 
-# The only phase of a stage without a schedule.
+# The only phase of a stage that has no schedule.
 WHOLE = Phase(name="whole")
 
 _log = logging.getLogger(__name__)
@@ -46,15 +46,15 @@ class BuPO:
     runs no later layer, and trains the embedding, layers 0..k and the head, whatever the stage's algorithm is (the paper's is
     GRPO). Layers count from 0 here and in the original's settings, from 1 in the paper. The original lets weight decay act on
     the final norm in phase 1, and advances the optimizer's one step count; here what does not learn stays bit for bit, its
-    count included. Too long a first phase collapses (paper, table 6), hence the guards, which the original has not.
+    count included. Too long a first phase collapses (paper, table 6), hence the guards, which the original lacks.
 
     Attributes:
-      layer: k, from 0; the last layer is refused, whose policy is the model's own but for the final norm.
+      layer: k, from 0; the last layer is refused, since its policy differs from the model's own in the final norm alone.
       steps: steps of the first phase, at most.
       final_norm: apply the model's final norm to the layer's state, and train it; the paper finds this worse.
-      max_reward_drop: the first phase ends where a step's mean reward is this much below the best so far; None never.
-      max_kl: the first phase ends where KL(policy || policy at the start) of the model's own output is above it, in nats a
-        token; it keeps a frozen copy of the start. None never.
+      max_reward_drop: the first phase ends where a step's mean reward is this much below the best so far; None sets no limit.
+      max_kl: the first phase ends where KL(policy || policy at the start) of the model's own output is above it, in nats
+        per token, at a step that measures it (Stage.gap_every); it keeps a frozen copy of the start. None sets no limit.
     """
 
     layer: int
@@ -94,7 +94,7 @@ class BuPO:
         return first if step <= self.steps and not controls[ENDED] else whole
 
     def adapt(self, step: int, controls: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Ends the first phase where a guard says so."""
+        """Ends the first phase where a guard's limit is passed."""
         if step > self.steps or controls[ENDED]:
             return controls
         reward = metrics.get("reward/mean", controls[BEST])
@@ -110,11 +110,11 @@ class BuPO:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenBuncher:
-    """TokenBuncher (https://arxiv.org/abs/2508.20697): entropy steps, and from the end of the warm-up on a noiser step at every `period`-th.
+    """TokenBuncher (https://arxiv.org/abs/2508.20697): entropy steps, and after the warm-up a noiser step at every `period`-th step.
 
     Attributes:
       noiser: the objective of the noiser steps.
-      warmup_steps: first steps, all of them entropy steps; the paper's are an eighth of all.
+      warmup_steps: number of first steps, which are all entropy steps; the paper takes an eighth of all steps.
       period: with the stage's steps numbered from 0, those that `period` divides are noiser steps.
     """
 
@@ -139,7 +139,7 @@ class TokenBuncher:
         return {}
 
     def check(self, layers: int) -> None:
-        del layers  # any model
+        del layers  # any model will do
 
     def phase(self, step: int, controls: Mapping[str, float]) -> Phase:
         del controls

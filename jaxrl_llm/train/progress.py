@@ -1,4 +1,4 @@
-"""The parts of a step: the watchdog hears which one a run is in, and the seconds of each are counted."""
+"""Progress of a step: the watchdog is told which part of the step runs, and the seconds of each part are counted."""
 
 import asyncio
 import functools
@@ -11,10 +11,10 @@ from jaxrl_llm.metrics.watchdog import Watching
 
 
 class Progress:
-    """Where a run is, and the seconds between the laps of a step.
+    """Holds the watchdog's record of a run, and counts the seconds between the laps of a step.
 
     Args:
-      watching: hears what the run does.
+      watching: receives what the run is doing.
     """
 
     def __init__(self, watching: Watching) -> None:
@@ -22,7 +22,7 @@ class Progress:
         self.begin()
 
     def begin(self) -> None:
-        """Starts the laps of a step anew."""
+        """Resets the laps at the beginning of a step."""
         self.laps: dict[str, float] = {}
         self._began = self._last = time.perf_counter()
 
@@ -34,15 +34,15 @@ class Progress:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each lap, and of the "step" so far."""
+        """The seconds of each lap, and of the "step" so far."""
         return {**self.laps, "step": time.perf_counter() - self._began}
 
 
 def part(doing: str, lap: str) -> Callable[[Callable[..., Any]], Callable[..., Awaitable[Any]]]:
-    """Wraps a method that is part of a step: it is awaited, the watchdog hears what it does, and its seconds count as `lap`.
+    """Wraps a method that is part of a step: it is awaited, the watchdog is told what it does, and its seconds count as `lap`.
 
-    The owner has a `progress`, and `overlaps`: where that is True a method that is no coroutine runs in a thread, since the sampler
-    needs the event loop while the learner computes.
+    The owner has a `progress`, and `overlaps`: where that is True, a method that is not a coroutine runs in a thread, since the
+    sampler needs the event loop while the learner computes.
     """
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:

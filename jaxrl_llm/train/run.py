@@ -22,23 +22,23 @@ from jaxrl_llm.train.trainer import SIGNAL, Trainer
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything of a run; a gin file builds it, and `run` carries it out.
+    """The configuration of a run; a gin file builds it, and `run` runs it.
 
     Attributes:
       run_dir: the run's folder: configuration, metrics, rollouts, checkpoints, TensorBoard.
       seed: seed of initial weights, data order and sampling.
       policy: where the policy's weights come from.
       tokenizer: where the tokenizer comes from.
-      sampler: who generates.
-      stages: what is learned, in turn.
-      stop_after_s: seconds of steps after which this start saves and ends; the same command goes on. None runs to the end.
-      stop_limit_s: seconds from SIGTERM or the first SIGINT to the end of the process: in time saved, later by force.
+      sampler: starts the sampler, which generates rollouts.
+      stages: the stages, in the order in which they run.
+      stop_after_s: seconds of training after which the process saves and ends; the same command goes on. None runs to the end.
+      stop_limit_s: most seconds from SIGTERM or the first SIGINT until the process has saved and ended; after them it ends by force.
       mesh: sizes of the mesh axes.
       hosts: how processes of several hosts wait for each other.
       checkpoints: when to save and what to keep.
       writers: where metrics go.
       profile_steps: steps that are traced for TensorBoard's profile tab.
-      watch: where the run's health is written, and when one that stands still is reported or stopped.
+      watch: the watchdog: where the run's health is written, and when a run that stands still is reported or stopped.
       resume_as_new: whether a resume takes up settings that bend what was learned; `launch --resume_as_new` sets it for one start.
     """
 
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def starts(self) -> list[int]:
-        """Global step that each stage starts after, and the last step of the run at the end."""
+        """The global step after which each stage starts; the last entry is the last step of the run."""
         return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
 
     def run(self, config: str = "", processes: Processes | None = None) -> int:
@@ -82,7 +82,7 @@ class Run:
 
         Args:
           config: the gin text, kept with the run.
-          processes: those of the run; None for this one alone.
+          processes: the processes of the run; None for this one alone.
 
         Returns:
           The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command goes on.

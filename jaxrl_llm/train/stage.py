@@ -1,4 +1,4 @@
-"""What one stage of a run learns, from what, and how much of it at a time."""
+"""The configuration of a stage: its algorithm, its data and models, and the sizes of its steps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,26 +23,26 @@ class Stage:
     """One algorithm on one dataset for a number of steps; stages of a run follow each other on the same policy.
 
     Attributes:
-      name: names the stage in logs.
+      name: name of the stage in logs.
       algorithm: the objective.
       schedule: the phases of the stage, which differ in what is minimised, read and trained; None has one phase.
-      gap_every: steps between measurements of the policy's own output in a phase that reads another view.
+      gap_every: steps between measurements of the policy's own output in a phase that reads another view; the first step has one.
       data: the dataset.
-      optimizer: of the policy.
-      critic: where the critic comes from, for an algorithm that needs one; others leave it aside.
-      critic_optimizer: of the critic.
-      reward_model: where the reward model comes from that an algorithm trains, by `optimizer`; the policy stays as it is.
+      optimizer: optimizer of the policy, or of the reward model where the algorithm trains one.
+      critic: where the critic comes from, for an algorithm that needs one; others ignore it.
+      critic_optimizer: optimizer of the critic.
+      reward_model: source of the reward model, for an algorithm that trains one, by `optimizer`; the policy stays as it is.
       teacher: the model that a distilling algorithm learns from; frozen.
-      critic_warmup_steps: first steps, in which only the critic learns.
-      steps: steps of this stage.
-      prompts_per_step: prompts of a step (demonstrations, chunks or pairs, where the algorithm learns from these).
-      group_size: rollouts of a prompt.
-      minibatches: updates that a step's prompts are split over, in whole groups.
-      epochs: passes over a step's prompts.
-      settings: how training samples are drawn; the plain tempered softmax.
-      reward: what a rollout is worth.
+      critic_warmup_steps: number of first steps, in which only the critic learns.
+      steps: number of steps of this stage.
+      prompts_per_step: number of prompts of a step (demonstrations, chunks or pairs, where the algorithm learns from these).
+      group_size: number of rollouts of a prompt.
+      minibatches: number of minibatches of whole groups that a step is split into; each gives one update per epoch.
+      epochs: number of passes over a step's groups.
+      settings: how training samples are drawn, which must be from the plain tempered softmax.
+      reward: scores the rollouts.
       filter: which groups are learned from; None keeps all.
-      environment: answers between turns; None for a single turn.
+      environment: answers the policy between turns; None for a single turn.
       max_turns: most turns of the policy.
       marker: names ranges of a response's tokens, such as its thought; None names none.
       max_prompt_tokens: longer prompts are treated by `truncation`.
@@ -50,19 +50,19 @@ class Stage:
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
-      offload_reference: keep the reference policy in the host's pinned memory; it visits the device while a step is scored.
+      offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
       score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
-        steps need none, unless the algorithm or the reward reads the learner's statistics.
-      evaluations: held-out measurements.
+        steps need none, unless the algorithm or the reward reads token stats.
+      evaluations: held-out datasets whose prompts the policy answers.
       held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
-      evaluate_every: steps between evaluations; the last step is always evaluated, and the untrained policy too.
+      evaluate_every: steps of the run between evaluations; the last step is always evaluated, and the untrained policy too.
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
-      max_skipped: updates in a row with a gradient that is not finite, after which the run stops.
+      max_skipped: number of updates in a row whose gradient is not finite, after which the run stops.
       max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
-        are sampled while the learner updates, by a sampler outside of its process.
+        are sampled while the learner updates, by a sampler outside the learner's process.
       show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
-      show_tokens: tokens a rollout there whose log-prob, entropy and advantage are written; 0 writes none.
+      show_tokens: tokens of each such rollout whose log-prob, entropy and advantage are written; 0 writes none.
     """
 
     name: str
@@ -215,17 +215,17 @@ class Stage:
 
     @property
     def samples(self) -> bool:
-        """True where the algorithm learns from the policy's own samples."""
+        """Whether the algorithm learns from the policy's own samples."""
         return self.algorithm.learns_from == "samples"
 
     @property
     def phases(self) -> Sequence[Phase]:
-        """Every phase that there may be."""
+        """All phases that a step of the stage may be in."""
         return (WHOLE,) if self.schedule is None else self.schedule.phases
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the algorithm, the schedule and the reward ask for."""
+        """What the algorithm, the schedule and the reward need, as names of NEEDS."""
         asking = [x for x in (self.schedule, self.reward if self.samples else None) if isinstance(x, Needing)]
         return self.algorithm.needs.union(*(x.needs for x in asking))
 
@@ -243,20 +243,20 @@ class Stage:
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a response, with the one that marks its end where a reward model is trained; or of a chunk."""
+        """Most tokens of a response or a chunk, including the token that marks a response's end where a reward model is trained."""
         if self.algorithm.learns_from == "documents":
             return self.packing.row_tokens
         return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)
 
     @property
     def value_models(self) -> dict[str, ValueSource]:
-        """The models beside the policy that the algorithm asks for, by name."""
+        """The sources of the value models that the algorithm needs, by name."""
         known = {"critic": self.critic, "reward_model": self.reward_model}
         return {name: x for name, x in known.items() if x is not None and name in self.algorithm.needs}
 
     @property
     def updates(self) -> int:
-        """Optimizer updates of the stage."""
+        """The number of optimizer updates of the stage."""
         return self.steps * self.minibatches * self.epochs
 
     def check_depth(self, layers: int) -> None:

@@ -1,4 +1,4 @@
-"""One step of a stage: groups are collected, packed, scored by the models, given advantages and learned from."""
+"""One step of a stage: groups are collected and packed, token stats and advantages are computed, and the learner updates."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -34,13 +34,13 @@ UNREWARDED = 3  # steps in a row without a valid reward, after which a run ends
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """What a step leaves to be measured and read.
+    """The results of a step, from which its metrics and the rollouts for people to read are made.
 
     Attributes:
       batch: the groups that were learned from.
       stats: token stats, {name: float32 [S, T]}.
-      advantages: those of the algorithm, on the host.
-      measured: metrics of the updates, their means.
+      advantages: the algorithm's advantages, on the host.
+      measured: means of the metrics of the updates.
     """
 
     batch: Batch
@@ -54,21 +54,21 @@ class StageTrainer:
     """A stage in progress.
 
     Attributes:
-      config: what the stage is.
-      number: its place in the run.
-      offset: steps of the run before it.
+      config: the stage's configuration.
+      number: the stage's number in the run, from 0.
+      offset: number of the run's steps before the stage.
       learner: scores and updates, in a phase without a view, a loss or frozen parameters of its own.
       loader: gives the groups of each step.
-      collector: scores groups anew that need token stats; None where nothing is sampled in this process.
+      collector: scores groups again whose reward needs token stats; None where the stage samples nothing.
       frozen: the models that are not trained.
-      held_out: what the stage is evaluated on.
+      held_out: the data that the stage is evaluated on.
       sources: names of the data sources.
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
-      preemption: of the run: a signal ends the wait for groups.
-      progress: hears which part of the step the run is in.
+      preemption: listens for signals, which end the wait for groups.
+      progress: is told which part of the step the run is in.
       contents: {"data": hash, "tokenizer": hash}, by which a checkpoint knows what it learned from.
       controls: values of the controllers of the algorithm and of the schedule.
-      phase: the phase of the present step.
+      phase: the phase of the current step.
       unrewarded: steps in a row until now without a valid reward.
     """
 
@@ -92,7 +92,7 @@ class StageTrainer:
     # -- the step ------------------------------------------------------------------------------------------------------
 
     async def step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, float], StepResult]:
-        """One step of the run, its metrics, and what can be read of it."""
+        """Makes one step of the run; returns the new state, the step's metrics and its results."""
         self.enter(step)
         await self.frozen.refresh(state.policy, step - self.offset - 1)
         groups = await self.groups(step)
@@ -111,13 +111,13 @@ class StageTrainer:
 
     @part("collecting", "collect")
     async def groups(self, step: int) -> list[Group]:
-        """The groups of a step; raises Stopping where a signal comes first."""
+        """Returns the groups of a step; raises Stopping where a signal comes first."""
         coming = self.loader.next(step)
         return await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
 
     @part("scoring", "score")
     def pack(self, groups: Sequence[Group]) -> Batch:
-        """The groups of a step, packed into minibatches."""
+        """Packs the groups of a step into minibatches."""
         config = self.config
         if not groups:
             raise ValueError(
@@ -132,9 +132,9 @@ class StageTrainer:
     @part("scoring", "score")
     @explained("scoring")
     def token_stats(self, state: TrainState, batch: Batch, step: int) -> tuple[TokenStats, dict[str, float]]:
-        """Token stats [S, T] of the present phase, and what the policy's own output says of the batch where that is due.
+        """Token stats [S, T] of the current phase, and metrics of the policy's own output where they are due.
 
-        Those that nothing reads at this step are left out.
+        Token stats that nothing reads at this step are left out.
         """
         if not (self.scores_policy(step) or self.frozen.score):
             return {}, {}
@@ -178,7 +178,7 @@ class StageTrainer:
 
     @property
     def overlaps(self) -> bool:
-        """Whether the sampler works while the learner computes, and needs the event loop then."""
+        """Whether the sampler runs while the learner computes, and so needs the event loop meanwhile."""
         return self.config.max_staleness > 0
 
     @property
@@ -187,7 +187,7 @@ class StageTrainer:
 
     @property
     def rescores(self) -> bool:
-        """Whether the reward waits for token stats."""
+        """Whether the reward needs token stats."""
         config = self.config
         return config.samples and config.reward is not None and config.reward.needs_stats
 
@@ -200,15 +200,15 @@ class StageTrainer:
         return reads or config.old_logprobs == "learner" or step % config.score_every == 0
 
     def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:
-        """Token stats where `learner` reads them; those of the policy and the critic only where asked."""
+        """Token stats as `learner` reads them; those of the policy and the critic only where `policy` is True."""
         params = state.params if policy else None
         reference, teacher = self.frozen.reference, self.frozen.teacher
         return token_stats(learner, params, batch, self.bases, reference=reference, teacher=teacher)
 
     def sequences(self, batch: Batch, stats: TokenStats) -> Sequences:
-        """The batch unpacked, with token stats [S, T]; old log-probs are the sampler's where the stage says so.
+        """The unpacked batch with token stats [S, T]; old log-probs are the sampler's where the stage says so.
 
-        No log-prob of the sampler compares with those that are read inside the model: the weight of every token is 1 then.
+        The sampler has no log-probs to compare with those that are read inside the model: the weight of every token is 1 then.
         """
         if self.phase.view is not None:
             stats = {**stats, "sampler_logprobs": stats["old_logprobs"]}
@@ -220,7 +220,7 @@ class StageTrainer:
     # -- phases --------------------------------------------------------------------------------------------------------
 
     def enter(self, step: int) -> None:
-        """Takes the phase of a step."""
+        """Sets the phase of a step."""
         if self.config.schedule is not None:
             self.phase = self.config.schedule.phase(step - self.offset, self.controls)
 
@@ -238,17 +238,17 @@ class StageTrainer:
 
     @property
     def phase_learner(self) -> Learner:
-        """The learner of the present phase."""
+        """The learner of the current phase."""
         return self.learners[self.phase.name]
 
     @property
     def layers(self) -> int | None:
-        """First layers that an update of the present phase runs; None for all."""
+        """The number of first layers that an update of the current phase runs; None for all."""
         return None if self.phase.view is None else self.phase.view.layer + 1
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far, by the learners of all phases."""
+        """The number of programs compiled so far by the learners of all phases."""
         return sum(x.compilations for x in {id(x): x for x in (self.learner, *self.learners.values())}.values())
 
     def _gap_is_due(self, step: int) -> bool:
@@ -266,7 +266,7 @@ class StageTrainer:
         return step == self.offset + self.config.steps
 
     def metrics(self, result: StepResult, step: int) -> dict[str, float]:
-        """What the updates measured, and what the host knows of the step's rollouts and of its phase."""
+        """Metrics of the updates, of the step's rollouts and of its phase."""
         batch, stats = result.batch, result.stats
         values = {**result.measured, **diagnostics.of_rollouts(batch)}
         values |= {name: float(x) for name, x in result.advantages.metrics.items()}
@@ -297,7 +297,7 @@ class StageTrainer:
             )
 
     def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
-        """Moves the controllers of the algorithm and of the schedule after a step that learned from `sequences`."""
+        """Moves the controllers of the algorithm and of the schedule after a step on `sequences` sequences."""
         self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
         if self.config.schedule is not None:
             self.controls |= self.config.schedule.adapt(step - self.offset, self.controls, metrics)
@@ -328,7 +328,7 @@ class StageTrainer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def begin(self, params: Params, key: jax.Array) -> TrainState:
-        """The state that the stage starts from: frozen models are copies of `params`, value models begin as the stage says."""
+        """The state that the stage starts from; frozen models copy `params`, and value models start as the stage configures them."""
         self.frozen.begin(params)
         models = {"policy": params}
         for name, source in self.config.value_models.items():
@@ -338,11 +338,11 @@ class StageTrainer:
 
     @property
     def abstract(self) -> dict[str, Any]:
-        """What a checkpoint of this stage holds of the devices."""
+        """Shapes, dtypes and shardings of the arrays that a checkpoint of this stage holds."""
         return {"state": self.learner.abstract, **self.frozen.abstract}
 
     def host(self) -> dict[str, Any]:
-        """What a checkpoint of this stage holds of the host."""
+        """The host's state that a checkpoint of this stage holds."""
         return {
             "feed": self.loader.state(), "controls": self.controls, "bases": self._base_sizes, "phase": self.phase.name,
             "contents": dict(self.contents),
@@ -350,7 +350,7 @@ class StageTrainer:
 
     @cached_property
     def _base_sizes(self) -> dict[str, float]:
-        """Mean |weight| of the frozen bases, by which a checkpoint knows them again."""
+        """Mean |weight| of the frozen bases, by which a resumed run recognises them."""
         return {n: float(np.mean([jnp.mean(jnp.abs(x)) for x in jax.tree.leaves(b)])) for n, b in self.bases.items()}
 
     def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any], *, as_new: bool = False) -> None:

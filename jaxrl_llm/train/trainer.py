@@ -28,7 +28,7 @@ from jaxrl_llm.train.step import StageTrainer, StepResult
 
 _log = logging.getLogger(__name__)
 
-SIGNAL = "a signal"  # stops a run
+SIGNAL = "a signal"  # the value of Trainer.stopped where a signal stops the run
 
 
 class Trainer:
@@ -41,7 +41,7 @@ class Trainer:
       preemption: hears signals.
     """
 
-    overlaps = False  # what its own parts do needs the event loop
+    overlaps = False  # its own parts need the event loop
 
     def __init__(self, run: Any, run_dir: Path, partitioner: Partitioner, preemption: Preemption) -> None:
         self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
@@ -66,7 +66,7 @@ class Trainer:
         self.pending: dict[str, Any] | None = None  # a step whose evaluation is left to this start
         self.compilations = Compilations()
         self.began: float | None = None
-        self.stopped = ""  # or what by
+        self.stopped = ""  # the reason why the run stops, or ""
         self.status = 0  # of the process at its end
         self.before: dict[str, Any] | None = None  # the host's state after the last step
 
@@ -78,7 +78,7 @@ class Trainer:
             )
 
     def _check_teachers(self) -> None:
-        """Refuses a teacher that is not there, or of other tokens, before the first stage."""
+        """Refuses a teacher that does not exist or has other tokens than the policy, before the first stage."""
         for stage in self.config.stages:
             if stage.teacher is not None and "teacher" in stage.algorithm.needs:
                 score.found(stage.teacher, self.tokenizer, self.partitioner)
@@ -86,7 +86,7 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     async def run(self, config: str) -> None:
-        """All stages from where the run stands."""
+        """Runs the stages that are left."""
         restored = self.open(config)
         if restored == self.config.starts[-1]:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
@@ -164,18 +164,18 @@ class Trainer:
 
     @part("publishing", "publish")
     async def publish(self, state: TrainState, version: int) -> None:
-        """Gives the sampler the policy that a step samples from."""
+        """Publishes the policy that a step samples from."""
         await self._serve(state, version)
 
     async def _serve(self, state: TrainState, version: int) -> None:
-        """Gives the sampler the policy of `state`, where it serves another version."""
+        """Publishes the policy of `state` as `version`, where the sampler serves another version."""
         if self.sampler.version != version:
             weights = self.policy.merged(state.policy, self.bases.get("policy"))
             await self.sampler.publish(weights, version)
 
     @part("evaluating", "evaluate")
     async def evaluate(self, stage: StageTrainer, state: TrainState, step: int) -> dict[str, float]:
-        """Metrics of the held-out data of a stage; writes the first rollouts."""
+        """Evaluates a stage on its held-out data; returns the metrics and writes the first rollouts."""
         metrics = stage.measure(state)
         if stage.config.evaluations:
             await self._serve(state, step)
@@ -207,7 +207,7 @@ class Trainer:
         *,
         pending: int | None = None,
     ) -> None:
-        """Saves where a save is due, and the best checkpoint where the evaluation is the best so far.
+        """Saves a checkpoint where one is due, and the best one where the evaluation is the best so far.
 
         Args:
           pending: sequences that the step learned from, where its evaluation is left to the start that goes on from here.
@@ -230,7 +230,7 @@ class Trainer:
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
     def open(self, config: str) -> int | None:
-        """Opens the writers and what lies frozen under adapters; returns the step that the run goes on after, if any."""
+        """Opens the writers and the frozen parameters under adapters; returns the step after which the run resumes, or None."""
         restored = self.processes.broadcast(self.checkpoints.latest())
         writers = self.config.writers if self.processes.main else ()
         self.writers = Writers.open(writers, self.run_dir, restored, self.config.starts[-1])
@@ -260,7 +260,7 @@ class Trainer:
             raise ValueError(refusal)
 
     async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
-        """Each stage that is not over, and the step that it goes on after; `state` is the state to begin with."""
+        """Yields each stage from that of the checkpoint on, and the step after which it goes on; sets `self.state` to its first state."""
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         for number, config in list(enumerate(self.config.stages))[first:]:
             if self.stopped:
@@ -288,7 +288,7 @@ class Trainer:
         self.finish(stage, self.state, step, metrics, pending["sequences"])
 
     def _initial(self) -> Any:
-        """The weights that the run starts from."""
+        """The policy's parameters that the run starts from."""
         return self.config.policy.params(self.policy, jax.random.key(self.config.seed))
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
@@ -313,7 +313,7 @@ class Trainer:
         self.status = STOPPED
 
     def traced(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Traces a step for TensorBoard's profile tab where that is wanted."""
+        """Traces a step for TensorBoard's profile tab, if it is one of `profile_steps`."""
         wanted = self.processes.main and step in self.config.profile_steps
         return profiling.traced(self.run_dir / "tensorboard", wanted)
 
