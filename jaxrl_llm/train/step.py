@@ -193,7 +193,7 @@ class StageTrainer:
 
     def scores_policy(self, step: int) -> bool:
         """Whether advantages, reward or metrics of a step depend on the policy's token stats."""
-        config, needs = self.config, self.config.algorithm.needs
+        config, needs = self.config, self.config.needs | self.phase_learner.algorithm.needs
         if not config.samples:
             return bool(needs & {"reference", "critic"})
         reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
@@ -317,8 +317,7 @@ class StageTrainer:
             capacity=sum(len(g.rollouts) for g in groups),
         )  # fmt: skip
         scored = self.scores_policy(0) or self.frozen.score
-        learner = self.phase_learner
-        stats = self.stats_of(learner, state, batch, policy=self.scores_policy(0)) if scored else {}
+        stats = self.stats_of(self.learner, state, batch, policy=self.scores_policy(0)) if scored else {}
         sequences = batch.sequences(stats, {n: self.controls[n] for n in self.config.algorithm.controls}, len(groups))
         advantages = jax.device_get(self.learner.advantages(sequences))
         (minibatch,) = batch.micro_batches(sequences, advantages, self.config.algorithm.constant, self.partitioner)

@@ -23,6 +23,7 @@ from jaxrl_llm import command_line
 from jaxrl_llm.algorithms.distill import Distill
 from jaxrl_llm.algorithms.dpo import DPO
 from jaxrl_llm.algorithms.grpo import GRPO
+from jaxrl_llm.algorithms.otb import OTB
 from jaxrl_llm.algorithms.sft import SFT
 from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.data.sorting import Sorting
@@ -33,6 +34,7 @@ from jaxrl_llm.learner import score
 from jaxrl_llm.learner.batch import bare, to_device
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.sources import Opened
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rollouts.collect import RolloutGenerator
@@ -40,6 +42,7 @@ from jaxrl_llm.rollouts.offline import OfflineGroups
 from jaxrl_llm.train.evaluation import HeldOut
 from jaxrl_llm.train.frozen_models import FrozenModels
 from jaxrl_llm.train.load import TrainedModel
+from jaxrl_llm.train.phases import Phase
 from jaxrl_llm.train.progress import Progress
 from jaxrl_llm.train.stage import Stage
 from jaxrl_llm.train.step import StageTrainer
@@ -141,6 +144,24 @@ def test_the_measure_of_held_out_pairs_is_the_losss_and_leaves_the_state_alone()
     assert 0 < np.mean(np.array(margins) > 0) < 1
     np.testing.assert_allclose(found["eval/pairs/accuracy"], np.mean(np.array(margins) > 0), rtol=1e-6)
     np.testing.assert_allclose(found["eval/loss/policy"], np.mean(np.log1p(np.exp(-np.array(margins)))), rtol=1e-4)
+
+
+def test_a_phase_inside_the_model_leaves_the_measure_of_held_out_pairs_as_it_is() -> None:
+    learner, config = replace(make_learner(DPO(beta=0.5)), temperature=1.0), stage(DPO(beta=0.5), prompts_per_step=2)
+    run = running(config, learner, given=pairs_of(3), frozen={"reference": learner.policy.init(jax.random.key(9))})
+    state = fresh_state(learner)
+    before = run.measure(state)
+    run.phase = Phase(name="layer", view=Capture(layer=0))
+    run.learners = {"layer": replace(learner, capture=Capture(layer=0))}
+    assert run.measure(state) == before
+
+
+def test_the_policy_is_scored_where_the_phases_own_loss_reads_what_the_algorithm_does_not() -> None:
+    config = replace(stage(GRPO()), old_logprobs="sampler", score_every=3)
+    run = running(config, make_learner(GRPO()))
+    assert [run.scores_policy(step) for step in (1, 2, 3)] == [False, False, True]
+    run.learners = {run.phase.name: replace(run.learner, algorithm=OTB())}
+    assert all(run.scores_policy(step) for step in (1, 2, 3)), "its baseline is made of sum_p2"
 
 
 def test_nothing_is_measured_where_no_rows_are_held_out() -> None:
