@@ -43,7 +43,7 @@ def locked(folder: Path, macro: str = "RUN_DIR") -> Iterator[None]:
             _log.warning("%s has no file locks: the folder is kept by the heartbeat of owner.json alone", folder)
         last = _read(owner)
         if last:
-            if _lives(owner, last):
+            if _lives(owner, last, file.name):
                 raise ValueError(_held(folder, last, macro))
             _log.warning("took over %s from %s, which ended without leaving it", folder, _named(last))
         with _beating(owner):
@@ -57,12 +57,13 @@ def _read(owner: Path) -> dict[str, Any]:
     return {}
 
 
-def _lives(owner: Path, last: dict[str, Any]) -> bool:
+def _lives(owner: Path, last: dict[str, Any], lock: str) -> bool:
     """Whether the last owner still runs: its process on this host, its heartbeat on another."""
     if last.get("host") == socket.gethostname() and last.get("boot") == _boot():
         return _running(last)
-    before = _beat(owner)
-    if before is None or time.time() - before > SILENT_S:
+    os.utime(lock)  # by the file system's own clock: those of hosts may differ
+    before, now = _beat(owner), _beat(Path(lock))
+    if before is None or (now is not None and now - before > SILENT_S):
         return False
     _log.warning("waits %g s for a sign of life of %s", SILENT_S, _named(last))
     deadline = time.monotonic() + SILENT_S

@@ -1,6 +1,7 @@
 """All faults that are tried, and how often: in the short version, which runs with the other tests, and in the long one."""
 
 import chaos_checkpoints
+import chaos_folders
 import chaos_runs
 import chaos_samplers
 import chaos_services
@@ -13,6 +14,9 @@ FAULTS: dict[str, tuple[Fault, int, int]] = {
     "sampler answers garbage": (chaos_samplers.garbage, 3, 60),
     "clock jumps by days": (chaos_samplers.clock_jump, 2, 40),
     "learner killed at a random moment": (chaos_runs.learner_killed, 0, 3),
+    "SIGTERM at a random moment": (chaos_folders.preempted, 0, 20),
+    "two launches in one folder": (chaos_folders.launched_twice, 0, 5),
+    "resumed with another setting": (chaos_folders.resumed_with_other_settings, 0, 12),
     "learner killed while it saves": (chaos_checkpoints.killed_while_saving, 2, 8),
     "disk full during a save": (chaos_checkpoints.disk_full, 2, 20),
     "bit of a checkpoint flipped": (chaos_checkpoints.flipped_bits, 30, 600),
