@@ -104,7 +104,8 @@ def _beat(owner: Path) -> float | None:
 def _beating(owner: Path) -> Iterator[None]:
     """Names this process as the owner and beats while the block runs; a folder that is gone ends nothing."""
     known = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
-    owner.write_text(json.dumps({**known, "since": datetime.now(UTC).isoformat(timespec="seconds")}) + "\n")
+    since = datetime.now(UTC).isoformat(timespec="seconds")
+    owner.write_text(json.dumps({**known, "since": since}))
     ended = threading.Event()
 
     def beat() -> None:
