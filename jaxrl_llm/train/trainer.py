@@ -88,7 +88,7 @@ class Trainer:
     async def run(self, config: str) -> None:
         """Runs the stages that are left."""
         restored = self.open(config)
-        if restored == self.config.starts[-1]:
+        if restored == self.config.starts[-1] and self.pending is None:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
             return
         async for stage, start in self.stages_left(restored):
@@ -100,7 +100,7 @@ class Trainer:
                     print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
                     break
         self.watching.at("saving")
-        try:
+        try:  # a save that failed in the background is told here
             self.checkpoints.wait()
         except OSError as error:
             self.stop(error)
@@ -232,22 +232,24 @@ class Trainer:
     def open(self, config: str) -> int | None:
         """Opens the writers and the frozen parameters under adapters; returns the step after which the run resumes, or None."""
         restored = self.processes.broadcast(self.checkpoints.latest())
-        writers = self.config.writers if self.processes.main else ()
-        self.writers = Writers.open(writers, self.run_dir, restored, self.config.starts[-1])
-        if config and restored is None:
-            self.writers.text("config", f"```\n{config}\n```")
+        host = {} if restored is None else self.checkpoints.host(restored)
+        self.pending = host.get("pending")
         self.watching.at("opening", step=restored or 0)
-        if restored != self.config.starts[-1]:
-            self.accept(restored, config)
+        if restored != self.config.starts[-1] or self.pending is not None:
+            self.accept(restored, host.get("stage", 0), config)
             base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
             self.bases = {} if base is None else {"policy": base}
+        writers = self.config.writers if self.processes.main else ()
+        written = restored if restored is None or self.pending is None else restored - 1
+        self.writers = Writers.open(writers, self.run_dir, written, self.config.starts[-1])
+        if config and restored is None:
+            self.writers.text("config", f"```\n{config}\n```")
         return restored
 
-    def accept(self, restored: int | None, config: str) -> None:
+    def accept(self, restored: int | None, number: int, config: str) -> None:
         """Compares the settings with those of the run folder and writes what reproduces the run; raises ValueError as `resume.accept`."""
         refusal = ""
         if self.processes.main:
-            number = 0 if restored is None else self.checkpoints.host(restored)["stage"]
             try:
                 found = resume.accept(self.run_dir, self.config, restored, number, as_new=self.config.resume_as_new)
             except ValueError as error:
@@ -279,13 +281,18 @@ class Trainer:
             if self.pending is not None:
                 pending, self.pending = self.pending, None
                 await self.catch_up(stage, start, pending)
+                if self.stopped:
+                    return
             self.began = self.began or time.monotonic()
             yield stage, start
 
     async def catch_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> None:
-        """Ends the step whose evaluation an earlier start left to this one."""
-        metrics = pending["metrics"] | await self.evaluate(stage, self.state, step)
-        self.finish(stage, self.state, step, metrics, pending["sequences"])
+        """Ends the step whose evaluation an earlier start left to this one, or leaves it to the next."""
+        metrics = dict(pending["metrics"])
+        if await self.evaluated(stage, self.state, step, metrics):
+            print(f"stopped after step {step} by {self.stopped}; the same command goes on", flush=True)
+        else:
+            self.finish(stage, self.state, step, metrics, pending["sequences"])
 
     def _initial(self) -> Any:
         """The policy's parameters that the run starts from."""
@@ -295,7 +302,7 @@ class Trainer:
         host = self.checkpoints.host(step)
         trees = self.checkpoints.restore(step, stage.abstract)
         stage.resume(host, trees, as_new=self.config.resume_as_new)
-        self.best, self.pending = self.checkpoints.best_until(step), host.get("pending")
+        self.best = self.checkpoints.best_until(step)
         print(f"resuming from step {step} of {self.checkpoints.folder}", flush=True)
         return trees["state"]
 
