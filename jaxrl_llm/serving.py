@@ -1,11 +1,11 @@
-"""Shared code of the project's HTTP servers and child processes: slow clients are disconnected, and children get no secrets."""
+"""Servers and child processes of ours: whom they answer, how long they wait for slow clients, and that children get no secrets."""
 
 import asyncio
 import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +26,33 @@ def without_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, st
     return {name: value for name, value in environment.items() if not SECRET.search(name)}
 
 
-HEAD_S = 15.0  # seconds until the headers of a request are complete; idle connections end after them too
-BODY_S = 60.0  # seconds until its body is complete
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+def refusal(headers: Mapping[str, str], has_body: bool, names: Collection[str] | None) -> tuple[int, str] | None:
+    """Why a request is not answered, as (status, reason), or None: the one rule of all our servers against foreign web sites.
+
+    A site that a user of this machine visits can make their browser send requests to loopback, can point a name of its own there,
+    and can send bodies of plain text without asking; it can neither send JSON unasked, nor hide its origin or its name.
+
+    Args:
+      headers: of the request, by names in any case.
+      has_body: the request has a body, or may have one.
+      names: host names that are answered; None answers all, where a token is asked for.
+    """
+    host, origin = headers.get("host", ""), headers.get("origin")
+    if names is not None and host not in names and host.rpartition(":")[0] not in names:
+        return 403, f"requests are answered under the names {', '.join(names)} only (got {host!r})"
+    if origin is not None and origin.partition("://")[2] != host:
+        return 403, f"requests of other sites are not answered (got Origin {origin!r})"
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if has_body and kind != "application/json":
+        return 415, f"a body must be application/json (got {kind!r})"
+    return None
+
+
+HEAD_S = 15.0  # seconds until the head of a request is whole; idle connections end after them too
+BODY_S = 60.0  # seconds until its body is
 _LOOK_S = 0.5
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,6 +113,24 @@ def middleware(patience: Patience) -> Any:
             patience.end(peer)
 
     return waits
+
+
+def guard(names: Collection[str] | None, headers: Mapping[str, str] | None = None) -> Any:
+    """Refuses what `refusal` refuses, and adds headers to every answer of an aiohttp application."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        try:
+            if refused := refusal(request.headers, request.can_read_body, names):
+                raise (web.HTTPForbidden if refused[0] == 403 else web.HTTPUnsupportedMediaType)(text=refused[1])
+            response = await handler(request)
+        except web.HTTPException as error:
+            error.headers.update(headers or {})
+            raise
+        response.headers.update(headers or {})
+        return response
+
+    return check
 
 
 async def body(request: web.Request, limit_s: float) -> bytes:

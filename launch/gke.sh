@@ -16,6 +16,8 @@
 #   TPU_SLICES       slices (1)
 #   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and devices of a sampler (1)
 #   SAMPLERS         how many samplers (2)
+#   SANDBOXES        how many pods run the programs of gin/rewards/code.gin (0), from the learner's image built with EXTRA=tpu,serve;
+#                    the learner is told where they are
 #   SAVE_S           seconds that a preempted learner has to save (300)
 #   JAXRL_LLM_TOKEN  what learners carry; without it the file ~/.jaxrl_llm_token is read
 #
@@ -27,7 +29,7 @@ actions "apply show status logs restart delete" "$@"
 set -- "${ARGUMENTS[@]}"
 
 NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-1}
-SAMPLERS=${SAMPLERS:-2} SAVE_S=${SAVE_S:-300}
+SAMPLERS=${SAMPLERS:-2} SANDBOXES=${SANDBOXES:-0} SAVE_S=${SAVE_S:-300}
 need_tools kubectl python3
 need NAME "a name for the run"
 need NAMESPACE "the namespace"
@@ -39,7 +41,7 @@ filled() {
   shopt -u patsub_replacement 2>/dev/null || true # "&" is a letter like others
   text=$(<"$1")
   for name in NAME NAMESPACE LEARNER_IMAGE SAMPLER_IMAGE CLAIM MODEL TPU_ACCELERATOR TPU_TOPOLOGY HOSTS CHIPS TPU_SLICES \
-    GPU_ACCELERATOR GPUS SAMPLERS SAVE_S; do
+    GPU_ACCELERATOR GPUS SAMPLERS SANDBOXES SAVE_S; do
     text=${text//"\${$name}"/${!name}}
   done
   # shellcheck disable=SC2154
@@ -63,11 +65,20 @@ prepare() {
   HOSTS=${HOSTS:-}
   for name in HOSTS CHIPS TPU_SLICES GPUS SAVE_S; do need_number "$name" 1; done
   need_number SAMPLERS 0
+  need_number SANDBOXES 0
   [ $# -gt 0 ] || die "$action needs launch's arguments, such as --gin_file=gin/grpo_gsm8k.gin"
   PUBLICATION=/shared/publication/$NAME
   sampler_flags "VLLM_URLS_DNS='http://$NAME-samplers.$NAMESPACE.svc:9000'"
+  if [ "$SANDBOXES" -gt 0 ]; then
+    FLAGS+=("--gin=sandbox/service.Service.urls=('http://$NAME-sandbox.$NAMESPACE.svc:8001',)" "--gin=sandbox/service.Service.token_env='JAXRL_LLM_TOKEN'")
+  fi
   # JSON is YAML, and json.dumps quotes whatever an argument holds; Kubernetes itself would read $(NAME).
   arguments=$(python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]).replace("$(", "$$("))' "${FLAGS[@]}" "$@" --gin_file=gin/samplers/vllm.gin)
+}
+
+# sandbox: the manifest of the sandbox, where there is to be one.
+sandbox() {
+  if [ "$SANDBOXES" -gt 0 ]; then filled "$LAUNCH/gke/sandbox.yaml"; fi
 }
 
 # create MANIFEST...: applies manifests from standard input; a dry run prints them.
@@ -98,12 +109,15 @@ case $action in
     read_token
     if [ -n "$DRY_RUN" ]; then say "the Secret $NAME-token is applied first"; else token | create; fi
     filled "$LAUNCH/gke/samplers.yaml" | create
+    if [ "$SANDBOXES" -gt 0 ]; then sandbox | create; fi
     learner
     ;;
   show)
     prepare "$@"
     filled "$LAUNCH/gke/samplers.yaml"
     echo ---
+    sandbox
+    if [ "$SANDBOXES" -gt 0 ]; then echo ---; fi
     filled "$LAUNCH/gke/learner.yaml"
     ;;
   restart)
@@ -119,6 +133,7 @@ case $action in
   delete)
     gone
     step "${kubectl[@]}" delete deployment,service,networkpolicy "$NAME-samplers" --ignore-not-found
+    step "${kubectl[@]}" delete deployment,service,networkpolicy "$NAME-sandbox" --ignore-not-found
     step "${kubectl[@]}" delete networkpolicy "$NAME-learner" --ignore-not-found
     step "${kubectl[@]}" delete secret "$NAME-token" --ignore-not-found
     ;;

@@ -23,7 +23,14 @@ SHELL = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subpr
 LOADERS = {("yaml", "load"), ("yaml", "unsafe_load"), ("torch", "load")}
 KEYWORDS = {"shell": True, "allow_pickle": True, "trust_remote_code": True, "weights_only": False, "verify": False}
 # The pipe of verifiers: the worker unpickles what the run's own process sends, never the other way round.
-EXCEPTIONS = {("jaxrl_llm/rewards/services/worker.py", "recv")}
+# The sandbox runs a model's program in a process that is shut in, and a data set's test in another one.
+EXCEPTIONS = {
+    ("jaxrl_llm/rewards/services/worker.py", "recv"),
+    ("jaxrl_llm/rewards/services/untrusted/program.py", "exec"),
+    ("jaxrl_llm/rewards/services/untrusted/program.py", "compile"),
+    ("jaxrl_llm/rewards/services/untrusted/judge.py", "exec"),
+    ("jaxrl_llm/rewards/services/untrusted/judge.py", "compile"),
+}
 
 
 def offences(file: Path) -> Iterator[str]:
@@ -36,7 +43,7 @@ def offences(file: Path) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         where, called = f"{name}:{node.lineno}", node.func
-        if isinstance(called, ast.Name) and called.id in RUN:
+        if isinstance(called, ast.Name) and called.id in RUN and (name, called.id) not in EXCEPTIONS:
             yield f"{where} calls {called.id}"
         dotted = ast.unparse(called)
         if tuple(dotted.split(".")) in SHELL | LOADERS:

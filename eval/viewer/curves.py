@@ -42,14 +42,16 @@ class MetricLog:
                 if not line.endswith(b"\n"):
                     break
                 self._end += len(line)
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(
+                    ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError
+                ):
                     self._add(json.loads(line))
 
     def _add(self, row: Mapping[str, Any]) -> None:
         step = float(row["step"])
         for name, value in row.items():
             if name != "step":
-                with contextlib.suppress(ValueError, TypeError):
+                with contextlib.suppress(ValueError, TypeError, OverflowError):
                     number = float(value)
                     steps, values = self.values.setdefault(name, (array("d"), array("d")))
                     steps.append(step)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,10 @@ class Shown:
         """Returns its row in the table of runs."""
         summary, made, identity = (self._json(n) for n in ("summary.json", "run.json", "identity.json"))
         notices = [f"{count} lines left out: {why}" for why, count in self.index.unread.items()]
+        notices += [
+            f"changed after step {row.get('step')}: {row.get('name')} was {row.get('was')}, is {row.get('is')}"
+            for row in self.changes()
+        ]
         if self.kind == "evaluation" and identity and identity.get("schema") != SCHEMA:
             notices.append(f"results of another version (schema {identity.get('schema')}, known is {SCHEMA})")
         if self.kind == "evaluation" and not summary:
@@ -59,17 +64,35 @@ class Shown:
         """The values that filters can take."""
         return {column: found.all for column, found in self.index.names.items() if column != "prompt"}
 
+    def changes(self) -> list[dict[str, Any]]:
+        """Returns the settings that changed from one start of a run to the next, in order."""
+        try:
+            rows = [json.loads(line) for line in _own_text(self.path / "changes.jsonl").splitlines()]
+        except (OSError, ValueError, RecursionError):
+            return []
+        return [row for row in rows if isinstance(row, dict)]
+
     def config(self) -> str:
-        """Returns its gin text; empty where there is none."""
-        file = self.path / "config.gin"
-        return file.read_text(errors="replace") if file.is_file() else ""
+        """Its gin text; empty where it left none. A link is not followed: it could show any file of this machine."""
+        try:
+            return _own_text(self.path / "config.gin")
+        except OSError:
+            return ""
 
     def _json(self, name: str) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / name).read_text())
-        except (OSError, ValueError):  # the file is absent, or just being written
+            found = json.loads(_own_text(self.path / name))
+        except (OSError, ValueError, RecursionError):  # absent, or just being written
             return {}
         return found if isinstance(found, dict) else {}
+
+
+def _own_text(file: Path) -> str:
+    """The text of a file that is a file; OSError for a link, a pipe or one that is not there."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError(f"{file} is no file")
+        return opened.read().decode(errors="replace")
 
 
 def find(paths: Sequence[Path]) -> list[Shown]:

@@ -114,8 +114,9 @@ class RolloutIndex:
             size = head_size(line)
             try:
                 numbers = self._numbers(normal(json.loads(closed(line[:size]))))
-            except (ValueError, KeyError, TypeError) as error:
-                why = "no JSON" if isinstance(error, json.JSONDecodeError) else str(error.args[0])
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+                no_json = isinstance(error, json.JSONDecodeError | RecursionError)
+                why = "no JSON" if no_json else str(error.args[0])
                 unread[why] = unread.get(why, 0) + 1
             else:
                 for name, value in {**numbers, "offset": offset, "head": size, "size": len(line)}.items():
@@ -160,7 +161,7 @@ class RolloutIndex:
     def _parse(self, text: bytes, number: int) -> Row:
         try:
             return {"number": number, **normal(json.loads(closed(text)))}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise LookupError(f"{self.file} changed while it was read: reload the page") from error
 
     def search(self, among: np.ndarray, text: str, seconds: float, enough: int) -> tuple[list[int], int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,6 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,10 +38,13 @@ class Pages:
         self.shown = {one.name: one for one in shown}
         self.patience = Patience()
         self._stopped = threading.Event()
+        self._said: set[str] = set()
 
     def application(self) -> web.Application:
-        """Returns the web application; while it runs, a thread indexes new lines of the files."""
-        app = web.Application(middlewares=[serving.middleware(self.patience), guarded])
+        """The web application; while it runs, a thread indexes what the files grow by."""
+        app = web.Application(
+            middlewares=[serving.middleware(self.patience), serving.guard(serving.LOOPBACK_NAMES, HEADERS)]
+        )
         app.router.add_get("/", self._asset)
         app.router.add_get("/assets/{name}", self._asset)
         for name, answer in (
@@ -69,8 +72,20 @@ class Pages:
                     one.log.update()
             growing = [one.index.update() for one in self.shown.values()]
             while growing and not self._stopped.is_set():
-                growing = [one for one in growing if _goes_on(one)]
+                growing = [one for one in growing if self._goes_on(one)]
             self._stopped.wait(LOOK_AGAIN_S)
+
+    def _goes_on(self, index: Iterator[int]) -> bool:
+        try:
+            return next(index, None) is not None
+        except OSError:  # a folder that is being moved
+            return False
+        except Exception as error:  # one file that cannot be indexed leaves the others to be shown
+            said = f"warning: a file cannot be indexed: {type(error).__name__}: {error}"
+            if said not in self._said:
+                self._said.add(said)
+                print(said, file=sys.stderr, flush=True)
+            return False
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -128,27 +143,6 @@ class Pages:
                 return web.json_response({"error": str(error.args[0])}, status=status)
 
         return handle
-
-
-@web.middleware
-async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuses other host names, through which a foreign site could read the page, and adds the headers."""
-    if request.host.rpartition(":")[0] not in NAMES and request.host not in NAMES:
-        raise web.HTTPForbidden(text=f"the viewer answers to {', '.join(NAMES)} only (got {request.host!r})")
-    try:
-        response = await handler(request)
-    except web.HTTPException as error:
-        error.headers.update(HEADERS)
-        raise
-    response.headers.update(HEADERS)
-    return response
-
-
-def _goes_on(index: Iterator[int]) -> bool:
-    try:
-        return next(index, None) is not None
-    except OSError:  # the folder is being moved
-        return False
 
 
 def _place(asked: dict[str, str], name: str) -> int:

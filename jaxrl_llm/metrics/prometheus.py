@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from jaxrl_llm import components
+from jaxrl_llm import components, serving
 
 _log = logging.getLogger(__name__)
 
@@ -136,7 +136,14 @@ def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHan
 
         def do_GET(self) -> None:
             given = self.headers.get("Authorization", "").encode()
-            if token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            refused = serving.refusal(
+                {name.lower(): value for name, value in self.headers.items()},
+                False,
+                None if token else serving.LOOPBACK_NAMES,
+            )
+            if refused:
+                self.send_error(refused[0], "a request of another site")
+            elif token and not hmac.compare_digest(given, f"Bearer {token}".encode()):
                 self.send_error(401, "the token is missing or wrong")
             elif self.path.partition("?")[0] != "/metrics":
                 self.send_error(404, "there is /metrics alone")

@@ -1,4 +1,4 @@
-"""Rewards the share of its tests that the program in a response passes, run by the service of rewards/services/sandbox.py."""
+"""The share of its tests that the program in a response passes, run by the service of rewards/services/sandbox.py."""
 
 import json
 import re
@@ -22,11 +22,12 @@ class CodeTests:
     """Tests the last fenced Python block of a response; a response without one scores 0.
 
     Attributes:
-      service: the sandbox; its limit_s should cover all tests of a response, divided over the sandbox's workers.
-      kind: "assert" (tests are Python code that follows the program) or "stdio" (objects with `input` and `output`).
-      column: column of the prompt that holds the tests, as a list or its JSON text.
-      test_limit_s: time limit of one test in seconds.
-      least: smallest share of passed tests that earns a reward; the score is the share. The original uses 0.99.
+      service: the sandbox; its limit_s should cover all tests of a response, over the sandbox's workers.
+      kind: "assert" (tests are Python that follows the program) or "stdio" (objects with `input` and `output`).
+      column: column of the prompt that holds the tests, a list or its JSON text.
+      test_limit_s: seconds of one test.
+      least: smallest share of passed tests that earns anything; the score is the share. The original asks for 0.99. Where one
+        failed test leaves nothing to earn, the tests after it are not run, and log/pass_rate counts them as not passed.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -78,6 +79,7 @@ class CodeTests:
             return sum(results) / len(results)
 
         body = {"program": program, "tests": list(tests), "max_execution_time": self.test_limit_s}
+        body["stop_at_failure"] = len(tests) - 1 < self.least * len(tests)
         return await self.service.post(PATHS[self.kind], body, read)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,12 +103,15 @@ class Service:
         raise Failed(f"{url}: {problem} ({self.tries} attempts)")
 
     def _headers(self) -> dict[str, str]:
+        who = {
+            "X-Client": f"{socket.gethostname()}:{os.getpid()}"
+        }  # servers that are asked by several give each its turn
         if not self.token_env:
-            return {}
+            return who
         token = os.environ.get(self.token_env)
         if not token:
             raise Down(f"Service.token_env: the environment variable {self.token_env} is not set")
-        return {"Authorization": f"Bearer {token}"}
+        return {**who, "Authorization": f"Bearer {token}"}
 
 
 async def _answer(session: aiohttp.ClientSession, url: str, body: Mapping[str, Any]) -> Any:

@@ -265,7 +265,7 @@ class Trainer:
         """Yields each stage from that of the checkpoint on, and the step after which it goes on; sets `self.state` to its first state."""
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         for number, config in list(enumerate(self.config.stages))[first:]:
-            if self.stopped:
+            if self.status or self.stopped:
                 return
             self.watching.at("beginning", stage=config.name)
             stage = open_stage(config, self, number)
@@ -280,19 +280,19 @@ class Trainer:
                 self.writers.write(0, await self.evaluate(stage, self.state, 0))
             if self.pending is not None:
                 pending, self.pending = self.pending, None
-                await self.catch_up(stage, start, pending)
-                if self.stopped:
+                if not await self.caught_up(stage, start, pending):
                     return
             self.began = self.began or time.monotonic()
             yield stage, start
 
-    async def catch_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> None:
-        """Ends the step whose evaluation an earlier start left to this one, or leaves it to the next."""
+    async def caught_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> bool:
+        """Ends the step whose evaluation an earlier start left to this one; False where it is left to the next, for a signal."""
         metrics = dict(pending["metrics"])
         if await self.evaluated(stage, self.state, step, metrics):
             print(f"stopped after step {step} by {self.stopped}; the same command goes on", flush=True)
-        else:
-            self.finish(stage, self.state, step, metrics, pending["sequences"])
+            return False
+        self.finish(stage, self.state, step, metrics, pending["sequences"])
+        return not self.stopped
 
     def _initial(self) -> Any:
         """The policy's parameters that the run starts from."""

@@ -61,6 +61,7 @@ def raw(verb: str, path: str, headers: dict[str, str], content: Any = None) -> b
         f"{verb} {path} HTTP/1.1",
         "Host: localhost",
         "Connection: close",
+        "Content-Type: application/json",
         *(f"{n}: {v}" for n, v in headers.items()),
     ]
     return "\r\n".join([*lines, f"Content-Length: {len(text)}", "", ""]).encode() + text

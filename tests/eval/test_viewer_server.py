@@ -179,3 +179,56 @@ def test_the_procedural_run_is_one_that_the_viewer_shows(tmp_path, capsys):
         assert "".join(row["streams"]["token"]) == row["response"]
         assert row["tokens"] == len(row["streams"]["token"]) == len(row["streams"]["entropy"])
         assert row["parts"]["correct"] == (row["response"].split()[-1] == row["reference"])
+
+
+def test_requests_of_other_sites_are_refused(folders):
+    async def talk():
+        async with TestClient(TestServer(Pages(find([folders])).application())) as client:
+            host = f"{client.host}:{client.port}"
+            cases = [{"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": f"http://{host}"}, {}]
+            return [(await client.get("/api/runs", headers=headers)).status for headers in cases]
+
+    assert asyncio.run(talk()) == [403, 403, 200, 200]
+
+
+def test_a_configuration_that_is_a_link_is_not_followed(folders, tmp_path):
+    (tmp_path / "secret").write_text("secret")
+    config = folders / "runs" / "one" / "config.gin"
+    config.unlink(missing_ok=True)
+    config.symlink_to(tmp_path / "secret")
+    ((_, about, _),) = answers(folders, ("/api/run", {"run": "runs/one"}))
+    assert about["config"] == ""
+    config.unlink()
+    config.write_text("own")
+    ((_, about, _),) = answers(folders, ("/api/run", {"run": "runs/one"}))
+    assert about["config"] == "own"
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"step": ' + "9" * 30 + ', "prompt": "p", "response": "", "reward": 1}']
+)
+def test_a_line_that_cannot_be_read_ends_neither_the_indexing_nor_other_runs(folders, line, capsys):
+    run = folders / "runs" / "one"
+    for name in ("rollouts.jsonl", "metrics.jsonl"):
+        with (run / name).open("a") as file:
+            file.write(line + "\n")
+    (run / "run.json").write_text("[" * 100_000)
+
+    async def talk():
+        pages = Pages(find([folders]))
+        async with TestClient(TestServer(pages.application())) as client:
+            for _ in range(100):
+                await asyncio.sleep(0.1)
+                runs = {one["name"]: one for one in await (await client.get("/api/runs")).json()}
+                if runs["results"]["rollouts"] == 2:
+                    break
+            with (folders / "results" / "samples.jsonl").open("a") as file:
+                file.write(json.dumps(record("b", 0, "later", 1.0)) + "\n")
+            for _ in range(100):
+                await asyncio.sleep(0.1)
+                runs = {one["name"]: one for one in await (await client.get("/api/runs")).json()}
+                if runs["results"]["rollouts"] == 3:
+                    return runs
+            return runs
+
+    assert asyncio.run(talk())["results"]["rollouts"] == 3

@@ -188,6 +188,26 @@ def test_applying_creates_token_samplers_and_learner_and_leaves_a_learner_that_i
     assert machine.calls() == [apply, apply, get]
 
 
+def test_a_sandbox_has_no_capability_reaches_nothing_and_is_reached_by_learners_alone(machine):
+    done = machine.run("gke.sh", "show", *GIN, SANDBOXES="2")
+    assert done.returncode == 0, done.stderr
+    shown = manifests(done.stdout)
+    spec = shown["Deployment/trial-sandbox"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    security = container["securityContext"]
+    assert spec["replicas"] == 2 and spec["template"]["spec"]["automountServiceAccountToken"] is False
+    assert security["capabilities"] == {"drop": ["ALL"]} and security["runAsNonRoot"] and security["runAsUser"] > 0
+    assert security["seccompProfile"] == {"type": "RuntimeDefault"} and security["readOnlyRootFilesystem"]
+    assert "--token_env" in container["args"] and "--allow_weak_isolation" not in container["args"]
+    policy = shown["NetworkPolicy/trial-sandbox"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"] and "egress" not in policy
+    ((source,),) = [rule["from"] for rule in policy["ingress"]]
+    assert source["podSelector"]["matchLabels"]["app.kubernetes.io/component"] == "learner"
+    (job,) = shown["JobSet/trial-learner"]["spec"]["replicatedJobs"]
+    (learner,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert "--gin=sandbox/service.Service.urls=('http://trial-sandbox.lab.svc:8001',)" in learner["args"]
+
+
 def test_restarting_and_removing_leave_the_claim(machine):
     kubectl = ["kubectl", "--namespace=lab"]
     gone = [*kubectl, "delete", "jobset", "trial-learner", "--ignore-not-found", "--wait=true"]

@@ -94,7 +94,9 @@ def test_the_label_must_be_one_of_the_models(bert: Path) -> None:
 
 def post(url: str, body: Any, token: str = "") -> tuple[int, Any]:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Authorization": f"Bearer {token}"} if token else {})
+    request = urllib.request.Request(
+        url, data, {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response)

@@ -2,16 +2,30 @@
 
 import asyncio
 import os
+import platform
 import socket
 import sys
 from pathlib import Path
 
 import pytest
 
-from jaxrl_llm.rewards.services.pool import Failed, Pool
+from jaxrl_llm.protocols import Down
+from jaxrl_llm.rewards.services.pool import Failed, Pool, _accept
 from jaxrl_llm.serving import bare_environment, without_secrets
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's filter is Linux's")
+
+# System calls of this machine, by number.
+NUMBERS = {"x86_64": (29, 310, 101, 272), "aarch64": (194, 270, 117, 97)}
+SHMGET, READ_MEMORY, TRACE, UNSHARE = NUMBERS[platform.machine()]
+
+
+def libc(*call: int) -> str:
+    """An expression that makes a system call, and raises its error."""
+    made = f"__import__('ctypes').CDLL(None, use_errno=True).syscall{call}"
+    error = "OSError(__import__('ctypes').get_errno(), 'refused')"
+    return f"{made} < 0 and (_ for _ in ()).throw({error})"
+
 
 ENTRY = {"question": "", "answer": "1 2", "metadata": {"solution": [1, 2]}}
 
@@ -34,6 +48,16 @@ def attempts(folder: Path, port: int, victim: int) -> dict[str, str]:
         "become a shell": "__import__('os').execv('/bin/sh', ['sh'])",
         "fork": "__import__('os').fork()",
         "signal": f"__import__('os').kill({victim}, 9)",
+        "limits of another process": f"__import__('resource').prlimit({victim}, 0, (1, 1))",
+        "an access list": f"__import__('os').setxattr({kept!r}, 'user.a', b'b')",
+        "times": f"__import__('os').utime({kept!r}, (0, 0))",
+        "shared memory of the system": libc(SHMGET, 0, 4096, 0o1600),
+        "a file in memory": "__import__('os').memfd_create('a')",
+        "priority of another process": f"__import__('os').setpriority(0, {victim}, 19)",
+        "processors of another process": f"__import__('os').sched_setaffinity({victim}, [0])",
+        "memory of another process": libc(READ_MEMORY, victim, 0, 0, 0, 0, 0),
+        "trace": libc(TRACE, 16, victim, 0, 0),
+        "a room": libc(UNSHARE, 0x10000000),
     }
 
 
@@ -98,3 +122,12 @@ def test_secrets_are_told_by_their_names():
         "CUDA_VISIBLE_DEVICES",
         "TOKENIZERS_PARALLELISM",
     }
+
+
+def test_verifiers_do_not_start_where_they_cannot_be_shut_in_unless_that_is_allowed(monkeypatch):
+    monkeypatch.setattr("jaxrl_llm.rewards.services.pool._said", [])
+    monkeypatch.delenv("JAXRL_LLM_ALLOW_WEAK_ISOLATION", raising=False)
+    with pytest.raises(Down, match=r"cannot be shut in here: no libseccomp.*JAXRL_LLM_ALLOW_WEAK_ISOLATION=1"):
+        _accept("no libseccomp")
+    monkeypatch.setenv("JAXRL_LLM_ALLOW_WEAK_ISOLATION", "1")
+    _accept("no libseccomp")

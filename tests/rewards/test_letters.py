@@ -17,7 +17,7 @@ def test_it_is_the_share_of_wanted_letters_and_short_texts_gain_nothing():
 
 
 def test_the_server_answers_as_a_classifier_s_does():
-    with TestClient(application(Letters(wanted="a"))) as client:
+    with TestClient(application(Letters(wanted="a")), base_url="http://localhost") as client:
         assert client.get("/health").json() == {"status": "healthy", "model_loaded": True}
         answer = client.post("/score", json={"texts": ["aaaaaa", "aaabbb"]}).json()
         assert answer == {"scores": [1.0, 0.5], "token_lengths": [6, 6], "count": 2}

@@ -234,7 +234,7 @@ def test_a_step_beyond_its_limit_is_named():
 @pytest.mark.parametrize("body", [b"", b"[1]", b"{"])
 def test_bad_bodies_are_the_callers_fault(body):
     async def check(session, upstream):
-        async with session.post("/stage", data=body) as answer:
+        async with session.post("/stage", data=body, headers={"Content-Type": "application/json"}) as answer:
             assert answer.status == 400
 
     assert not run(check).calls

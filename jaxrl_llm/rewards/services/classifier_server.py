@@ -46,7 +46,7 @@ def application(classifier: HfClassifier, token: str = "", wait_s: float = 0.005
         texts = (await http_service.body_of(request)).get("texts")
         if not isinstance(texts, list):
             raise Refused("`texts` must be a list")
-        results: Sequence[_Result] = await batcher.submit(checked(texts))
+        results: Sequence[_Result] = await http_service.while_there(request, batcher.submit(checked(texts)))
         return {
             "scores": [result.score for result in results],
             "token_lengths": [result.tokens for result in results],
@@ -58,7 +58,8 @@ def application(classifier: HfClassifier, token: str = "", wait_s: float = 0.005
         given = (await http_service.body_of(request)).get("input")
         if not isinstance(given, str | list):
             raise Refused("`input` must be a text or a list of texts")
-        results = await batcher.submit(checked([given] if isinstance(given, str) else given))
+        asked = checked([given] if isinstance(given, str) else given)
+        results = await http_service.while_there(request, batcher.submit(asked))
         return {"data": [{"index": i, "probs": result.probs} for i, result in enumerate(results)]}
 
     return app

@@ -1,69 +1,265 @@
-"""Shuts a process in that looks at what a model wrote: it can read and compute, and nothing else (Linux).
+"""Lists the system calls that a verifier or a sandboxed program may make; the kernel refuses every other one (Linux).
 
-Verifiers of other packages hand answers to Python's evaluator (sympy's parser, several of reasoning-gym's scorers), so an answer
-can be a program. After `confine` the process can open no socket, start no program and no process, change no file and signal
-nobody. It still can read what its user may read; all that leaves it is the answer on its pipe.
+Verifiers of other packages hand answers to Python's evaluator (sympy's parser and several of reasoning-gym's scorers do), so an
+answer can be a program. After `confine` the process can open no socket, start no program and no process, change no file and
+signal nobody. It can still read what its user may read; all that leaves it is the answer on its pipe.
+
+libseccomp (through pyseccomp) makes the filters; what is the project's own here is the choice of calls alone.
 """
 
-import ctypes
 import errno
-import platform
 import resource
-import struct
+from typing import Any
 
-from jaxrl_llm.rewards.services.sandbox_guard import ARCHITECTURES, SET_NO_NEW_PRIVILEGES, SET_SECCOMP, call
+# What an interpreter needs to read and to compute. A name that an architecture does not have is left out there.
+COMPUTES = [
+    "read",
+    "readv",
+    "pread64",
+    "preadv",
+    "write",
+    "writev",
+    "pwrite64",
+    "pwritev",
+    "close",
+    "close_range",
+    "lseek",
+    "fstat",
+    "newfstatat",
+    "statx",
+    "stat",
+    "lstat",
+    "access",
+    "faccessat",
+    "faccessat2",
+    "readlink",
+    "readlinkat",
+    "getdents64",
+    "getcwd",
+    "statfs",
+    "fstatfs",
+    "dup",
+    "dup2",
+    "dup3",
+    "poll",
+    "ppoll",
+    "select",
+    "pselect6",
+    "epoll_create",
+    "epoll_create1",
+    "epoll_ctl",
+    "epoll_wait",
+    "epoll_pwait",
+    "eventfd2",
+    "pipe",
+    "pipe2",
+    "brk",
+    "munmap",
+    "mprotect",
+    "mremap",
+    "madvise",
+    "msync",
+    "rt_sigaction",
+    "rt_sigprocmask",
+    "rt_sigreturn",
+    "rt_sigtimedwait",
+    "rt_sigsuspend",
+    "rt_sigpending",
+    "sigaltstack",
+    "futex",
+    "set_robust_list",
+    "rseq",
+    "set_tid_address",
+    "membarrier",
+    "arch_prctl",
+    "sched_yield",
+    "sched_getaffinity",
+    "getcpu",
+    "clock_gettime",
+    "clock_getres",
+    "clock_nanosleep",
+    "nanosleep",
+    "gettimeofday",
+    "time",
+    "times",
+    "getrusage",
+    "getrlimit",
+    "sysinfo",
+    "uname",
+    "getrandom",
+    "getpid",
+    "gettid",
+    "getppid",
+    "getuid",
+    "geteuid",
+    "getgid",
+    "getegid",
+    "getgroups",
+    "getresuid",
+    "getresgid",
+    "getpgrp",
+    "getpgid",
+    "getsid",
+    "exit",
+    "exit_group",
+    "restart_syscall",
+    "wait4",
+    "waitid",
+    "setitimer",
+    "getitimer",
+    "alarm",
+    "umask",
+    "chdir",
+    "fchdir",
+    "fadvise64",
+]
+# What a program of the sandbox may do besides, in a room where it can reach nothing but its own folder and processes.
+RUNS = [
+    "fork",
+    "vfork",
+    "execve",
+    "setsid",
+    "setpgid",
+    "open",
+    "openat",
+    "creat",
+    "mkdir",
+    "mkdirat",
+    "rmdir",
+    "unlink",
+    "unlinkat",
+    "rename",
+    "renameat",
+    "renameat2",
+    "link",
+    "linkat",
+    "symlink",
+    "symlinkat",
+    "truncate",
+    "ftruncate",
+    "fallocate",
+    "fsync",
+    "fdatasync",
+    "setrlimit",
+    "sendfile",
+    "copy_file_range",
+    "sendto",
+    "recvfrom",
+    "shutdown",
+    "getsockname",
+    "getpeername",
+    "getsockopt",
+]
+SIGNALS = ("kill", "tkill", "tgkill")
+# Landlock does not look at these, so they are left to programs that have a file system of their own.
+ATTRIBUTES = ["chmod", "fchmod", "fchmodat", "utime", "utimes", "utimensat", "futimesat"]
+# Libraries go another way where these do not exist, and take a refusal for a failure.
+ABSENT = ("clone3", "openat2", "fchmodat2", "pidfd_open")
 
-LOAD, EQUAL, AT_LEAST, ANY_BIT, GIVE = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, KILL, REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
-CHANGES = 0o1 | 0o2 | 0o100 | 0o1000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC
+CHANGES = 0o1 | 0o2 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
+TMPFILE = 0o20000000
 THREAD = 0x10000  # CLONE_THREAD
-# Beside those that the sandbox refuses: execve, execveat, kill, tkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal,
-# pidfd_getfd, truncate, ftruncate, renameat, renameat2, unlinkat, mkdirat, linkat, symlinkat, mknodat, fchmod, fchmodat, fchmodat2,
-# fchown, fchownat, openat2; and on x86_64 fork, vfork, creat, rename, unlink, rmdir, mkdir, link, symlink, mknod, chmod, chown, lchown.
-REFUSED = {
-    "x86_64": (59, 322, 62, 200, 129, 297, 424, 438, 76, 77, 264, 316, 263, 258, 265, 266, 259, 91, 268, 452, 93, 260, 437,
-               57, 58, 85, 82, 87, 84, 83, 86, 88, 133, 90, 92, 94),
-    "aarch64": (221, 281, 129, 130, 138, 240, 424, 438, 45, 46, 38, 276, 35, 34, 37, 36, 33, 52, 53, 452, 55, 54, 437),
-}  # fmt: skip
-# (number, argument) of open and openat, and of clone; clone3 hides its flags in memory.
-OPENS = {"x86_64": ((2, 1), (257, 2)), "aarch64": ((56, 2),)}
-CLONE = {"x86_64": 56, "aarch64": 220}
-CLONE3 = 435
-
-Instruction = tuple[int, int, int, int]
+# CLONE_PARENT, and the namespaces of mounts, control groups, host name, IPC, users, processes and network.
+NEW_ROOMS = 0x8000 | 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x20000000 | 0x40000000
+SHARED, ANONYMOUS, HUGE = 0x01, 0x20, 0x40000
+FCNTLS = (0, 1, 2, 3, 4, 5, 6, 7, 36, 37, 38, 1030, 1032)  # duplicates, flags, locks of files, the size of a pipe
+IOCTLS = (
+    0x5401,
+    0x5413,
+    0x541B,
+    0x5421,
+    0x5450,
+    0x5451,
+)  # is it a terminal, its size, bytes to read, blocking, close on exec
+PRCTLS = (3, 15, 16, 0x53564D41)  # reads whether it can be dumped; its thread's name; names of memory
+UNIX, STREAM, KIND = 1, 1, 0xF
 
 
 def confine() -> None:
-    """Shuts this process in for good.
+    """Shuts this process in for good, as verifiers are.
 
     Raises:
-      OSError: the kernel does not let it, or the processor is of a kind that is not known here.
+      OSError: the kernel does not let it, or libseccomp is missing.
     """
-    machine = platform.machine()
-    if machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, f"system calls of {machine} are not known; known are {sorted(ARCHITECTURES)}")
+    found = verifiers()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
-    program = rules(machine)
-    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
-    kept = ctypes.create_string_buffer(code, len(code))
-    header = struct.pack("HxxxxxxP", len(program), ctypes.addressof(kept))
-    call("prctl", SET_SECCOMP, 2, header, 0, 0)
+    found.load()
 
 
-def rules(machine: str) -> list[Instruction]:
-    """The filter's program, in the kernel's BPF: blocks that each decide about one call, or go on to the next block."""
-    audit, _, sandboxed = ARCHITECTURES[machine]
-    refuse = REFUSE | errno.EPERM
-    program = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    program += [(AT_LEAST, 0, 1, 0x40000000), (GIVE, 0, 0, refuse)]  # another numbering of the same calls
-    for number in (*sandboxed, *REFUSED[machine]):
-        program += [(EQUAL, 0, 1, number), (GIVE, 0, 0, refuse)]
-    for number, argument in OPENS[machine]:
-        program += [(EQUAL, 0, 4, number), (LOAD, 0, 0, 16 + 8 * argument), (ANY_BIT, 0, 1, CHANGES)]
-        program += [(GIVE, 0, 0, refuse), (GIVE, 0, 0, ALLOW)]
-    program += [(EQUAL, 0, 4, CLONE[machine]), (LOAD, 0, 0, 16), (ANY_BIT, 1, 0, THREAD)]
-    program += [(GIVE, 0, 0, refuse), (GIVE, 0, 0, ALLOW)]
-    program += [(EQUAL, 0, 1, CLONE3), (GIVE, 0, 0, REFUSE | errno.ENOSYS)]  # libraries then ask by clone
-    return [*program, (GIVE, 0, 0, ALLOW)]
+def verifiers() -> Any:
+    """The filter of a process that may read and compute; `load` sets it for the calling thread and all that it starts."""
+    made, arg, allow = _filter(COMPUTES)
+    kept = library()
+    for call, place in (("open", 1), ("openat", 2)):
+        _add(made, allow, call, arg(place, kept.MASKED_EQ, CHANGES, 0))
+    _add(made, allow, "clone", arg(0, kept.MASKED_EQ, THREAD | NEW_ROOMS, THREAD))
+    return made
+
+
+def programs(*, own_files: bool, signals: bool) -> Any:
+    """The filter of a sandboxed program.
+
+    Args:
+      own_files: the program has a file system of its own, so it may change attributes, and remove what it made.
+      signals: signals reach its own processes alone, so it may send them.
+    """
+    made, arg, allow = _filter(COMPUTES)
+    kept = library()
+    for call in RUNS:
+        place = {"open": 1, "openat": 2}.get(call)
+        if place is not None and not own_files:  # a file without a name could not be counted
+            _add(made, allow, call, arg(place, kept.MASKED_EQ, TMPFILE, 0))
+        else:
+            _add(made, allow, call)
+    for call in (*(SIGNALS if signals else ()), *(ATTRIBUTES if own_files else ())):
+        _add(made, allow, call)
+    _add(made, allow, "clone", arg(0, kept.MASKED_EQ, NEW_ROOMS, 0))
+    # Streams can be connected to nobody else; datagrams could be sent to any socket that has a name.
+    _add(made, allow, "socketpair", arg(0, kept.EQ, UNIX), arg(1, kept.MASKED_EQ, KIND, STREAM))
+    return made
+
+
+def judges() -> Any:
+    """The filter of the process that holds hidden tests: it reads, computes, and starts nothing."""
+    return verifiers()
+
+
+def _filter(calls: list[str]) -> tuple[Any, Any, int]:
+    """(filter, its Arg, its ALLOW) of calls whose arguments are free, and of those that both kinds of process share."""
+    kept = library()
+    made, arg, allow = kept.SyscallFilter(kept.ERRNO(errno.EPERM)), kept.Arg, kept.ALLOW
+    made.set_attr(kept.Attr.ACT_BADARCH, kept.KILL_PROCESS)  # another numbering of the same calls
+    for call in calls:
+        _add(made, allow, call)
+    for call in ABSENT:
+        _add(made, kept.ERRNO(errno.ENOSYS), call)
+    for call, place, values in (("fcntl", 1, FCNTLS), ("ioctl", 1, IOCTLS), ("prctl", 0, PRCTLS)):
+        for value in values:
+            _add(made, allow, call, arg(place, kept.EQ, value))
+    for call in ("prlimit64", "sched_setaffinity"):  # of this process alone
+        _add(made, allow, call, arg(0, kept.EQ, 0))
+    # Shared memory without a file would be memory that no process of a run seems to hold.
+    for refused, value in ((SHARED | HUGE, 0), (SHARED | ANONYMOUS | HUGE, SHARED)):
+        _add(made, allow, "mmap", arg(3, kept.MASKED_EQ, refused, value))
+    return made, arg, allow
+
+
+def _add(made: Any, action: int, call: str, *conditions: Any) -> None:
+    """Adds a rule, unless this architecture has no such call, or libseccomp does not know it: then it stays refused."""
+    kept = library()
+    number = kept.resolve_syscall(kept.Arch.NATIVE, call)
+    if number >= 0:
+        made.add_rule(action, number, *conditions)
+
+
+def library() -> Any:
+    """pyseccomp; OSError where it or libseccomp is missing, which says what to install."""
+    try:
+        import pyseccomp
+    except (ImportError, RuntimeError) as error:
+        raise OSError(
+            errno.ENOSYS,
+            f"untrusted programs need libseccomp ({error}): apt-get install libseccomp2, pip install pyseccomp",
+        ) from error
+    return pyseccomp

@@ -1,4 +1,4 @@
-"""What the reward servers have in common: loopback unless told otherwise, a bearer token, bodies of bounded size, a queue."""
+"""What the reward servers have in common: whom they answer, a bearer token, bodies of bounded size, a queue."""
 
 import argparse
 import asyncio
@@ -6,15 +6,18 @@ import hmac
 import ipaddress
 import json
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
+from fastapi.datastructures import Headers
 from fastapi.responses import JSONResponse
 
+from jaxrl_llm import serving
 from jaxrl_llm.serving import Patience
 
+T = TypeVar("T")
 MOST_BYTES = 32 * 2**20
 
 
@@ -27,7 +30,7 @@ class Refused(Exception):
 
 
 def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES) -> FastAPI:
-    """An application without pages, whose every path but /health asks for `token` where there is one.
+    """An application without pages, which answers no foreign site, and whose every path but /health asks for `token`, if there is one.
 
     Args:
       lifespan: what goes around the serving, as FastAPI has it.
@@ -35,35 +38,73 @@ def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.patience = Patience()
 
-    @app.middleware("http")
-    async def check(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        if request.url.path != "/health" and token:
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
-                return JSONResponse({"error": "a bearer token is needed"}, 401)
-        if request.method == "POST":
-            size = request.headers.get("content-length", "")
-            if not size.isdigit():
-                return JSONResponse({"error": "the header Content-Length is needed"}, 411)
-            if int(size) > most_bytes:
-                return JSONResponse({"error": f"a body has at most {most_bytes} bytes (got {size})"}, 413)
-        return await answer(request)
-
-    @app.middleware("http")  # the outermost
-    async def counted(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        peer = tuple(request.client or ())
-        app.state.patience.begin(peer)
-        try:
-            return await answer(request)
-        finally:
-            app.state.patience.end(peer)
+    app.add_middleware(_Door, token=token, most_bytes=most_bytes, patience=app.state.patience)
 
     @app.exception_handler(Refused)
     async def refuse(request: Request, error: Refused) -> Response:
         del request
-        return JSONResponse({"error": str(error)}, error.status)
+        later = {"Retry-After": "1"} if error.status == 503 else None
+        return JSONResponse({"error": str(error)}, error.status, later)
 
     return app
+
+
+class _Door:
+    """The outermost layer of an application, before anything of a body is read: foreign sites, the token, the body's size.
+
+    With a token every host name is answered, as a foreign site cannot know it; without, the names of loopback alone.
+    """
+
+    def __init__(self, app: Any, token: str, most_bytes: int, patience: Patience) -> None:
+        self.app, self.token, self.most_bytes, self.patience = app, token, most_bytes, patience
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        peer = tuple(scope.get("client") or ())
+        self.patience.begin(peer)
+        try:
+            if refused := self._refused(Headers(scope=scope), scope):
+                await JSONResponse({"error": refused[1]}, refused[0])(scope, receive, send)
+            else:
+                await self.app(scope, receive, send)
+        finally:
+            self.patience.end(peer)
+
+    def _refused(self, headers: Headers, scope: Any) -> tuple[int, str] | None:
+        posts = scope["method"] == "POST"
+        if scope["path"] != "/health" and self.token:
+            given = headers.get("authorization", "")
+            if not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+                return 401, "a bearer token is needed"
+        if refused := serving.refusal(headers, posts, None if self.token else serving.LOOPBACK_NAMES):
+            return refused
+        size = headers.get("content-length", "")
+        if posts and not size.isdigit():
+            return 411, "the header Content-Length is needed"
+        if posts and int(size) > self.most_bytes:
+            return 413, f"a body has at most {self.most_bytes} bytes (got {size})"
+        return None
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled where the client goes away; the body of the request has been read."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise Refused("the client went away", 499)
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def body_of(request: Request) -> dict[str, Any]:
@@ -166,7 +207,9 @@ class Batcher:
 
     async def _run(self) -> None:
         while True:
-            batch = await self._next()
+            batch = [(item, future) for item, future in await self._next() if not future.done()]
+            if not batch:
+                continue  # those who asked have gone
             found = await self._worked([item for item, _ in batch])
             for (_, future), result in zip(batch, found, strict=True):
                 if future.done():

@@ -3,7 +3,7 @@
 The processes are started as programs of their own, not forked and not through multiprocessing's spawn: they share no
 state with JAX, they do not import the main module, and they end when the pipe to them closes. The limit needs no
 signal, so calls may come from any thread and any event loop. They may evaluate what a model wrote: they get none of the
-parent's secrets, can change nothing (rewards/confine.py), and answer in JSON.
+parent's secrets, can change nothing (confine.py), and answer in JSON.
 """
 
 import asyncio
@@ -20,10 +20,12 @@ from typing import Any
 
 from jaxrl_llm import serving
 from jaxrl_llm.experience import Scores
+from jaxrl_llm.protocols import Down
 from jaxrl_llm.rewards.wrap import Failed, judge_together
 
 STARTUP_S = 120.0
 MOST_BYTES = 2**20  # of an answer
+WEAK = "JAXRL_LLM_ALLOW_WEAK_ISOLATION"  # environment variable that lets verifiers run without the kernel's filter
 
 
 class Pool:
@@ -53,6 +55,7 @@ class Pool:
 
         Raises:
           Failed: it raised, took longer than the limit, or ended its process.
+          Down: processes cannot be shut in on this machine, and weak isolation is not allowed.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="verifier")
@@ -112,12 +115,16 @@ class _Worker:
         )
         theirs.close()
         try:
-            self.ask(None, STARTUP_S)
+            if problem := self.ask(None, STARTUP_S):
+                _accept(str(problem))
             if warm:
                 module, function, *arguments = warm
                 good, message = self.ask((module, function, arguments), STARTUP_S)
                 if not good:
                     raise Failed(message)
+        except Down:
+            self.kill()
+            raise
         except Failed as error:
             self.kill()
             raise Failed(f"a verifier process did not start: {error}") from error
@@ -139,6 +146,21 @@ class _Worker:
         self.process.kill()
         self.process.wait()
         self.pipe.close()
+
+
+def _accept(problem: str) -> None:
+    """Goes on without the kernel's filter where that is allowed, and says so once; Down where it is not."""
+    if os.environ.get(WEAK) != "1":
+        raise Down(
+            f"verifiers evaluate what models write, and cannot be shut in here: {problem}. Mend that, or set {WEAK}=1 to let "
+            "what a model writes do whatever this user can"
+        )
+    if not _said:
+        _said.append(problem)
+        print(f"warning: verifiers are not shut in ({WEAK}=1): {problem}", file=sys.stderr, flush=True)
+
+
+_said: list[str] = []
 
 
 def _shut(threads: ThreadPoolExecutor, seats: "queue.SimpleQueue[_Worker | None]", workers: int) -> None:

@@ -1,47 +1,72 @@
 """Runs programs against tests over HTTP: `python -m jaxrl_llm.rewards.services.sandbox`; JSON in, JSON out, nothing is unpickled.
 
     GET  /health                {"status", "isolation", "workers"}
-    POST /test_program          {"program", "tests": ["assert ..."], "max_execution_time": 1.0}
-    POST /test_program_stdio    {"program", "tests": [{"input", "output"}], "max_execution_time": 1.0}
+    POST /test_program          {"program", "tests": ["assert ..."], "max_execution_time": 1.0, "stop_at_failure": false}
+    POST /test_program_stdio    {"program", "tests": [{"input", "output"}], ...}
 
 Both answer {"results": [0 | 1], "runtimes": [seconds, -1 where not passed], "verdicts": [str], "details": [str]}, an
-entry a test; `tests` may be a list or its JSON text. Each test runs in a process of its own (rewards/sandbox_run.py).
+entry a test; `tests` may be a list or its JSON text. With `stop_at_failure` tests run one after another, and those after the first
+one that is not passed are "skipped". Each test runs in a process of its own (untrusted/guard.py), and is judged in another.
 Output is compared line by line, white space at line ends and at both ends of the text aside.
+
+A test in Python may call the program's functions and classes and compare plain values (None, numbers, texts, bytes, lists, dicts, sets,
+dates, ...) that they return; it may compare the program's objects with each other. It imports the modules that it compares
+with. It cannot replace the program's globals, capture what the program prints, or read its source: untrusted/judge.py says why.
+
+Clients take turns, each by the header X-Client or its address: the one that has been served least is next. Where a client goes away
+its runs are ended; where too many runs wait, a request is refused with 503.
 """
 
-import argparse
 import asyncio
+import itertools
 import json
-from collections.abc import AsyncIterator
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
 
+from jaxrl_llm import command_line
 from jaxrl_llm.rewards.services import http_service
 from jaxrl_llm.rewards.services.http_service import Refused
-from jaxrl_llm.rewards.services.sandbox_run import Outcome, Sandbox, Unsafe
+from jaxrl_llm.rewards.services.sandbox_run import ISOLATIONS, Outcome, Sandbox, Unsafe
+from jaxrl_llm.rewards.services.turns import Who
 
 MOST_TESTS = 1000
 MOST_SECONDS = 120.0
+MOST_WAITING = 4096  # runs
+LONGEST_NAME = 200  # characters of a client's name
 WEAK = (
-    "warning: namespaces cannot be had here: programs can read what everyone may read, and may write where their user "
-    "may; they have resource limits and no sockets"
+    "warning: weak isolation was allowed and nothing better can be had: programs can read, write and end whatever their user may; "
+    "they have resource limits and no sockets"
 )
+SKIPPED = Outcome("skipped", "an earlier test was not passed", 0.0, "")
+
+Run = Callable[[Any], Coroutine[Any, Any, Outcome]]
 
 
-def application(sandbox: Sandbox, token: str = "") -> FastAPI:
-    """The service of `sandbox`, which is tried out before the first request."""
+def application(sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAITING) -> FastAPI:
+    """The service of `sandbox`, which is tried out before the first request; `most_waiting` runs wait at a time."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         del app
-        if await sandbox.prepare() != "namespaces":
-            print(WEAK, flush=True)
+        if not sandbox.prepared:
+            await sandbox.prepare()
         yield
         sandbox.close()
 
     app = http_service.guarded(token, lifespan=lifespan)
+    numbers = itertools.count()
+
+    async def tested(request: Request, tests: list[Any], stops: bool, run: Callable[[Any, Who], Any]) -> list[Outcome]:
+        waiting = sandbox.turns.waiting
+        if waiting and waiting + (1 if stops else len(tests)) > most_waiting:
+            raise Refused(f"{waiting} runs are waiting already, at most {most_waiting} may: try again later", 503)
+        address = request.client.host if request.client else ""
+        who = (request.headers.get("x-client", address)[:LONGEST_NAME], next(numbers))
+        return await http_service.while_there(request, outcomes(tests, stops, lambda test: run(test, who)))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -49,29 +74,37 @@ def application(sandbox: Sandbox, token: str = "") -> FastAPI:
 
     @app.post("/test_program")
     async def test_program(request: Request) -> dict[str, Any]:
-        program, tests, limit_s = asked(await http_service.body_of(request))
+        program, tests, limit_s, stops = asked(await http_service.body_of(request))
         if not all(isinstance(test, str) for test in tests):
             raise Refused("`tests` must hold texts of Python, such as assertions")
-        return answer(await together(sandbox.run(program, test=test, limit_s=limit_s) for test in tests))
+
+        async def run(test: str, who: Who) -> Outcome:
+            return await sandbox.run(program, test=test, limit_s=limit_s, who=who)
+
+        return answer(await tested(request, tests, stops, run))
 
     @app.post("/test_program_stdio")
     async def test_program_stdio(request: Request) -> dict[str, Any]:
-        program, tests, limit_s = asked(await http_service.body_of(request))
+        program, tests, limit_s, stops = asked(await http_service.body_of(request))
         if not all(isinstance(t, dict) and all(isinstance(t.get(k), str) for k in ("input", "output")) for t in tests):
             raise Refused("`tests` must hold objects with the texts `input` and `output`")
-        outcomes = await together(sandbox.run(program, stdin=test["input"], limit_s=limit_s) for test in tests)
-        return answer([compared(outcome, test["output"]) for outcome, test in zip(outcomes, tests)])
+
+        async def run(test: dict[str, str], who: Who) -> Outcome:
+            return compared(await sandbox.run(program, stdin=test["input"], limit_s=limit_s, who=who), test["output"])
+
+        return answer(await tested(request, tests, stops, run))
 
     return app
 
 
-def asked(body: dict[str, Any]) -> tuple[str, list[Any], float]:
-    """(program, tests, seconds of a test) of a request; raises Refused for anything else."""
+def asked(body: dict[str, Any]) -> tuple[str, list[Any], float, bool]:
+    """(program, tests, seconds of a test, stops at a failure) of a request; raises Refused for anything else."""
     program, tests, limit_s = body.get("program"), body.get("tests"), body.get("max_execution_time", 1.0)
+    stops = body.get("stop_at_failure", False)
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise Refused(f"`tests` is no JSON: {error}") from error
     if not isinstance(program, str):
         raise Refused("`program` must be a text")
@@ -79,15 +112,26 @@ def asked(body: dict[str, Any]) -> tuple[str, list[Any], float]:
         raise Refused(f"`tests` must be a list of at most {MOST_TESTS}")
     if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_SECONDS:
         raise Refused(f"`max_execution_time` must be a number of seconds in (0, {MOST_SECONDS:g}]")
-    return program, tests, float(limit_s)
+    if not isinstance(stops, bool):
+        raise Refused("`stop_at_failure` must be true or false")
+    return program, tests, float(limit_s), stops
 
 
-async def together(runs: Any) -> list[Outcome]:
-    """The outcomes of all runs, as many at a time as the sandbox has workers."""
+async def outcomes(tests: Sequence[Any], stops: bool, run: Run) -> list[Outcome]:
+    """The outcome of each test: one after another up to the first that is not passed, or as many at a time as there are workers."""
     try:
-        return list(await asyncio.gather(*runs))
-    except Unsafe as error:
-        raise Refused(str(error), 500) from error
+        if not stops:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(run(test)) for test in tests]
+            return [task.result() for task in running]
+        found: list[Outcome] = []
+        for test in tests:
+            found.append(await run(test))
+            if found[-1].status != "passed":
+                break
+        return found + [SKIPPED] * (len(tests) - len(found))
+    except* Unsafe as errors:
+        raise Refused(str(errors.exceptions[0]), 500) from errors
 
 
 def compared(outcome: Outcome, output: str) -> Outcome:
@@ -113,24 +157,39 @@ def answer(outcomes: list[Outcome]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """Reads the command line and serves."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.rewards.services.sandbox")
+@command_line.told
+def main() -> int:
+    """Reads the command line and serves; 1 where programs cannot be shut in here, with a line that says what to do."""
+    parser = command_line.parser("rewards.services.sandbox", __doc__)
     parser.add_argument("--workers", type=int, default=2, help="programs at a time")
-    parser.add_argument("--memory_mb", type=int, default=1024, help="address space of a process")
-    parser.add_argument("--disk_mb", type=int, default=64, help="size of a file, and of all files of a run together")
+    parser.add_argument("--memory_mb", type=int, default=1024, help="of all processes of a run together")
+    parser.add_argument("--disk_mb", type=int, default=64, help="of all files of a run together")
     parser.add_argument("--processes", type=int, default=16, help="processes and threads of a run")
-    parser.add_argument("--isolation", choices=["namespaces", "limits"], help="without it, the strongest that works")
+    parser.add_argument(
+        "--isolation", choices=ISOLATIONS, help="without it, the first of these that works; the last must be allowed"
+    )
+    parser.add_argument(
+        "--allow_weak_isolation", action="store_true",
+        help="where neither namespaces nor Landlock can be had, run programs with resource limits alone: they reach what their user can",
+    )  # fmt: skip
     http_service.options(parser, port=8001)
     given = parser.parse_args()
     token = http_service.token_of(given.host, given.token_env)
     sandbox = Sandbox(
         isolation=given.isolation, workers=given.workers, memory_mb=given.memory_mb, disk_mb=given.disk_mb,
-        processes=given.processes,
+        processes=given.processes, allow_weak_isolation=given.allow_weak_isolation,
     )  # fmt: skip
-    print(f"serving the sandbox on http://{given.host}:{given.port}", flush=True)
+    try:
+        isolation = asyncio.run(sandbox.prepare())
+    except Unsafe as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if isolation == "limits":
+        print(WEAK, file=sys.stderr, flush=True)
+    print(f"serving the sandbox on http://{given.host}:{given.port}, programs shut in by {isolation}", flush=True)
     http_service.serve(application(sandbox, token), given.host, given.port)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -14,7 +14,6 @@ MOST_MESSAGE = 2000  # characters
 
 def serve(connection: Connection) -> None:
     """Answers (module, function, arguments) with [true, value] or [false, message], one at a time."""
-    connection.send_bytes(b"true")
     while True:
         try:
             module, function, arguments = connection.recv()
@@ -36,22 +35,23 @@ def limit_memory(gigabytes: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
 
 
-def shut_in() -> None:
-    """Lets this process read and compute alone (Linux); says so where the kernel does not let it."""
+def shut_in() -> str:
+    """Lets this process read and compute alone; what keeps it from that, in words, or ""."""
     if sys.platform != "linux":
-        return
+        return f"the kernel's filter is Linux's alone (this is {sys.platform})"
     from jaxrl_llm.rewards.services.confine import confine
 
     try:
         confine()
     except OSError as error:
-        print(
-            f"warning: verifiers are not shut in, and evaluate what models write: {error}", file=sys.stderr, flush=True
-        )
+        return str(error)
+    return ""
 
 
 if __name__ == "__main__":
     logging.disable(logging.CRITICAL)  # verifiers log every text they cannot parse
     limit_memory(float(sys.argv[2]))
-    shut_in()
-    serve(Connection(int(sys.argv[1])))
+    pipe = Connection(int(sys.argv[1]))
+    problem = shut_in()
+    pipe.send_bytes(json.dumps(problem).encode())  # the first message; whoever asks decides whether to go on
+    serve(pipe)

@@ -71,7 +71,8 @@ class Proxy:
     def application(self) -> web.Application:
         """The routes, each behind the token."""
         app = web.Application(
-            client_max_size=_LARGEST_BODY, middlewares=[serving.middleware(self.patience), self._check_token]
+            client_max_size=_LARGEST_BODY,
+            middlewares=[serving.middleware(self.patience), self._check_token, serving.guard(None)],
         )
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)

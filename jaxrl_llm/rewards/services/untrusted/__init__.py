@@ -1,0 +1,1 @@
+"""How a program that nobody trusts is shut in, watched, and judged from outside of its process."""
