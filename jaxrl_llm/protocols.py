@@ -265,3 +265,7 @@ class GroupLoader(Protocol):
 
 class Down(RuntimeError):
     """A service failed too often in a row; this stops the run, whether or not other rewards work."""
+
+
+class SamplerDown(Down):
+    """No server samples from the newest weights, whatever was tried; the run saves what it learned and ends, and the same command goes on."""

@@ -217,7 +217,6 @@ OPTIONAL = {
     "eval.reports.learning_table": {"matplotlib"},
     "publication.vllm_plugin": {"vllm"},
     "publication.vllm_route": {"vllm", "starlette"},
-    "publication.vllm_engine": {"vllm"},
 }
 
 
@@ -252,9 +251,8 @@ def loaded_after_importing(names: list[str], without: tuple[str, ...] = ()) -> s
 
 
 def held_by(*rooms: str) -> list[str]:
-    """Modules of some rooms; launch is a command, and the engine, which needs vLLM itself, is left out."""
-    left_out = ("publication.vllm_engine", *OLD_NAMES)
-    held = [m for m in sorted(MODULES) if room(m) in rooms and not m.endswith("__main__") and m not in left_out]
+    """Modules of some rooms; launch is a command."""
+    held = [m for m in sorted(MODULES) if room(m) in rooms and not m.endswith("__main__") and m not in OLD_NAMES]
     return [f"jaxrl_llm.{m}" if m else "jaxrl_llm" for m in held]
 
 

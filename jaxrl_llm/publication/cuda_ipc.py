@@ -64,11 +64,13 @@ class RemoteTensor:
     Attributes:
       shape: of the whole tensor.
       dtype: NumPy's name of the element type.
+      checksum: of the whole tensor, as the manifest has it.
       shards: disjoint boxes that cover it.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    checksum: str
     shards: tuple[Shard, ...]
 
 
@@ -85,11 +87,12 @@ class RemoteWeights:
     tensors: Mapping[str, RemoteTensor]
 
 
-def share(arrays: Mapping[str, Any], memory: Memory, number: int) -> str:
+def share(arrays: Mapping[str, Any], checksums: Mapping[str, str], memory: Memory, number: int) -> str:
     """Copies JAX arrays (vectors and matrices, computed already) to where other processes of this host find them.
 
     Args:
       arrays: by Hugging Face name.
+      checksums: of the arrays, as the manifest has them.
       memory: copies, and has the allocations.
       number: of the allocation; what it held is overwritten.
 
@@ -118,7 +121,8 @@ def share(arrays: Mapping[str, Any], memory: Memory, number: int) -> str:
             used[device] = place + -(-size // _ALIGNED) * _ALIGNED
             copies.setdefault(device, []).append((shard.data.unsafe_buffer_pointer(), place, size))
             boxes[start] = [list(used).index(device), place, start, shard.data.shape]
-        tensors[name] = {"shape": array.shape, "dtype": str(array.dtype), "shards": list(boxes.values())}
+        entry = {"shape": array.shape, "dtype": str(array.dtype), "checksum": checksums[name]}
+        tensors[name] = entry | {"shards": list(boxes.values())}
     handles = []
     for device, parts in copies.items():
         handle, address = memory.shared(device, number, used[device])
@@ -146,7 +150,9 @@ def _tensor(entry: Mapping[str, Any]) -> RemoteTensor:
         Shard(allocation=int(a), offset=int(offset), start=tuple(map(int, start)), shape=tuple(map(int, shape)))
         for a, offset, start, shape in entry["shards"]
     )
-    return RemoteTensor(shape=tuple(map(int, entry["shape"])), dtype=str(entry["dtype"]), shards=shards)
+    return RemoteTensor(
+        shape=tuple(map(int, entry["shape"])), dtype=str(entry["dtype"]), checksum=str(entry["checksum"]), shards=shards
+    )
 
 
 def check(weights: RemoteWeights, targets: Mapping[str, Target]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-FORMAT = 1
+FORMAT = 2
 FILE = "manifest.json"
 WEIGHTS = "weights"  # the folder of the orbax checkpoint, beside the manifest
 _BLOCK_BYTES = 1 << 19  # of words that are weighted at a time, so that the products stay in cache
@@ -46,19 +46,22 @@ class Canary:
     Attributes:
       tokens: token ids, T of them.
       logprobs: the learner's log-probability of each token but the first given those before it, T - 1 of them, in nats.
-      mean_tolerance: largest mean absolute difference that passes, in nats.
-      max_tolerance: largest absolute difference that passes, in nats.
+      likely: the learner's most likely token after each token but the last, T - 1 token ids.
+      likely_logprobs: the learner's log-probabilities of those, in nats.
+      limit: largest ratio of `publication.canary` that passes.
     """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
-    mean_tolerance: float
-    max_tolerance: float
+    likely: tuple[int, ...]
+    likely_logprobs: tuple[float, ...]
+    limit: float
 
     def __post_init__(self) -> None:
-        if len(self.tokens) != len(self.logprobs) + 1 or len(self.tokens) < 2:
+        counts = {len(self.logprobs), len(self.likely), len(self.likely_logprobs)}
+        if counts != {len(self.tokens) - 1} or len(self.tokens) < 2:
             raise ValueError(
-                f"a canary of {len(self.tokens)} tokens has {len(self.logprobs)} log-probs: "
+                f"a canary of {len(self.tokens)} tokens has {sorted(counts)} log-probs and likely tokens: "
                 "it needs one for each token but the first, and at least two tokens"
             )
 
@@ -72,7 +75,7 @@ class Manifest:
       model_type: Hugging Face's name of the architecture ("qwen2").
       tied: whether the output head is the embedding; `lm_head.weight` is then no tensor of its own.
       tensors: every tensor by its Hugging Face name.
-      canary: a sequence to compare log-probs on, or None.
+      canary: a sequence that learner and server are compared on, or None.
     """
 
     version: int
@@ -115,8 +118,9 @@ def _canary(content: Mapping[str, Any]) -> Canary:
     return Canary(
         tokens=tuple(int(t) for t in content["tokens"]),
         logprobs=tuple(float(x) for x in content["logprobs"]),
-        mean_tolerance=float(content["mean_tolerance"]),
-        max_tolerance=float(content["max_tolerance"]),
+        likely=tuple(int(t) for t in content["likely"]),
+        likely_logprobs=tuple(float(x) for x in content["likely_logprobs"]),
+        limit=float(content["limit"]),
     )
 
 

@@ -66,12 +66,14 @@ class StagedVersion:
       manifest: of the version.
       parts: the rank's box of each tensor, by name, in the order in which the model loads them.
       sums: for tensors that the rank reads in part, what its part adds to the checksum.
+      totals: the sum of each part, counted in the checksum or not, 0 <= sum < 2^32.
       nbytes: bytes read.
     """
 
     manifest: Manifest
     parts: Mapping[str, np.ndarray]
     sums: Mapping[str, int]
+    totals: Mapping[str, int]
     nbytes: int
 
 
@@ -240,12 +242,12 @@ def read_version(
                 raise BadVersion(f"{path}: reading was given up for another version")
             blocks = _blocks(parts[name], targets[name])
             adding[name] = [threads.submit(partial_sum, *block, targets[name].shape) for block in blocks]
-    totals = {name: sum(block.result() for block in blocks) for name, blocks in adding.items()}
+    totals = {name: sum(block.result() for block in blocks) % (1 << 32) for name, blocks in adding.items()}
     check_sums(path, reader.manifest, {name: total for name, total in totals.items() if targets[name].whole})
     divided = {name: target for name, target in targets.items() if not target.whole}
     sums = {name: totals[name] if target.counted else 0 for name, target in divided.items()}
     nbytes = sum(part.nbytes for part in parts.values())
-    return StagedVersion(manifest=reader.manifest, parts=parts, sums=sums, nbytes=nbytes)
+    return StagedVersion(manifest=reader.manifest, parts=parts, sums=sums, totals=totals, nbytes=nbytes)
 
 
 def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:

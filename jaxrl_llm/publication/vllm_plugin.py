@@ -3,8 +3,7 @@
     vllm serve MODEL --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension
 
 `stage` reads and checks a version in a thread of its own; nothing of the model is touched. `commit` loads what was staged, in the
-model's own layer order, through vLLM's loaders (`reload_weights`). With vLLM 0.26 or newer the same code is also the native
-weight-transfer engine `orbax`, see `register`. Needs numpy, ml_dtypes and tensorstore beside vLLM.
+model's own layer order, through vLLM's loaders (`reload_weights`). Needs numpy, ml_dtypes and tensorstore beside vLLM.
 """
 
 import contextlib
@@ -18,13 +17,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.publication import cuda_ipc
-from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums
-from jaxrl_llm.publication.vllm_targets import targets_of
+from jaxrl_llm.publication import cuda_ipc, held_weights
+from jaxrl_llm.publication.held_weights import Held, WrongWeights
+from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums, whole_box
+from jaxrl_llm.publication.vllm_targets import held_by, targets_of
 
 _LOG = logging.getLogger(__name__)
-ENGINE = "orbax"
 _VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
+_MARK = "jaxrl_llm_mark"  # another: what the learner knows its own commit by
+_HELD = "jaxrl_llm_held"  # another: what the comparison after the last load covered
 
 
 class OrbaxWorkerExtension:
@@ -45,37 +46,50 @@ class OrbaxWorkerExtension:
         return stager.status()
 
     def stage_status(self) -> dict[str, Any]:
-        """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank."""
-        return self._orbax_stager.status()
+        """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank; and the mark of the last commit."""
+        return self._orbax_stager.status() | {"mark": mark_of(self._orbax_model)}
 
-    def commit(self, version: str | int) -> dict[str, Any]:
+    def commit(self, version: str | int, mark: str = "") -> dict[str, Any]:
         """Loads the staged version into the model; every request must be paused.
+
+        Args:
+          version: its number.
+          mark: kept beside the weights, and told by `stage_status`, for the learner to know its own commit again.
 
         Returns:
           version: the one in the model now. -1 where loading itself failed: the model is a mixture, and the version still staged.
             Commit again before the server resumes, or restart it.
           error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
             published, the model is as it was.
+          checked: tensors that the model holds as they were published, by their checksums after the load.
+          unchecked: tensors that it keeps in a form of its own, of which nothing was compared.
+          was: the mark before; empty where there was none, or a load had failed midway.
           seconds: that it took.
         """
-        return self._orbax_answer(lambda: self._orbax_commit(int(version)))
+        return self._orbax_answer(lambda: self._orbax_commit(int(version)), mark)
 
-    def commit_ipc(self, version: str | int, memory: str) -> dict[str, Any]:
+    def commit_ipc(self, version: str | int, memory: str, mark: str = "") -> dict[str, Any]:
         """As `commit`, straight from the GPU memory of a learner on this host, which nothing was staged from.
 
         Args:
           version: its number.
           memory: where it lies, as `cuda_ipc.share` says it. The learner keeps it until this returns.
+          mark: as for `commit`.
         """
-        return self._orbax_answer(lambda: self._orbax_copy(int(version), memory))
+        return self._orbax_answer(lambda: self._orbax_copy(int(version), memory), mark)
 
-    def _orbax_answer(self, load: Callable[[], None]) -> dict[str, Any]:
-        began, error = time.perf_counter(), ""
+    def _orbax_answer(self, load: Callable[[], None], mark: str) -> dict[str, Any]:
+        began, error, was = time.perf_counter(), "", mark_of(self._orbax_model)
         try:
             load()
+            setattr(self._orbax_model, _MARK, mark)
         except Exception as failure:
             error = str(failure) or repr(failure)
-        return {"version": self.published_version(), "error": error, "seconds": time.perf_counter() - began}
+        held: Held = getattr(self._orbax_model, _HELD, Held(checked=0, unchecked=()))
+        return {
+            "version": self.published_version(), "error": error, "checked": held.checked, "unchecked": len(held.unchecked),
+            "was": was, "seconds": time.perf_counter() - began,
+        }  # fmt: skip
 
     def _orbax_commit(self, version: int) -> None:
         stager, model, device = self._orbax_stager, self._orbax_model, self.device  # type: ignore[attr-defined]
@@ -83,8 +97,10 @@ class OrbaxWorkerExtension:
         staged = agreed(stager, version, targets, version_of(model) == version)
         if staged is None:
             return
+        entries = staged.manifest.tensors
+        published = {name: (entries[name].dtype, total) for name, total in staged.totals.items()}
         cure = "The version is still staged: commit again"
-        self._orbax_load(version, lambda: whole_tensors(staged.parts, targets, device), cure)
+        self._orbax_load(version, lambda: whole_tensors(staged.parts, targets, device), published, cure)
         del staged
         stager.drop()
 
@@ -92,19 +108,27 @@ class OrbaxWorkerExtension:
         targets, device = targets_of(self._orbax_model), self.device  # type: ignore[attr-defined]
         with ExitStack() as stack:
             tensors: Callable[[], Iterator[tuple[str, Any]]] | None = None
+            published: dict[str, tuple[str, int]] = {}
             error = ""
             try:
-                tensors = reached_tensors(memory, targets, device, stack)
+                tensors = reached_tensors(memory, targets, device, stack, published)
             except Exception as unreached:
                 error = str(unreached) or repr(unreached)
             divided = any(not target.whole for target in targets.values())
             (without,) = sum_over_ranks([int(bool(error))]) if divided else [int(bool(error))]
             if tensors is None or without:
                 raise BadVersion(error or f"{without} other ranks of this server do not reach the learner's memory")
-            self._orbax_load(version, tensors, "Commit again")
+            self._orbax_load(version, tensors, published, "Commit again")
         self._orbax_stager.drop()
 
-    def _orbax_load(self, version: int, tensors: Callable[[], Iterator[tuple[str, Any]]], cure: str) -> None:
+    def _orbax_load(
+        self,
+        version: int,
+        tensors: Callable[[], Iterator[tuple[str, Any]]],
+        published: Mapping[str, tuple[str, int]],
+        cure: str,
+    ) -> None:
+        """Loads the tensors and compares what the model holds then; `published` is complete once they were all taken."""
         model = self._orbax_model
         set_version(model, UNKNOWN)
         try:
@@ -118,6 +142,17 @@ class OrbaxWorkerExtension:
                 f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
                 f"{cure}, and do not resume the server before"
             ) from failure
+        try:
+            held = held_weights.compare(held_by(model), targets_of(model), published)
+        except WrongWeights as wrong:
+            raise WrongWeights(f"{wrong}. {cure}, and do not resume the server before") from None
+        if held.unchecked and not hasattr(model, _HELD):
+            _LOG.warning(
+                "%d tensors cannot be compared with their checksums after a load, because vLLM keeps them in another form (%s ...): "
+                "only the canary tells of them",
+                len(held.unchecked), held.unchecked[0],
+            )  # fmt: skip
+        setattr(model, _HELD, held)
         set_version(model, version)
 
     def published_version(self) -> int:
@@ -182,8 +217,14 @@ def version_of(model: Any) -> int:
 
 
 def set_version(model: Any, version: int) -> None:
-    """Notes the published version that a model holds."""
+    """Notes the published version that a model holds; the mark is another commit's, and goes."""
     setattr(model, _VERSION, version)
+    setattr(model, _MARK, "")
+
+
+def mark_of(model: Any) -> str:
+    """The mark of the commit that gave a model its weights; empty for none."""
+    return getattr(model, _MARK, "")
 
 
 def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
@@ -273,9 +314,21 @@ def gpu_memory(device: Any) -> cuda_ipc.Memory:
 
 
 def reached_tensors(
-    memory: str, targets: Mapping[str, Target], device: Any, stack: ExitStack
+    memory: str,
+    targets: Mapping[str, Target],
+    device: Any,
+    stack: ExitStack,
+    published: dict[str, tuple[str, int]],
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
     """What gives the learner's tensors as torch's own, one after the other; its memory stays mapped as long as the stack.
+
+    Args:
+      memory: what the learner says of it.
+      targets: what this rank needs.
+      device: where the tensors go.
+      stack: closes the memory.
+      published: gets the element type and the sum of each part as tensors are taken; of a tensor that is divided over ranks the whole
+        that arrives is compared with its checksum first, and the part is summed from it.
 
     Raises:
       BadVersion: they are not the model's.
@@ -288,14 +341,26 @@ def reached_tensors(
     def tensors() -> Iterator[tuple[str, Any]]:
         import torch
 
-        for name in targets:
+        for name, target in targets.items():
             tensor = weights.tensors[name]
             whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
             wait_for(device)  # the memory may have been another tensor's, whose work is still queued
             cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+            published[name] = (tensor.dtype, _sum_of_part(name, whole, tensor, target))
             yield name, whole
 
     return tensors
+
+
+def _sum_of_part(name: str, whole: Any, tensor: cuda_ipc.RemoteTensor, target: Target) -> int:
+    """The sum that this rank's part of an arrived tensor has; BadVersion where the whole is not what was published."""
+    said = int(tensor.checksum, 16)
+    if target.whole:  # the model's own tensor is compared with it after the load
+        return said
+    all_of_it = Target(shape=target.shape, box=whole_box(target.shape))
+    if (got := int(held_weights.tensor_sum(whole, all_of_it, tensor.dtype))) != said:
+        raise BadVersion(f"tensor {name!r} arrived with checksum {got:08x}, published is {said:08x}")
+    return int(held_weights.tensor_sum(whole[target.box], target, tensor.dtype))
 
 
 def wait_for(device: Any) -> None:
@@ -311,19 +376,3 @@ def repack_tied_head(model: Any) -> None:
     for module in model.modules():
         if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)
-
-
-def register() -> None:
-    """Entry point `vllm.general_plugins`: offers the native weight-transfer engine `orbax` where vLLM is 0.26 or newer.
-
-    vllm serve MODEL --weight-transfer-config '{"backend": "orbax"}'
-    """
-    try:
-        from vllm.distributed.weight_transfer.base import WeightTransferEngine
-        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-    except ImportError:
-        return
-    native = hasattr(WeightTransferEngine, "finish_weight_update")
-    if native and ENGINE not in WeightTransferEngineFactory._registry:
-        module = "jaxrl_llm.publication.vllm_engine"
-        WeightTransferEngineFactory.register_engine(ENGINE, module, "OrbaxWeightTransferEngine")

@@ -21,22 +21,42 @@ def targets_of(model: Any) -> dict[str, Target]:
     Raises:
       NotImplementedError: a layer's kind or one of its parameters is not known here.
     """
+    return {name: target for name, target, _ in _parts(model)}
+
+
+def held_by(model: Any) -> dict[str, Any | None]:
+    """By Hugging Face name, this rank's part of each tensor as the model holds it now: a view of vLLM's parameter.
+
+    vLLM stacks what it fuses along the rows, in the order of the names, and a padded vocabulary begins with its own rows. None where
+    the parameter has not the rows and columns of its parts: vLLM packs matrices for a CPU and drops them.
+    """
+    found: dict[str, Any | None] = {}
+    first: dict[int, int] = {}  # the next part's first row in each parameter
+    for name, target, parameter in _parts(model):
+        rows, *columns = (axis.stop - axis.start for axis in target.box)
+        begin = first.get(id(parameter), 0)
+        first[id(parameter)] = begin + rows
+        fits = list(parameter.shape[1:]) == columns and begin + rows <= (len(parameter) if parameter.ndim else 0)
+        found[name] = parameter.data[begin : begin + rows] if fits else None
+    return found
+
+
+def _parts(model: Any) -> Iterator[tuple[str, Target, Any]]:
+    """Each tensor's name and target, with the parameter that holds it."""
     fused = getattr(model, "packed_modules_mapping", {})
-    found: dict[str, Target] = {}
+    tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = {name: p for name, p in module.named_parameters(recurse=False) if id(p) not in seen}
         seen |= {id(p) for p in own.values()}
-        if own:
-            found |= _targets_of_layer(path, module, own, fused)
-    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
-        found.pop("lm_head.weight", None)
-    return found
+        for name, target, parameter in _parts_of_layer(path, module, own, fused) if own else ():
+            if not (tied and name == "lm_head.weight"):
+                yield name, target, parameter
 
 
-def _targets_of_layer(
+def _parts_of_layer(
     path: str, layer: Any, own: Mapping[str, Any], fused: Mapping[str, Sequence[str]]
-) -> dict[str, Target]:
+) -> Iterator[tuple[str, Target, Any]]:
     kind = type(layer).__name__
     unknown = sorted(own.keys() - {"weight", "bias"})
     if unknown:
@@ -44,16 +64,16 @@ def _targets_of_layer(
             f"layer {path!r} ({kind}) has the parameters {unknown}: weights are published to unquantized models only"
         )
     if kind.endswith("Norm"):
-        return {f"{path}.{name}": Target(shape=tuple(p.shape), box=whole_box(p.shape)) for name, p in own.items()}
+        for name, p in own.items():
+            yield f"{path}.{name}", Target(shape=tuple(p.shape), box=whole_box(p.shape)), p
+        return
     if kind not in _PARTS:
         raise NotImplementedError(f"layer {path!r} is of kind {kind}, not one of {', '.join(_PARTS)} or a norm")
     parent, _, leaf = path.rpartition(".")
     names = [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
-    return {
-        f"{name}.{parameter}": target
-        for parameter in own
-        for name, target in zip(names, _PARTS[kind](layer, parameter), strict=True)
-    }
+    for parameter, held in own.items():
+        for name, target in zip(names, _PARTS[kind](layer, parameter), strict=True):
+            yield f"{name}.{parameter}", target, held
 
 
 def _rows(rows: int, start: int, stop: int, columns: int | None, counted: bool = True) -> Target:

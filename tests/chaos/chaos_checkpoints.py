@@ -25,7 +25,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.publication.reader import BadVersion, Target, read_version, whole_box
-from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance
+from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
 
 SAVER = Path(__file__).with_name("saving.py")
@@ -194,7 +194,6 @@ def folder_deleted(trial: Trial) -> Row:
         dtype="float32",
         keep=2,
         canary=np.zeros(0, np.int32),
-        tolerance=Tolerance(mean=1e-4, max=1e-4),
     )
 
     def params(version: int) -> dict[str, Any]:

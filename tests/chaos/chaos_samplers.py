@@ -105,7 +105,7 @@ def struck(trial: Trial, break_it: Callable[[FakeVllm, random.Random], Awaitable
                 await until(lambda serving=serving: len(serving()) == SERVERS)
                 row.recovered_s.append(watch.seconds)
             found = client.metrics()
-        names = ("retries", "asked_twice", "set_aside", "rejoined")
+        names = ("retries", "stalled", "set_aside", "rejoined")
         row.outcome = "no sample lost or doubled; " + ", ".join(f"{n} {found[f'sampler/{n}']:.0f}" for n in names)
         return row
 

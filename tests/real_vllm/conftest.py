@@ -9,7 +9,7 @@ import pytest
 from serving import ON_TWO_CORES, TINY_ON_CPU, Server, serving
 from tiny_qwen2 import weights, write_model
 
-EXTENSION = ("--worker-extension-cls", "faulty.FaultyExtension", "--weight-transfer-config", '{"backend": "orbax"}')
+EXTENSION = ("--worker-extension-cls", "faulty.FaultyExtension")
 VERSIONS = 3
 
 
@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """The one server of these tests: untied, with development endpoints and both ways to update."""
+    """The one server of these tests: untied, with development endpoints."""
     log = tmp_path_factory.mktemp("server") / "log"
     with serving(model, log, *TINY_ON_CPU, *EXTENSION, VLLM_SERVER_DEV_MODE="1", **ON_TWO_CORES) as started:
         assert int(started.method("published_version")) == -1, "no version of the learner's yet"

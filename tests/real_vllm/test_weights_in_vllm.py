@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from published import data_files, write_version
-from serving import Refusal, resident_bytes
+from serving import resident_bytes
 from tiny_qwen2 import VOCABULARY, weights
 
 TOLERANCE = 1e-4  # nats, float32
@@ -113,29 +113,3 @@ def test_memory_does_not_grow_over_ten_updates(server, published):
         server.update(published[update % 2], update % 2)
     one_version = sum(array.nbytes for array in weights(0).values())
     assert resident_bytes(server.process.pid) - before < one_version
-
-
-def native_update(server, path: str, version: int) -> None:
-    server.call("/init_weight_transfer_engine", {"init_info": {}})
-    server.call("/start_weight_update", {})
-    server.call("/update_weights", {"update_info": {"path": path, "version": version}})
-    server.call("/finish_weight_update", {"weight_version": str(version)})
-
-
-def test_vllms_own_update_routes_load_a_version_by_the_engine_orbax(server, published, references):
-    for version in (2, 1):
-        native_update(server, published[version], version)
-        assert gap(server, references(version)) < TOLERANCE
-        assert int(server.method("published_version")) == version
-
-
-def test_vllms_own_update_routes_refuse_a_bad_version_and_keep_the_old(server, published, references, tmp_path):
-    native_update(server, published[0], 0)
-    bad = shutil.copytree(published[1], tmp_path / "bad")
-    flip_one_bit(bad)
-    with pytest.raises(Refusal) as refusal:
-        native_update(server, str(bad), 1)
-    assert refusal.value.code == 500
-    assert gap(server, references(0)) < TOLERANCE
-    native_update(server, published[1], 1)
-    assert gap(server, references(1)) < TOLERANCE

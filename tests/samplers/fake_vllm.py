@@ -44,8 +44,11 @@ class FakeVllm:
       noise: what everything but /health is answered with, as it stands.
       stage_error: why nothing can be staged.
       commit_error: why nothing can be committed.
+      commit_failures: how many commits fail from now on.
       commit_adds: what is added to the version that a commit says it loaded.
       off: added to every log-prob of a prompt.
+      holds: a version whose table it scores prompts by, whatever was committed; None is the committed one.
+      checks: whether its plugin compares what the model holds.
       off_drawn: {version: what is added to the log-probs of tokens that it draws}.
       context: most tokens of a prompt and its response.
       host: address to listen on.
@@ -67,8 +70,11 @@ class FakeVllm:
     noise: bytes | None = None
     stage_error: str = ""
     commit_error: str = ""
+    commit_failures: int = 0
     commit_adds: int = 0
     off: float = 0.0
+    holds: int | None = None
+    checks: bool = True
     off_drawn: dict[int, float] = field(default_factory=dict)
     context: int = 2**31
     host: str = "127.0.0.1"
@@ -79,6 +85,11 @@ class FakeVllm:
     port: int = 0
     version: int = -1
     label: str = "none"
+    mark: str = ""
+    frozen: bool = False  # it answers, and draws nothing
+    repeats: bool = True  # whether equal seeds give equal draws
+    counts_tokens: bool = True
+    drawn: int = 0
 
     def __post_init__(self) -> None:
         self.going = asyncio.Event()
@@ -100,6 +111,7 @@ class FakeVllm:
     async def start(self) -> "FakeVllm":
         app = web.Application(middlewares=[self._fault])
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/version", lambda _: answer({"version": self.release}))
         app.router.add_post("/inference/v1/generate", self._generate)
         if self.lists:
@@ -125,7 +137,7 @@ class FakeVllm:
                 connection.transport.abort()
         await self.runner.cleanup()
         self.runner = None
-        self.version, self.staged, self.label = -1, (-1, "idle"), "none"
+        self.version, self.staged, self.label, self.mark = -1, (-1, "idle"), "none", ""
         self.going.set()
 
     @web.middleware
@@ -142,6 +154,11 @@ class FakeVllm:
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
 
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self.counts_tokens:
+            return web.Response(status=404)
+        return web.Response(text=f'# HELP\nvllm:generation_tokens_total{{model_name="policy"}} {self.drawn}.0\n')
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -154,7 +171,7 @@ class FakeVllm:
         if self.garbage:
             return await answer({"choices": [{"index": 0, "token_ids": [VOCABULARY + 7], "logprobs": None}]})
         if sampling.get("prompt_logprobs") is not None:
-            return await self._score(prefix)
+            return await self._score(prefix, sampling["prompt_logprobs"])
         self.bodies.append(body)
         choices = [Choice(self, native, prefix, sampling, i) for i in range(sampling["n"])]
         if not body["stream"]:
@@ -180,11 +197,13 @@ class FakeVllm:
         await asyncio.gather(*(choice.draw() for choice in choices))
         return await answer({"choices": [choice.said() | {"logprobs": choice.logprobs} for choice in choices]})
 
-    async def _score(self, prefix: list[int]) -> web.Response:
+    async def _score(self, prefix: list[int], listed: int) -> web.Response:
         await self.going.wait()
-        log = table(self.version)
-        pairs = list(pairwise(prefix))
-        found = [None, *({str(b): {"logprob": float(log[a, b]) + self.off}} for a, b in pairs)]
+        log = table(self.version if self.holds is None else self.holds) + self.off
+        found: list[Any] = [None]
+        for a, b in pairwise(prefix):
+            named = {*np.argsort(-log[a])[:listed].tolist(), b}  # vLLM's are the most likely and the prompt's own
+            found.append({str(token): {"logprob": float(log[a, token])} for token in named})
         return await answer({"prompt_logprobs": found, "choices": [{"index": 0, "prompt_logprobs": found}]})
 
     # -- control -------------------------------------------------------------------------------------------------------
@@ -236,15 +255,25 @@ class FakeVllm:
         if name in ("commit", "commit_ipc"):
             self.calls += [f"commit {given['version']}"] * (name == "commit")
             assert not self.going.is_set(), "committed while it generates"
-            if self.staged != (int(given["version"]), "staged") or self.commit_error:
+            self.commit_failures -= 1
+            if self.staged != (int(given["version"]), "staged") or self.commit_error or self.commit_failures >= 0:
                 why = self.commit_error or "nothing staged"
                 return await answer({"results": [{"version": self.version, "error": why, "seconds": 0.1}]})
             self.version = int(given["version"])
+            held = {"checked": 3, "unchecked": 0, "was": self.mark} if self.checks else {}
+            self.mark = given["mark"]
             return await answer(
-                {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1}]}
+                {"results": [{"version": self.version + self.commit_adds, "error": "", "seconds": 0.1} | held]}
             )
         version, state = self.staged
-        status = {"version": version, "state": state, "error": self.stage_error, "seconds": 0.1, "bytes": 8}
+        status = {
+            "version": version,
+            "state": state,
+            "error": self.stage_error,
+            "seconds": 0.1,
+            "bytes": 8,
+            "mark": self.mark,
+        }
         return await answer({"results": [status]})
 
 
@@ -256,7 +285,7 @@ class Choice:
         self.prefix, self.last = tuple(prefix), prefix[-1]
         self.most = min(sampling["max_tokens"], server.context - len(prefix))
         self.seed = (sampling.get("seed") or np.random.randint(1 << 30)) + index  # as vLLM gives it to sample `index`
-        self.rng = np.random.default_rng(self.seed)
+        self.rng = np.random.default_rng(self.seed if server.repeats else None)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.labels: list[str] = []
@@ -273,6 +302,8 @@ class Choice:
             while self.finish is None:
                 await asyncio.sleep(server.step_s)
                 await server.going.wait()
+                if server.frozen and self not in server.aborted:
+                    continue
                 if self in server.aborted:
                     self.finish = "abort"
                     if server.spans:
@@ -287,6 +318,7 @@ class Choice:
             server.aborted.discard(self)
 
     def step(self) -> None:
+        self.server.drawn += 1
         log = table(self.server.version)[self.last]
         if not self.tokens:
             self.server.begun.append((self.prefix, self.seed))

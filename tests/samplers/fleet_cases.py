@@ -27,13 +27,14 @@ class ToyPublisher(Publisher):
 
     def start(self, params: dict[str, Any], version: int) -> tuple[Path, Manifest]:
         log = table(version)
+        likely = tuple(int(np.argmax(log[a])) for a in CANARY[:-1])
         canary = Canary(
             tokens=CANARY, logprobs=tuple(float(log[a, b]) for a, b in pairwise(CANARY)),
-            mean_tolerance=1e-4, max_tolerance=1e-4,
+            likely=likely, likely_logprobs=tuple(float(log[a, b]) for a, b in zip(CANARY, likely)), limit=1e-4,
         )  # fmt: skip
         manifest = Manifest(version=version, model_type="toy", tied=False, tensors={}, canary=canary)
         path = self.folder / f"v{version:08d}"
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         (path / "manifest.json").write_text(manifest.to_json())
         return path, manifest
 
@@ -51,7 +52,7 @@ async def running(
     urls = [s.url for s in servers] if listed else []
     sampler = VllmSampler(spawn=False, urls=urls, publication=str(folder), **fields)
     client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
-    toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary", "tolerance")}
+    toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary")}
     client.publisher = ToyPublisher(**toy)
     try:
         yield client

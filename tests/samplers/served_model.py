@@ -1,4 +1,4 @@
-"""A stand-in for the model inside a vLLM server: the layers' class names and attributes are vLLM's."""
+"""A stand-in for the model inside a vLLM server: the layers' class names and attributes are vLLM's, and where it keeps what it loads."""
 
 from types import SimpleNamespace
 from typing import ClassVar
@@ -37,8 +37,10 @@ class Served(torch.nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
 
-    def __init__(self, rank: int = 0, ranks: int = 1, tied: bool = False, words: int = VOCABULARY):
+    def __init__(self, rank: int = 0, ranks: int = 1, tied: bool = False, words: int = VOCABULARY, dtype=None):
+        """With `dtype`, parameters have the sizes that they have on a GPU; without, none, as on a CPU."""
         super().__init__()
+        self.place = (rank, ranks)
         self.config = SimpleNamespace(tie_word_embeddings=tied)
         per_rank = -(-words // 64) * 64 // ranks
         vocabulary = {
@@ -86,8 +88,51 @@ class Served(torch.nn.Module):
         embedding = kind("VocabParallelEmbedding")("weight", **vocabulary)
         self.model = torch.nn.ModuleDict({"embed_tokens": embedding, "layers": torch.nn.ModuleList([layer])})
         self.lm_head = kind("ParallelLMHead")("weight", **vocabulary)
+        if dtype is not None:
+            heads, kv_heads = HEADS // ranks, max(1, KV_HEADS // ranks)
+            attention, mlp, fused = layer["self_attn"], layer["mlp"], (heads + 2 * kv_heads) * HEAD
+            sized = [
+                (attention["qkv_proj"], "weight", (fused, HIDDEN)), (attention["qkv_proj"], "bias", (fused,)),
+                (attention["o_proj"], "weight", (HIDDEN, heads * HEAD)),
+                (mlp["gate_up_proj"], "weight", (2 * FFN // ranks, HIDDEN)), (mlp["down_proj"], "weight", (HIDDEN, FFN // ranks)),
+                (layer["input_layernorm"], "weight", (HIDDEN,)),
+                (embedding, "weight", (per_rank, HIDDEN)), (self.lm_head, "weight", (per_rank, HIDDEN)),
+            ]  # fmt: skip
+            for module, name, shape in sized:
+                module.register_parameter(name, torch.nn.Parameter(torch.full(shape, 7.0, dtype=dtype)))
         if tied:
             self.lm_head.weight = embedding.weight
+
+    @torch.no_grad()
+    def load(self, name: str, whole: torch.Tensor) -> None:
+        """Puts this rank's part of a tensor where vLLM's loaders put it."""
+        (rank, ranks), layer, last = self.place, self.model["layers"][0], name.rpartition(".")[2]
+        attention, mlp = layer["self_attn"], layer["mlp"]
+        q, kv = HEADS * HEAD // ranks, max(1, KV_HEADS // ranks) * HEAD
+        its_kv = rank * KV_HEADS // ranks * HEAD
+        rows, columns = FFN // ranks, HEADS * HEAD // ranks
+        qkv, gate_up = getattr(attention["qkv_proj"], last, None), mlp["gate_up_proj"].weight
+        if "q_proj" in name:
+            qkv[:q] = whole[rank * q : (rank + 1) * q]
+        elif "k_proj" in name:
+            qkv[q : q + kv] = whole[its_kv : its_kv + kv]
+        elif "v_proj" in name:
+            qkv[q + kv :] = whole[its_kv : its_kv + kv]
+        elif "o_proj" in name:
+            attention["o_proj"].weight[:] = whole[:, rank * columns : (rank + 1) * columns]
+        elif "gate_proj" in name:
+            gate_up[:rows] = whole[rank * rows : (rank + 1) * rows]
+        elif "up_proj" in name:
+            gate_up[rows:] = whole[rank * rows : (rank + 1) * rows]
+        elif "down_proj" in name:
+            mlp["down_proj"].weight[:] = whole[:, rank * rows : (rank + 1) * rows]
+        elif "layernorm" in name:
+            layer["input_layernorm"].weight[:] = whole
+        else:
+            held = (self.model["embed_tokens"] if "embed" in name else self.lm_head).weight
+            part = whole[rank * len(held) : (rank + 1) * len(held)]
+            held.zero_()
+            held[: len(part)] = part
 
 
 LAYER = "model.layers.0."

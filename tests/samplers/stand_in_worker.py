@@ -1,6 +1,7 @@
 """A stand-in for a worker of vLLM with the extension mixed in, and for several of them."""
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,10 +19,15 @@ def weights(seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
 
 
 class Worker(OrbaxWorkerExtension):
-    """A worker whose model is a dict; it can be told to fail after a number of tensors."""
+    """A worker whose model is a dict, and with `dtype` tensors too; it can be told to fail after a number of tensors.
 
-    def __init__(self, rank: int = 0, ranks: int = 1):
-        served = Served(rank, ranks)
+    `spoils` changes the model after each load, as a fault of a loader would.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype | None = None):
+        served = Served(rank, ranks, dtype=dtype)
+        self.served, self.dtype = served, dtype
+        self.spoils: Callable[[Served], None] = lambda model: None
         self.device = torch.device("cpu")
         self.model_runner = SimpleNamespace(get_model=lambda: served)
         self.vllm_config = SimpleNamespace(
@@ -37,7 +43,11 @@ class Worker(OrbaxWorkerExtension):
             if i == self.fails_after:
                 self.fails_after = None
                 raise MemoryError("no memory left on the device")
-            self.loaded[name] = tensor.numpy().copy()
+            if self.dtype is None:
+                self.loaded[name] = tensor.numpy().copy()
+            if self.dtype is not None or "norm" in name:
+                self.model_runner.get_model().load(name, tensor)
+        self.spoils(self.served)
 
 
 def on_every_rank(monkeypatch: pytest.MonkeyPatch, workers: list[Worker], method: str, *args: str) -> list:

@@ -7,12 +7,14 @@ from contextlib import contextmanager
 import jax
 import numpy as np
 import pytest
+import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.publication import cuda_ipc, vllm_plugin
 from jaxrl_llm.publication.cuda_ipc import check, copy_into, opened, parse, share
+from jaxrl_llm.publication.manifest import checksum
 from jaxrl_llm.publication.reader import BadVersion
 from jaxrl_llm.publication.vllm_targets import targets_of
 
@@ -46,6 +48,10 @@ class HostMemory:
 SPECS = [PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(None, "tensor"), PartitionSpec("fsdp", "tensor")]
 
 
+def sums(version: int) -> dict[str, str]:
+    return {name: checksum(a) for name, a in weights(version).items()}
+
+
 def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("fsdp", "tensor"))
     vector = PartitionSpec(*spec[:1])
@@ -58,7 +64,7 @@ def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_sharding_arrives_whole(spec):
     arrays, memory = on_devices(1, spec), HostMemory()
-    found = parse(share(arrays, memory, 0))
+    found = parse(share(arrays, sums(1), memory, 0))
     check(found, targets_of(Served()))
     with opened(found, memory) as bases:
         for name, array in weights(1).items():
@@ -72,7 +78,7 @@ KEPT = HostMemory()
 
 
 def changed(change) -> str:
-    content = json.loads(share(on_devices(0, SPECS[1]), KEPT, 0))
+    content = json.loads(share(on_devices(0, SPECS[1]), sums(0), KEPT, 0))
     change(content)
     return json.dumps(content)
 
@@ -105,7 +111,7 @@ def memory(monkeypatch) -> HostMemory:
 
 def test_a_worker_loads_from_the_learners_memory(memory):
     worker, arrays = Worker(), on_devices(1, SPECS[3])
-    answer = worker.commit_ipc("1", share(arrays, memory, 0))
+    answer = worker.commit_ipc("1", share(arrays, sums(1), memory, 0))
     assert (answer["version"], answer["error"]) == (1, "")
     assert list(worker.loaded) == list(SHAPES)
     for name, array in weights(1).items():
@@ -115,24 +121,43 @@ def test_a_worker_loads_from_the_learners_memory(memory):
 
 def test_a_worker_keeps_its_weights_where_the_memory_is_not_the_models_or_out_of_reach(memory):
     worker = Worker()
-    worker.commit_ipc("0", share(on_devices(0, SPECS[0]), memory, 0))
+    worker.commit_ipc("0", share(on_devices(0, SPECS[0]), sums(0), memory, 0))
     answer = worker.commit_ipc("1", changed(BAD["lacks"]))
     assert (answer["version"], "lacks" in answer["error"]) == (0, True)
     memory.out_of_reach = True
-    answer = worker.commit_ipc("1", share(on_devices(1, SPECS[0]), memory, 1))
+    answer = worker.commit_ipc("1", share(on_devices(1, SPECS[0]), sums(1), memory, 1))
     assert (answer["version"], "PEER_ACCESS" in answer["error"]) == (0, True)
     assert worker.reloads == 1
 
 
 def test_no_rank_loads_where_another_does_not_reach_the_memory(memory, monkeypatch):
     workers = [Worker(rank, 2) for rank in range(2)]
-    good = share(on_devices(1, SPECS[1]), memory, 1)
+    good = share(on_devices(1, SPECS[1]), sums(1), memory, 1)
     workers[1].commit_ipc = lambda version, text: as_written(workers[1], version, changed(BAD["lacks"]))
     first, second = on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)
     assert "1 other ranks" in first["error"] and "lacks" in second["error"]
     assert workers[0].reloads == workers[1].reloads == 0
     del workers[1].commit_ipc
     assert [a["version"] for a in on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)] == [1, 1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_model_holds_is_compared_with_the_learners_sums_on_every_rank(memory, monkeypatch, ranks):
+    workers = [Worker(rank, ranks, torch.float32) for rank in range(ranks)]
+    text = share(on_devices(1, SPECS[1]), sums(1), memory, 0)
+    for answer in on_every_rank(monkeypatch, workers, "commit_ipc", "1", text):
+        assert (answer["version"], answer["error"], answer["checked"], answer["unchecked"]) == (1, "", len(SHAPES), 0)
+
+
+@pytest.mark.parametrize("name", [QUERY, f"{LAYER}input_layernorm.weight"])
+def test_memory_that_the_learner_overwrote_meanwhile_is_refused(memory, monkeypatch, name):
+    """The sums are those of version 1, the bytes of `name` version 0's: what a late server would copy."""
+    arrays = on_devices(1, SPECS[1]) | {name: on_devices(0, SPECS[1])[name]}
+    text = share(arrays, sums(1), memory, 0)
+    for ranks in (1, 2):
+        workers = [Worker(rank, ranks, torch.float32) for rank in range(ranks)]
+        for answer in on_every_rank(monkeypatch, workers, "commit_ipc", "1", text):
+            assert (answer["version"], name in answer["error"]) == (-1, True)
 
 
 def as_written(worker: Worker, version: str, text: str) -> dict:

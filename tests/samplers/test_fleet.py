@@ -245,53 +245,6 @@ def test_a_server_that_is_slow_to_update_holds_neither_the_others_nor_the_next_p
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("fault", ["hung", "slow"])
-def test_a_late_request_is_asked_elsewhere_and_the_first_answer_counts_once(start, prefixes, fault):
-    """Equal seeds: both servers draw the same tokens, so it does not matter which of them was faster."""
-
-    async def run() -> None:
-        servers = [FakeVllm(step_s=0.001) for _ in range(2)]
-        async with start(servers, straggler=3.0, straggler_s=0.2, request_s=30.0) as client:
-            await client.publish({}, 0)
-            want = await collect(client, prefixes, 2)
-            assert counted(client, "asked_twice") == 0
-            if fault == "hung":
-                servers[1].slow[GENERATE] = 60.0
-            else:
-                servers[1].step_s = 0.5
-            begin = time.monotonic()
-            found = await collect(client, prefixes, 2)
-            assert time.monotonic() - begin < 5.0, "a server of 12 x 0.5 s or 60 s does not hold it"
-            for index, group in want.items():
-                assert [c.tokens.tolist() for c in found[index]] == [c.tokens.tolist() for c in group]
-            await until(lambda: not servers[1].active)
-            assert client._fleet is not None
-            await until(lambda: not any(s.load for s in client._fleet.servers))
-            twice = counted(client, "asked_twice")
-            assert twice >= 2 and counted(client, "overtaken") == twice and counted(client, "retries") <= twice
-
-    asyncio.run(run())
-
-
-def test_a_caller_that_gives_up_while_a_request_is_asked_twice_leaves_no_load_behind(start, prefixes):
-    async def run() -> None:
-        servers = [FakeVllm(step_s=0.001) for _ in range(2)]
-        async with start(servers, straggler=2.0, straggler_s=0.1) as client:
-            await client.publish({}, 0)
-            await collect(client, prefixes, 1)
-            for server in servers:
-                server.slow[GENERATE] = 30.0
-            asked = asyncio.create_task(collect(client, prefixes, 1))
-            await until(lambda: counted(client, "asked_twice") >= 3)
-            asked.cancel()
-            await asyncio.gather(asked, return_exceptions=True)
-            assert client._fleet is not None
-            await until(lambda: not any(s.load for s in client._fleet.servers))
-            assert not client._fleet._running
-
-    asyncio.run(run())
-
-
 def test_no_sample_keeps_a_token_of_weights_that_the_canary_refused(start, prefixes):
     """Its tokens are off the version's table, in every one of the n samples; they are thrown away."""
 

@@ -17,7 +17,7 @@ from sampler_cases import Tiny
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.publication import object_store
 from jaxrl_llm.publication.reader import BadVersion, OrbaxReader, Target, read_version, whole_box
-from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance, default_address, default_folder
+from jaxrl_llm.samplers.vllm.publisher import Publisher, default_address, default_folder
 
 # tensorstore reads the address of Google's stand-in once a process.
 pytestmark = pytest.mark.xdist_group("object_store")
@@ -47,7 +47,6 @@ def address(request: pytest.FixtureRequest, server: Bucket) -> str:
 def publisher(tiny: Tiny, folder: Path, address: str) -> Publisher:
     return Publisher(
         policy=tiny.policy, folder=folder, address=address, dtype="float32", keep=2, canary=np.zeros(0, np.int32),
-        tolerance=Tolerance(mean=1e-4, max=1e-4),
     )  # fmt: skip
 
 

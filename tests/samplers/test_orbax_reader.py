@@ -98,14 +98,22 @@ def test_a_transposition_and_swapped_rows_change_the_checksum():
 
 
 def test_a_manifest_survives_its_file():
-    canary = Canary(tokens=(1, 2, 3), logprobs=(-0.5, -1.25), mean_tolerance=1e-5, max_tolerance=1e-4)
+    canary = Canary(tokens=(1, 2, 3), logprobs=(-0.5, -1.25), likely=(2, 9), likely_logprobs=(-0.5, -0.25), limit=0.125)
     entry = TensorEntry(shape=(3, 2), dtype="bfloat16", checksum="0123abcd")
     manifest = Manifest(version=7, model_type="qwen2", tied=True, tensors={"a.weight": entry}, canary=canary)
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"format": 2}', Manifest(version=1, model_type="q", tied=True, tensors={}).to_json()[:-3]]
+    "text",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"format": 2}',
+        '{"format": 1}',
+        Manifest(version=1, model_type="q", tied=True, tensors={}).to_json()[:-3],
+    ],
 )
 def test_a_manifest_that_cannot_be_read_is_refused(text):
     with pytest.raises(ValueError, match="publish the version again"):

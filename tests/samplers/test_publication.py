@@ -17,7 +17,7 @@ from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.publication.manifest import Manifest, checksum
 from jaxrl_llm.publication.reader import Target, read_version, whole_box
-from jaxrl_llm.samplers.vllm.publisher import Publisher, Tolerance, exported, shutil
+from jaxrl_llm.samplers.vllm.publisher import Publisher, exported, shutil
 
 CANARY = np.array([3, 1, 4, 1, 5, 9, 2, 6], np.int32)
 
@@ -27,7 +27,6 @@ def publisher(tiny: Tiny, folder: Path, **fields: Any) -> Publisher:
         "dtype": "float32",
         "keep": 2,
         "canary": CANARY,
-        "tolerance": Tolerance(mean=1e-4, max=1e-4),
     }
     return Publisher(policy=tiny.policy, folder=folder, **given | fields)
 
@@ -90,6 +89,8 @@ def test_the_canary_holds_the_log_probs_of_the_plain_softmax(make, tmp_path, mes
     log = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     assert manifest.canary is not None and manifest.canary.tokens == tuple(CANARY.tolist())
     np.testing.assert_allclose(manifest.canary.logprobs, log[np.arange(7), CANARY[1:]], atol=2e-5)
+    assert manifest.canary.likely == tuple(logits[:7].argmax(axis=1).tolist())
+    np.testing.assert_allclose(manifest.canary.likely_logprobs, log[:7].max(axis=1), atol=2e-5)
 
 
 def test_a_publication_warns_of_nothing(tiny, tmp_path, caplog):

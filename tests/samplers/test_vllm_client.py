@@ -186,7 +186,7 @@ def test_weights_go_from_memory_to_memory_without_a_checkpoint(start, prefixes, 
     async def run() -> None:
         server, addresses = FakeVllm(), Addresses()
         async with start([server]) as client:
-            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
+            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep")}
             client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=addresses)
             for version in (0, 1):
                 await client.publish(tiny.params, version)

@@ -8,8 +8,9 @@ import pytest
 from fake_vllm import VOCABULARY, Addresses, FakeVllm
 from fleet_cases import checked, collect, until
 
+from jaxrl_llm.protocols import SamplerDown
+from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm.publisher import Publisher
-from jaxrl_llm.samplers.vllm.server_api import Refused, ServerFault
 
 pytestmark = pytest.mark.usefixtures("quick_heart")
 
@@ -68,7 +69,7 @@ def test_a_request_that_fails_everywhere_ends_with_an_error_that_names_the_serve
                 setattr(server, name, value)
             server.off = 0.0
             begin = time.monotonic()
-            with pytest.raises(OSError, match=f"{server.url}"):
+            with pytest.raises(SamplerDown, match=f"{server.url}"):
                 await collect(client, prefixes, 1)
             assert time.monotonic() - begin < 5
 
@@ -121,7 +122,13 @@ FAILED_UPDATES = {
     "version skipped": ({"commit_adds": 1}, "stays paused", "commit 0"),
     "commit fails": ({"commit_error": "the model lacks lm_head"}, "the model lacks lm_head.*stays paused", "commit 0"),
     "label fails": ({"status": {"/update_weight_version": 500}}, "a fault of the test", "commit 0"),
-    "another model": ({"off": 0.3}, "scores the canary 0.3", "pause abort true"),
+    "another model": ({"holds": 77}, "scores the canary apart from the learner", "pause abort true"),
+    "probabilities that do not add up": (
+        {"off": 0.3},
+        "differ by 0.35 of themselves, rounding explains 0.0001",
+        "pause abort true",
+    ),
+    "a plugin that compares nothing": ({"checks": False}, "install the learner's version of jaxrl-llm", "commit 0"),
 }
 
 
@@ -133,7 +140,7 @@ def test_a_failed_update_is_never_resumed_and_says_why(start, prefixes, name):
         server = FakeVllm(**fault)
         async with start([server]) as client:
             await client.publish({}, 0)
-            with pytest.raises(ServerFault, match=message) as raised:
+            with pytest.raises((ServerFault, Refused), match=message) as raised:
                 await collect(client, prefixes, 1)
             assert server.url in str(raised.value)
             calls = list(server.calls)
@@ -167,7 +174,7 @@ def test_memory_that_a_late_server_copies_is_not_overwritten(start, prefixes, ti
     async def run() -> None:
         servers = [FakeVllm() for _ in range(3)]
         async with start(servers, straggler_s=0.1, straggler=2.0) as client:
-            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "tolerance")}
+            fields = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep")}
             client.publisher = Publisher(**fields, canary=np.zeros(0, np.int32), driver=Addresses())
             await client.publish(tiny.params, 0)
             await collect(client, prefixes, 1)
@@ -211,7 +218,7 @@ def test_a_wait_for_servers_ends_within_its_limit_and_names_each_cause(start, pr
             await collect(client, prefixes, 1)
             await server.kill()
             begin = time.monotonic()
-            with pytest.raises(TimeoutError, match=f"{server.url}.*Connect"):
+            with pytest.raises(SamplerDown, match=f"{server.url}.*Connect"):
                 await collect(client, prefixes, 1)
             assert time.monotonic() - begin < 2
             await server.start()

@@ -122,7 +122,7 @@ def test_health_says_vllms_version_and_passes_ill_health_on():
 
 def test_a_commit_also_sets_vllms_number_of_its_weights():
     async def check(session, upstream):
-        async with session.post("/commit", json={"version": 4}) as answer:
+        async with session.post("/commit", json={"version": 4, "mark": "m"}) as answer:
             assert (await answer.json())["results"][0]["version"] == 4
 
     assert run(check).calls[1:] == [("POST", "/update_weight_version", "", {"new_version": "4"})]
@@ -131,10 +131,10 @@ def test_a_commit_also_sets_vllms_number_of_its_weights():
 def test_a_commit_that_failed_on_a_rank_sets_no_number():
     async def check(session, upstream):
         upstream.error = "torn"
-        async with session.post("/commit", json={"version": 4}) as answer:
+        async with session.post("/commit", json={"version": 4, "mark": "m"}) as answer:
             assert (await answer.json())["results"][1]["error"] == "torn"
         upstream.commits = 500
-        async with session.post("/commit", json={"version": 4}) as answer:
+        async with session.post("/commit", json={"version": 4, "mark": "m"}) as answer:
             assert (answer.status, "dead" in await answer.text()) == (500, True)
 
     assert [path for _, path, *_ in run(check).calls] == ["/collective_rpc"] * 2
@@ -188,7 +188,7 @@ def test_a_server_without_its_development_endpoints_is_named_with_the_cure():
         for path, body in (
             ("/stage", {"path": "p", "version": 1}),
             ("/stage_status", None),
-            ("/commit", {"version": 1}),
+            ("/commit", {"version": 1, "mark": "m"}),
         ):
             async with session.post(path, json=body) as answer:
                 assert answer.status == 409

@@ -15,9 +15,9 @@ import pytest
 from aiohttp import web
 from sampler_cases import MAX_LENGTH, Letters, Tiny
 
+from jaxrl_llm.samplers.vllm.answers import ServerFault
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready, free_port
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
-from jaxrl_llm.samplers.vllm.server_api import ServerFault
 
 # What is run in place of Python with vLLM: it answers every GET and says how it was started.
 PROGRAM = """#!{python}

@@ -13,22 +13,26 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingParams, seed_of
-from jaxrl_llm.protocols import Params
+from jaxrl_llm.protocols import Params, SamplerDown
 from jaxrl_llm.samplers.requests import Draft, Request, check
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
 from jaxrl_llm.samplers.vllm.fleet import Fleet
 from jaxrl_llm.samplers.vllm.publisher import Publisher
-from jaxrl_llm.samplers.vllm.server_api import Ask, Piece, ServerFault
 from jaxrl_llm.samplers.vllm.server_update import Published
 
 _log = logging.getLogger(__name__)
 
 Group = tuple[int, list[Completion]]
-# Of a fleet: requests asked again, cut short, held by a pause, late, asked of a second server, answered by it sooner; servers and updates.
+# Of a fleet: requests asked again, cut short, held by a pause, late; servers that stalled, looks at those
+# that do not count their tokens; servers and updates, and versions
+# that no server took and that were published again.
 COUNTED = (
-    "retries", "aborted", "held", "slow", "asked_twice", "overtaken", "set_aside", "rejoined", "joined", "left", "updates", "late_updates",
+    "retries", "aborted", "held", "slow", "stalled", "uncounted", "set_aside", "rejoined", "joined", "left", "updates", "late_updates", "lagging",
+    "published_again",
 )  # fmt: skip
 _MOST_EMPTY = 20  # requests in a row that may end without a token
 
@@ -45,6 +49,7 @@ class VllmClient:
       max_length: most tokens of a prefix and its completion together.
       seeded: whether requests carry seeds.
       remove: whether `close` removes the published versions.
+      other: makes a publisher of the other transfer; OSError where it cannot be had here, None where there is none to try.
       version: the policy version that the next request is answered by; -1 before the first publication.
       counters: tokens and clipped requests since the last call of `metrics`.
     """
@@ -56,13 +61,14 @@ class VllmClient:
     max_length: int
     seeded: bool = True
     remove: bool = False
+    other: Callable[[], Publisher] | None = None
     version: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._fleet: Fleet | None = None
         self._publication: asyncio.Task[None] | None = None
         self._begun = asyncio.Event()
-        self._closed = self._told = False
+        self._closed = self._told = self._served_once = False
         self._generated = self._clipped = self._open = 0
         self._busy_s, self._since = 0.0, 0.0
 
@@ -86,7 +92,7 @@ class VllmClient:
         Raises:
           ValueError: where an argument is not as described, or a server calls a request wrong.
           RuntimeError: before the first `publish`, and after `close`.
-          OSError: no server could answer; names each and its cause.
+          SamplerDown: no server could answer; names each and its cause. Before any has served a version, OSError.
         """
         if self._publication is None or self._closed:
             raise RuntimeError(
@@ -104,21 +110,81 @@ class VllmClient:
         """Serves `params` as `version`: returns when the learner may change them; later requests wait for the servers.
 
         Raises:
-          OSError: this version, or the one before it, could not be written or was taken by no server.
-          ValueError: a server is not set up for updates.
+          SamplerDown: this version could not be written, or the one before it was taken by no server, by neither transfer. Before any
+            server has served a version there is nothing to save: OSError, or ValueError where a server is not set up for updates.
         """
         if self._publication is not None:
             await self._publication
         if self.publisher.driver is not None and self._fleet is not None:
             # A server that holds the version before the last, or a later one, copies nothing that is overwritten now.
             await self._fleet.settled(version - 2)
-        _, manifest = self.publisher.start(params, version)
+        try:
+            published = self._write(params, version)
+        except OSError as error:
+            down = self._down(error)
+            if down is error:
+                raise
+            raise down from error
         self.version = version
         self._begun.clear()
-        memory = self.publisher.described()
-        place = self.publisher.place(version)
-        published = Published(path=place, version=version, canary=manifest.canary, memory=memory)
-        self._publication = asyncio.create_task(self._deliver(published))
+        self._publication = asyncio.create_task(self._delivery(published, params))
+
+    def _write(self, params: Params, version: int) -> Published:
+        """Begins to write a version, by the transfer that is in use."""
+        _, manifest = self.publisher.start(params, version)
+        place, memory = self.publisher.place(version), self.publisher.described()
+        return Published(path=place, version=version, canary=manifest.canary, memory=memory)
+
+    def _down(self, error: Exception) -> Exception:
+        """What a failure of all servers, or of publishing, is for whoever runs this."""
+        if not self._served_once or isinstance(error, SamplerDown):
+            return error
+        return SamplerDown(
+            f"rollouts cannot go on with version {self.version} of the weights; what was learned is not lost: {error}"
+        )
+
+    async def _delivery(self, published: Published, params: Params) -> None:
+        """Brings the servers to a version: by what was written, written anew, then by the other transfer."""
+        try:
+            try:
+                await self._deliver(published)
+            except (ServerFault, Refused) as refusal:
+                if self._fleet is None or not self._served_once:
+                    raise
+                await self._deliver_again(published, params, refusal)
+            self._served_once = True
+            await self.publisher.prune(self._fleet.updates.staging.values() if self._fleet is not None else ())
+        except (OSError, Refused) as error:
+            down = self._down(error)
+            if self._fleet is not None:
+                self._fleet.turns.fail(down)
+            if down is error:
+                raise
+            raise down from error
+
+    async def _deliver_again(self, published: Published, params: Params, refusal: Exception) -> None:
+        """Tries what is left where every server refused a version; raises the last refusal."""
+        assert self._fleet is not None
+        version, first = published.version, self.publisher
+        for way, make in (("whole once more", lambda: first), ("by the other transfer", self.other)):
+            if make is None:
+                break
+            _log.warning("version %d is published %s, because every server refused it: %s", version, way, refusal)
+            try:
+                self.publisher = make()
+                if _still_there(params):
+                    published = self._write(params, version)
+                    await self.publisher.finish(version)
+                elif self.publisher is not first:
+                    break
+                await self._fleet.publish_again(published)
+                return
+            except (OSError, Refused) as error:
+                refusal = error
+        if self.publisher is not first:
+            self.publisher.close(remove=False)
+            self.publisher = first
+        raise refusal
 
     async def _deliver(self, published: Published) -> None:
         try:
@@ -135,7 +201,6 @@ class VllmClient:
         finally:
             self._begun.set()
         await update
-        await self.publisher.prune()
 
     async def close(self) -> None:
         """Ends what is running and stops the servers that were started; each also where another fails."""
@@ -200,6 +265,10 @@ class VllmClient:
             drafts = request.drafts(index)
             alone = request.settings.temperature == 0  # vLLM draws one greedy completion a request
             await self._draw_all([[draft] for draft in drafts] if alone else [drafts])
+        except OSError as error:
+            down = self._down(error)
+            down.__cause__ = None if down is error else error
+            request.groups.put_nowait(down)
         except Exception as error:
             request.groups.put_nowait(error)
 
@@ -294,3 +363,9 @@ class VllmClient:
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
+
+
+def _still_there(params: Params) -> bool:
+    """Whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    return jax.process_count() == 1 and not any(leaf.is_deleted() for leaf in leaves)

@@ -13,8 +13,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jaxrl_llm import components
+from jaxrl_llm.samplers.vllm.answers import ServerFault
 from jaxrl_llm.samplers.vllm.fleet import Fleet
-from jaxrl_llm.samplers.vllm.server_api import ServerFault
 from jaxrl_llm.samplers.vllm.server_update import Server
 
 _log = logging.getLogger(__name__)

@@ -1,54 +1,30 @@
 """Several vLLM servers as one: requests spread over them, the failed set aside and taken back.
 
-A request that takes far longer than the others did is asked a second time, of a free server; the first answer counts and the other
-request is ended. Both carry the same seed, so a race cannot prefer short responses.
+A request is asked of one server at a time. Where a server draws no token for too long, what it has in flight is cut and goes on elsewhere
+from the tokens that it has, so neither slow servers nor hung ones change how long responses are.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-import numpy as np
-
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
-from jaxrl_llm.samplers.vllm.server_api import Ask, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, streamed
 
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
 _STRIKES = 3  # requests in a row that took too long before a server is set aside
-_KNOWN, _ENOUGH = 512, 8  # requests whose seconds are remembered, and how many of them tell what is usual
 _CUT_S = 5.0  # seconds for a server to end what it is told to end
 
 
 class Unserved(TimeoutError):
     """No server took requests for too long; the message names each and its cause."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Running:
-    """A request in flight.
-
-    Attributes:
-      ask: what is asked.
-      oldest: the oldest version that may answer.
-      server: who was asked first.
-      since: when, time.monotonic.
-      more: set once a second server is asked, or nobody else shall be.
-      attempts: answers on their way.
-    """
-
-    ask: Ask
-    oldest: int
-    server: Server
-    since: float
-    more: asyncio.Future[None]
-    attempts: list[asyncio.Task[list[Piece]]] = field(default_factory=list)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -75,8 +51,6 @@ class Fleet:
             set_aside=self._set_aside,
         )  # fmt: skip
         self._leaving: dict[Server, asyncio.Task[None]] = {}
-        self._running: set[Running] = set()
-        self._seconds: deque[float] = deque(maxlen=_KNOWN)
         self.tasks: list[asyncio.Task[None]] = []  # that end with the fleet
         self._down_since: float | None = None
 
@@ -97,7 +71,7 @@ class Fleet:
         if not any(server.ready for server in self.servers):
             raise ServerFault("; ".join(s.cause for s in self.servers) or "no vLLM server is known")
         if not self.tasks:
-            self.tasks.append(asyncio.create_task(self._watch()))
+            self.tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._watch_progress())]
 
     async def settled(self, oldest: int) -> None:
         """Returns when no server that holds a version before `oldest` is late with an update; each has its limit."""
@@ -170,77 +144,43 @@ class Fleet:
         fault: ServerFault | None = None
         for _ in range(self.limits.tries):
             server = await self.turns.turn(ask.n, home, oldest)
-            more: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            running = Running(ask=ask, oldest=oldest, server=server, since=time.monotonic(), more=more)
             try:
-                return await self._raced(running)
+                return await self._answered(server, ask)
             except ServerFault as error:
                 fault = error
+            finally:
+                self.turns.release(server, ask.n)
         raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
-
-    async def _raced(self, running: Running) -> list[Piece]:
-        """The answer of the server that was asked, or of the second one where that is sooner."""
-        first = self._attempt(running, running.server)
-        awaited: list[asyncio.Future[Any]] = [first, running.more]
-        self._running.add(running)
-        try:
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
-            running.more.cancel()
-            pending, fault = set(running.attempts), None
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for attempt in sorted(done, key=running.attempts.index):
-                    error = attempt.exception()
-                    if error is None:
-                        self._overtaken(running, first)
-                        return attempt.result()
-                    if not isinstance(error, ServerFault):
-                        raise error
-                    fault = error
-            assert fault is not None
-            raise fault
-        finally:
-            self._running.discard(running)
-            running.more.cancel()
-            for attempt in running.attempts:
-                attempt.cancel()
-            await asyncio.gather(*running.attempts, return_exceptions=True)
-
-    def _attempt(self, running: Running, server: Server) -> asyncio.Task[list[Piece]]:
-        """Asks a server whose room is taken already, and gives the room back however it ends."""
-        attempt = asyncio.ensure_future(self._answered(server, running.ask))
-        attempt.add_done_callback(lambda _: self.turns.release(server, running.ask.n))
-        running.attempts.append(attempt)
-        return attempt
-
-    def _overtaken(self, running: Running, first: asyncio.Task[list[Piece]]) -> None:
-        """Counts it where the second server answered before the first."""
-        if not first.done():
-            self.counters["overtaken"] += 1
-            self._blame(running.server, TooSlow(f"{running.server.http.url}: others answered its requests sooner"))
 
     async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
         """What a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
-        pieces, begin = [Piece() for _ in range(ask.n)], time.monotonic()
+        pieces = [Piece() for _ in range(ask.n)]
+        epoch, earlier = server.epoch, max(0, len(server.committed) - 1)
         try:
+            if not server.ready:
+                raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
             if not await self._fly(server, replace(ask, stream=streamed(server, self.inflight)), pieces):
                 self.counters["held"] += 1
                 return [Piece(finish="abort") for _ in pieces]
             await self._approved(server)
+            if server.epoch != epoch:
+                raise ServerFault(f"{server.http.url} was set aside: {server.cause}")
+            _check_versions(server, pieces, set(server.committed[earlier:]))
         except ServerFault as error:
             self._blame(server, error)
             self.counters["retries"] += 1
+            if server.epoch != epoch:
+                raise
             if sum(_cut(piece, server.suspect) for piece in pieces) == 0:
                 raise
             return pieces
-        server.strikes = 0
+        server.strikes, server.progress.moved = 0, True
         self.counters["aborted"] += sum(piece.finish == "abort" for piece in pieces)
-        self._seconds.append(time.monotonic() - begin)
         return pieces
 
     async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> bool:
         """The request, which ends too where the server is set aside; False where a pause held it and it was cut off."""
-        flight = asyncio.ensure_future(server.http.generate(ask, pieces))
+        flight = asyncio.ensure_future(_confirmed(server, ask, pieces))
         server.flights.add(flight)
         try:
             await asyncio.wait({flight})
@@ -272,20 +212,43 @@ class Fleet:
                 return
         self._set_aside(server, error)
 
-    def _hurry(self, now: float) -> None:
-        """Finds a second server for each request that is late, the latest first."""
-        if not self.limits.straggler or len(self._seconds) < _ENOUGH:
+    async def _watch_progress(self) -> None:
+        """Ends what is in flight at servers that draw no token for too long; it goes on elsewhere with the tokens that it has."""
+        while self.limits.straggler:
+            await asyncio.sleep(max(self.limits.straggler_s / 5, 0.01))
+            await asyncio.gather(*(self._look_at(server) for server in list(self.servers)))
+
+    async def _look_at(self, server: Server) -> None:
+        """Sees whether a server goes on; one that does not is told to cut what it has, and set aside.
+
+        A server is late by its own tokens alone, never by those of others or by how long an answer takes: long answers would be asked
+        again more often than short ones, and the answers that are learned from would be too short.
+        """
+        if not server.flights or server.shut or not server.ready:
+            server.progress.rest()
             return
-        usual = float(np.quantile(self._seconds, 0.95))
-        late = now - max(self.limits.straggler * usual, self.limits.straggler_s)
-        for running in sorted((r for r in self._running if r.since < late), key=lambda r: r.since):
-            server = self.turns.free(running.ask.n, running.oldest, running.server)
-            if server is None or running.more.done() or running.server.shut:
-                continue
-            server.load += running.ask.n
-            self._attempt(running, server)
-            running.more.set_result(None)
-            self.counters["asked_twice"] += 1
+        try:
+            tokens = await asyncio.wait_for(server.http.progress(), _CUT_S)
+        except (ServerFault, TimeoutError):
+            tokens = server.progress.tokens or 0.0
+        if tokens is None:
+            self._tell_uncounted(server)
+        elif server.progress.stalled(tokens, self.limits.straggler_s) and not server.shut:
+            self.counters["stalled"] += 1
+            with contextlib.suppress(ServerFault, Refused):
+                async with server.lock:
+                    await server.http.pause("abort", clear_cache=True, limit_s=_CUT_S)
+                    if server.flights:
+                        await asyncio.wait(server.flights, timeout=_CUT_S)
+            self._set_aside(server, TooSlow(f"{server.http.url} drew no token for {self.limits.straggler_s:g} s"))
+
+    def _tell_uncounted(self, server: Server) -> None:
+        if not self.counters["uncounted"]:
+            _log.warning(
+                "vLLM server %s does not count its tokens (/metrics): one that hangs is noticed by VllmSampler.request_s alone",
+                server.http.url,
+            )
+        self.counters["uncounted"] += 1
 
     # -- updates -------------------------------------------------------------------------------------------------------
 
@@ -296,6 +259,21 @@ class Fleet:
           ServerFault, Refused: every server answered and none took it; says what each said.
         """
         await self.updates.publish(published)
+
+    async def publish_again(self, published: Published) -> None:
+        """Brings servers that all failed to a version that was published once more.
+
+        Raises:
+          ServerFault: none took it; says what each said.
+        """
+        self.updates.published = published
+        self.counters["published_again"] += 1
+        for server in self.servers:
+            server.http.version = -1
+        await asyncio.gather(*(self._rejoin(server) for server in list(self.servers)))
+        if not any(server.ready for server in self.servers):
+            causes = "; ".join(server.cause for server in self.servers) or "no server is known"
+            raise ServerFault(f"no server took version {published.version} of the weights: {causes}")
 
     @property
     def update(self) -> dict[str, float]:
@@ -311,8 +289,8 @@ class Fleet:
             self.counters["set_aside"] += 1
             _log.warning("vLLM server set aside: %s", error)
         server.ready, server.http.version = False, -1
-        for flight in list(server.flights):
-            flight.cancel()
+        server.marks.forget()
+        server.disown()
         return error
 
     async def _rejoin(self, server: Server) -> None:
@@ -348,9 +326,8 @@ class Fleet:
             for server in self.servers:
                 if not server.ready and not self.updates.busy(server):
                     self.updates.under_way[server] = asyncio.create_task(self._rejoin(server))
-            now = time.monotonic()
             self.turns.dispatch()
-            self._hurry(now)
+            now = time.monotonic()
             self._down_since = None if self.turns.serving() or not self.turns.waiting else self._down_since or now
             if self._down_since is not None and now - self._down_since > self.limits.wait_s:
                 causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
@@ -359,6 +336,42 @@ class Fleet:
                         f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes}): start them, or raise VllmSampler.wait_s"
                     )
                 )
+
+
+async def _confirmed(server: Server, ask: Ask, pieces: list[Piece]) -> None:
+    """Asks for tokens, and then whether the server holds the weights that they are labelled with.
+
+    Raises:
+      ServerFault: it failed, or holds others; tokens stay in `pieces` only where the server confirmed them.
+    """
+    try:
+        await server.http.generate(ask, pieces)
+    except ServerFault:
+        if any(piece.tokens for piece in pieces):
+            try:
+                await asyncio.wait_for(server.marks.confirm(), _CUT_S)
+            except (ServerFault, Refused, TimeoutError):
+                _drop(pieces)
+        raise
+    try:
+        await server.marks.confirm()
+    except ServerFault:
+        _drop(pieces)
+        raise
+
+
+def _drop(pieces: list[Piece]) -> None:
+    pieces[:] = [Piece() for _ in pieces]
+
+
+def _check_versions(server: Server, pieces: list[Piece], served: set[int]) -> None:
+    """Raises ServerFault, and drops all tokens, where one is labelled with a version that the server was not brought to meanwhile."""
+    labels = {version for piece in pieces for version in piece.versions}
+    if not labels <= served:
+        _drop(pieces)
+        raise ServerFault(
+            f"{server.http.url} labels tokens with the versions {sorted(labels - served)}, while it served {sorted(served)}"
+        )
 
 
 def _cut(piece: Piece, suspect: int | None) -> int:

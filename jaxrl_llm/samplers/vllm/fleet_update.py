@@ -8,9 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, TooSlow, Unreached
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
-from jaxrl_llm.samplers.vllm.server_api import Refused, ServerFault, TooSlow, Unreached
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
+
+# Of a version's update, what is reported of the server that did worst.
+_WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchecked"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +26,8 @@ class Limits:
       wait_s: most seconds that requests wait while no server takes any.
       tries: most servers that one request is asked of.
       at_once: most servers that are paused for an update at a time; 0 for all.
-      straggler: a request, or an update, is late after so many times what the others took; 0 never asks twice.
-      straggler_s: fewest seconds after which it is.
+      straggler: an update is late after so many times what the others took; 0 waits for all, and for servers that draw nothing.
+      straggler_s: fewest seconds after which it is, and seconds without a token after which a server's requests go on elsewhere.
     """
 
     sequences: int
@@ -50,6 +53,7 @@ class Updates:
       published: the newest version; None before the first.
       seconds: seconds and canary of the last update, by name.
       under_way: updates that nobody waits for: of servers that are late, come back or are new.
+      staging: versions that servers read, which must stay where they are.
     """
 
     servers: list[Server]
@@ -61,9 +65,11 @@ class Updates:
     published: Published | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     under_way: dict[Server, asyncio.Task[Any]] = field(default_factory=dict)
+    staging: dict[Server, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.limits.at_once) if self.limits.at_once else None
+        self._noted: int | None = None  # the version that `seconds` is of
 
     async def publish(self, published: Published) -> None:
         """Brings every server that answers to the version; those that are late against the others go on by themselves.
@@ -91,9 +97,7 @@ class Updates:
         failed = [error for server in self.servers if (error := ended.get(server)) is not None]  # others left meanwhile
         if failed and len(failed) == len(self.servers) and not any(isinstance(e, Unreached) for e in failed):
             causes = "; ".join(str(error) for error in failed)
-            error = type(failed[0])(f"no server took version {published.version} of the weights: {causes}")
-            self.turns.fail(error)
-            raise error
+            raise type(failed[0])(f"no server took version {published.version} of the weights: {causes}")
 
     async def _most(self, pending: set[asyncio.Task[Exception | None]], begin: float) -> None:
         """Returns when all updates have ended, or when the last of them are late against more than half."""
@@ -111,17 +115,12 @@ class Updates:
 
     async def bring(self, server: Server) -> Exception | None:
         """Brings one server to the newest version, or sets it aside and says why."""
-        limit = self.limits.update_s
         async with server.lock:
             try:
                 while (wanted := self.published) is not None and server.http.version != wanted.version:
-                    begin = time.perf_counter()
-                    await asyncio.wait_for(stage(server, wanted), limit)
-                    self.seconds["stage_s"] = time.perf_counter() - begin
-                    server.cause = "waiting for the updates of others"
-                    async with self._slot():
-                        if wanted is self.published:
-                            self.seconds |= await asyncio.wait_for(swap(server, wanted, self.inflight, limit), limit)
+                    await self._bring_to(server, wanted)
+                    if server.http.version == wanted.version and wanted is not self.published:
+                        self._lags(server)
                 server.ready, server.shut, server.suspect, server.served = True, False, None, True
             except TimeoutError:
                 return self.set_aside(server, self._overdue(server))
@@ -129,6 +128,42 @@ class Updates:
                 return self.set_aside(server, error)
         self.turns.dispatch()
         return None
+
+    async def _bring_to(self, server: Server, wanted: Published) -> None:
+        """Stages one version and swaps it in, also where a newer one came meanwhile: a slow server would never get to its end else."""
+        limit, begin = self.limits.update_s, time.perf_counter()
+        self.staging[server] = wanted.version
+        try:
+            await asyncio.wait_for(stage(server, wanted), limit)
+            self.seconds["stage_s"] = time.perf_counter() - begin
+            slow = wanted is not self.published
+            server.cause = "waiting for the updates of others"
+            async with self._slot():
+                if wanted is not self.published and not slow:
+                    return  # it has the time to stage the newer one
+                found = await asyncio.wait_for(swap(server, wanted, self.inflight, limit), limit)
+                self._note(found, wanted)
+        finally:
+            self.staging.pop(server, None)
+
+    def _lags(self, server: Server) -> None:
+        """Notes that a server is on an older version than the newest; it takes requests only where servers of older versions do."""
+        newest = self.published.version if self.published is not None else server.http.version
+        self.counters["lagging"] += 1
+        server.cause = f"it lags: it holds version {server.http.version}, the newest is {newest}"
+        server.ready, server.shut, server.suspect, server.served = self.turns.mixed, False, None, True
+        self.turns.dispatch()
+
+    def _note(self, found: dict[str, float], published: Published) -> None:
+        """Keeps what a swap gave: the worst of all servers where it is of the weights, else the last."""
+        if published is not self.published:
+            return
+        same = self._noted == published.version
+        worst = {
+            name: max(found[name], self.seconds[name]) for name in _WORST & found.keys() & self.seconds.keys() if same
+        }
+        self.seconds |= found | worst
+        self._noted = published.version
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:

@@ -91,11 +91,6 @@ class LoadBalancer:
             return [s for s in open_ones if s.http.version >= oldest]
         return [] if self.newest is None else [s for s in open_ones if s.http.version == self.newest]
 
-    def free(self, n: int, oldest: int, other: Server) -> Server | None:
-        """The least loaded server but `other` with room for n more, where nothing waits for room."""
-        room = [s for s in self.serving(oldest) if s is not other and s.load + n <= self.sequences]
-        return min(room, key=lambda s: s.load) if room and not self.waiting else None
-
     def _choose(self, n: int, home: bytes, oldest: int) -> Server | None:
         """The prefix's own server unless it is much busier than the least loaded; None where all are full.
 

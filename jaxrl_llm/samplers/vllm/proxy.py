@@ -5,10 +5,10 @@
 vLLM's development endpoints, through which weights are updated, ask for no key, so vLLM itself listens on loopback alone. Each
 request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP: between hosts, use a network that is private.
 
-    GET /health                                POST /pause?mode=keep&clear_cache=true    POST /resume
+    GET /health    GET /metrics                POST /pause?mode=keep&clear_cache=true    POST /resume
     POST /generate {"token_ids": ...} or {"prompt": ...}, as /inference/v1/generate or /v1/completions take it
     POST /tokens {"token_ids": ...}, as our own route in vLLM takes it (vllm_route)
-    POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version"}
+    POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version", "mark"}
 """
 
 import hmac
@@ -76,6 +76,7 @@ class Proxy:
         )
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/tokens", self._generate)
         app.router.add_post("/stage", self._method("stage", "path", "version"))
@@ -163,13 +164,17 @@ class Proxy:
 
     async def _commit(self, request: web.Request) -> web.StreamResponse:
         """Commits and, where vLLM keeps a number of its weights (0.30 and newer), sets that too."""
-        answer = await self._method("commit", "version")(request)
+        answer = await self._method("commit", "version", "mark")(request)
         if answer.status == 200 and not any(rank["error"] for rank in json.loads(answer.text or "{}")["results"]):
             version = str((await self._json(request))["version"])
             label = await self._ask(request, "POST", "/update_weight_version", json={"new_version": version})
             if label.status not in (200, 404, 405):
                 return label
         return answer
+
+    async def _metrics(self, request: web.Request) -> web.StreamResponse:
+        """What vLLM counts; the learner looks whether it goes on."""
+        return await self._ask(request, "GET", "/metrics")
 
     async def _json(self, request: web.Request) -> Mapping[str, Any]:
         try:

@@ -13,7 +13,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,29 +30,14 @@ from jaxrl_llm.distributed.tree_sums import word_sum
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.publication.canary import limit
 from jaxrl_llm.publication.cuda_ipc import Memory, share
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
 from jaxrl_llm.publication.object_store import Store, is_stored
 
 DTYPES = ("bfloat16", "float32", "float16")
-# Largest difference between learner and sampler on the canary, nats a token: mean and maximum. In 16 bits logits near 16 are 1/16 or
-# 1/8 apart; in float32, which servers from 0.26 on are asked for, 0.5B with bfloat16 weights shows 0.017 and at most 0.41 on an H200.
-TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (0.03, 0.5), "float16": (0.03, 0.5)}
 _NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax warns so of each version that is to have no database
 _CANARY_ROW = 128  # positions; the sequence is padded to a multiple of it
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tolerance:
-    """How far apart the canary's log-probs may be.
-
-    Attributes:
-      mean: largest mean absolute difference, nats.
-      max: largest absolute difference, nats.
-    """
-
-    mean: float
-    max: float
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,7 +51,6 @@ class Publisher:
       dtype: element type that the samplers serve.
       keep: newest versions kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
-      tolerance: of the canary.
       driver: by which samplers on this host copy the weights out of GPU memory; None writes checkpoints.
       seconds: of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
     """
@@ -76,7 +60,6 @@ class Publisher:
     dtype: str
     keep: int
     canary: np.ndarray
-    tolerance: Tolerance
     driver: Memory | None = None
     address: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -106,9 +89,11 @@ class Publisher:
         tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
         if self.driver is not None:
             # The version before stays too: a server that is late may be copying it, and its canary will tell.
-            self._described = share(jax.block_until_ready(tensors), self.driver, version % 2)
+            manifest = self._manifest(version, params, tensors, sums)
+            checksums = {name: entry.checksum for name, entry in manifest.tensors.items()}
+            self._described = share(jax.block_until_ready(tensors), checksums, self.driver, version % 2)
             self.seconds["blocked_s"] = time.perf_counter() - self._begin
-            return path, self._manifest(version, params, tensors, sums)
+            return path, manifest
         try:
             self._make_room(path, sum(x.nbytes for x in tensors.values()))
             manifest = self._manifest(version, params, tensors, sums)
@@ -154,17 +139,21 @@ class Publisher:
         """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
-    async def prune(self) -> None:
-        """Removes all but the newest versions: seconds for large ones, in which requests go on."""
-        await asyncio.to_thread(self._remove_old)
+    async def prune(self, spared: Collection[int] = ()) -> None:
+        """Removes all but the newest versions, and those that servers still read: seconds for large ones, in which requests go on."""
+        await asyncio.to_thread(self._remove_old, {self._path(version).name for version in spared})
 
-    def _remove_old(self) -> None:
+    def _remove_old(self, spared: set[str]) -> None:
         for path in self._versions()[: -self.keep]:
-            shutil.rmtree(path, ignore_errors=True)
+            if path.name not in spared:
+                shutil.rmtree(path, ignore_errors=True)
+        if self._store is None:
+            return
         with self._storing:
-            while self._store is not None and self._stored is not None and len(self._stored) > self.keep:
-                self._store.remove(self._stored[0])
-                del self._stored[0]
+            old = [name for name in (self._stored or [])[: -self.keep] if name not in spared]
+            for name in old:
+                self._store.remove(name)
+                self._stored = [one for one in self._stored or () if one != name]
 
     def close(self, *, remove: bool) -> None:
         """Ends what is being written; with `remove`, no version stays."""
@@ -192,7 +181,8 @@ class Publisher:
         return self._checkpointer
 
     def _make_room(self, path: Path, size: int) -> None:
-        self._writer()
+        self._writer().wait_until_finished()
+        shutil.rmtree(path, ignore_errors=True)  # of a version that is published once more
         path.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free < size:
@@ -216,10 +206,13 @@ class Publisher:
         tokens = self.canary
         if len(tokens) < 2:
             return None
-        logprobs = to_host(scored(params, self._row(tokens), policy=self.policy))[: len(tokens) - 1]
+        text, likely, likely_logprobs, spread = (
+            to_host(x)[: len(tokens) - 1] for x in scored(params, self._row(tokens), policy=self.policy)
+        )
+        layers, dtypes = self.policy.architecture.layers, (self.dtype, self.policy.compute_dtype)
         return Canary(
-            tokens=tuple(tokens.tolist()), logprobs=tuple(logprobs.astype(float).tolist()),
-            mean_tolerance=self.tolerance.mean, max_tolerance=self.tolerance.max,
+            tokens=tuple(tokens.tolist()), logprobs=tuple(text.astype(float).tolist()), likely=tuple(likely.tolist()),
+            likely_logprobs=tuple(likely_logprobs.astype(float).tolist()), limit=limit(likely_logprobs, spread, layers, dtypes),
         )  # fmt: skip
 
     def _row(self, tokens: np.ndarray) -> np.ndarray:
@@ -273,17 +266,34 @@ def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, A
 
 
 @partial(jax.jit, static_argnames=("policy",))
-def scored(params: Params, row: Int[Array, " T"], *, policy: Policy) -> Float[Array, " T"]:
-    """Log-prob of each next token of one sequence at temperature 1, 0 beyond its end; `row` is padded with -1."""
+def scored(
+    params: Params, row: Int[Array, " T"], *, policy: Policy
+) -> tuple[Float[Array, " T"], Int[Array, " T"], Float[Array, " T"], Float[Array, " T"]]:
+    """What the policy says after each token of one sequence, at temperature 1.
+
+    Args:
+      params: of the policy.
+      row: token ids, padded with -1.
+      policy: whose they are.
+
+    Returns:
+      The log-prob of the token that follows, 0 where none does; the most likely token; its log-prob; and the standard deviation of the
+      logits over the vocabulary.
+    """
     targets = jnp.append(row[1:], -1)
     rows = policy.partitioner.batch_shards  # equal rows, one a shard, so that any mesh divides them
     tokens = jnp.broadcast_to(jnp.maximum(row, 0), (rows, len(row)))
     places = jnp.broadcast_to(jnp.arange(len(row), dtype=jnp.int32), tokens.shape)
     segments = jnp.broadcast_to((row >= 0).astype(jnp.int32), tokens.shape)
     hidden = policy.hidden(params, tokens, places, segments, max_segments=1)
-    mesh = policy.partitioner.mesh
-    stats = token_stats(
-        hidden.reshape(-1, hidden.shape[-1]), policy.head(params), jnp.tile(targets, rows), outputs=("logprob",),
-        mesh=mesh if mesh.size > 1 else None,
-    )  # fmt: skip
-    return stats["logprob"].reshape(rows, -1)[0]
+    mesh, head = policy.partitioner.mesh, policy.head(params)
+    logits = jnp.einsum("td,vd->tv", hidden[0], head.astype(hidden.dtype), preferred_element_type=jnp.float32)
+    likely = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    found = []
+    for wanted in (targets, likely):
+        stats = token_stats(
+            hidden.reshape(-1, hidden.shape[-1]), head, jnp.tile(wanted, rows), outputs=("logprob",),
+            mesh=mesh if mesh.size > 1 else None,
+        )  # fmt: skip
+        found.append(stats["logprob"].reshape(rows, -1)[0])
+    return found[0], likely, found[1], jnp.std(logits, axis=-1)

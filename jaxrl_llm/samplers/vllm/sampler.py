@@ -5,8 +5,8 @@ On several hosts process 0 alone asks them; every process writes its own shards 
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
 from jaxrl_llm.samplers.vllm.fleet import Fleet
 from jaxrl_llm.samplers.vllm.fleet_update import Limits
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
-from jaxrl_llm.samplers.vllm.publisher import DTYPES, TOLERANCES, Publisher, Tolerance, default_address, default_folder
+from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address, default_folder
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 from jaxrl_llm.samplers.vllm.server_update import PAUSES, Inflight, Server
 
@@ -106,12 +106,11 @@ class VllmSampler:
       tries: most servers that one request is asked of.
       at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
         a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
-      straggler: a request is asked of a second server after so many times the seconds that 95 % of the others took, and an
-        update is no longer waited for after so many times what half of the others took; 0 waits. Needs `seeded`.
-      straggler_s: fewest seconds before that.
-      canary: text whose log-probs servers and learner are compared on after each update; empty for none.
-      canary_mean: largest mean difference, nats a token; None is 1e-4 in float32, 0.03 in 16 bits.
-      canary_max: largest difference, nats; None is 1e-4 in float32, 0.5 in 16 bits.
+      straggler: an update is no longer waited for after so many times what half of the others took; 0 waits, and also for servers
+        that draw nothing.
+      straggler_s: fewest seconds before that; and the seconds in which a server draws no token before its requests go on elsewhere,
+        from the tokens that they have.
+      canary: text that servers and learner are compared on after each update, as publication/canary.py derives; empty for none.
     """
 
     spawn: bool = True
@@ -135,10 +134,8 @@ class VllmSampler:
     tries: int = 8
     at_once: int = 0
     straggler: float = 4.0
-    straggler_s: float = 10.0
+    straggler_s: float = 30.0
     canary: str = CANARY
-    canary_mean: float | None = None
-    canary_max: float | None = None
 
     def __post_init__(self) -> None:
         if self.spawn == bool(self.urls or self.discovery):
@@ -216,28 +213,30 @@ class VllmSampler:
             child.start()
         return VllmClient(
             publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
-            seeded=self.seeded, remove=self.spawn,
+            seeded=self.seeded, remove=self.spawn, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip
+
+    def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
+        """What publishes by the other transfer: both are there for local servers of one learner's process on a GPU."""
+        if self.transfer == "orbax" and not (self.spawn and jax.default_backend() == "gpu"):
+            return None
+        if jax.process_count() > 1:
+            return None
+        other = replace(self, transfer="orbax" if self.transfer == "cuda_ipc" else "cuda_ipc")
+        return lambda: other._publisher(policy, tokenizer, max_length, run_dir)
 
     def _limits(self) -> Limits:
         return Limits(
             sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries, at_once=self.at_once,
-            straggler=self.straggler if self.seeded else 0.0, straggler_s=self.straggler_s,
+            straggler=self.straggler, straggler_s=self.straggler_s,
         )  # fmt: skip
 
     def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
-        mean, largest = TOLERANCES[self.dtype]
-        if policy.compute_dtype != "float32":
-            mean, largest = TOLERANCES[policy.compute_dtype]
-        tolerance = Tolerance(
-            mean=mean if self.canary_mean is None else self.canary_mean,
-            max=largest if self.canary_max is None else self.canary_max,
-        )
         vocabulary = policy.architecture.vocabulary_size
         tokens = canary_tokens(self.canary, tokenizer, vocabulary)[: max_length - 1]
         folder = default_folder(self.publication, run_dir)
         return Publisher(
-            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, tolerance=tolerance,
+            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
             address=default_address(self.publication, run_dir),
         )  # fmt: skip

@@ -1,89 +1,30 @@
 """One vLLM server over HTTP: token ids in, token ids with log-probs out, and the steps of a weight update (aiohttp).
 
 Requests go to our own route (`vllm_route`) where the server has it, else to `/inference/v1/generate`, else to `/v1/completions`; streams and
-scores do not go to the first. Versions of tokens are
-the server's own spans where it gives them (vLLM 0.32), else `version` of this object when the tokens arrive: whoever commits new
-weights changes it while the server is paused and nothing is on its way.
+scores do not go to the first. Versions of tokens are the server's own spans where it gives them (vLLM 0.32), else `version` of this object
+when the tokens arrive. Neither is believed: `marks` asks the server whether it still holds what was committed.
 """
 
 import contextlib
 import json
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _CONNECT_S = 5.0
 _KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, which would close a connection that is about to be used
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
+_TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
 _TEXT = 400  # characters of a server's answer that an error repeats
-
-
-class ServerFault(ConnectionError):
-    """A server failed; the message names it and the cause, and another server may be asked."""
-
-
-class Unreached(ServerFault):
-    """No connection, or one that broke."""
-
-
-class TooSlow(Unreached):
-    """A server did not answer within its limit."""
-
-
-class Refused(ValueError):
-    """A server answered 4xx: the request or the server's set-up is wrong, and no other server would do better.
-
-    Attributes:
-      status: of the answer; 0 where there was none.
-    """
-
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(eq=False, kw_only=True)
-class Piece:
-    """What one request drew for one sample, so far.
-
-    Attributes:
-      tokens: token ids.
-      logprobs: log-prob of each under the distribution it was drawn from, nats.
-      versions: policy version that drew each.
-      finish: "stop", "length", "abort" (ended by the server before its time), or None while it is being drawn.
-    """
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    finish: Literal["stop", "length", "abort"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A request: n continuations of one token prefix.
-
-    Attributes:
-      tokens: the prefix.
-      sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
-      stream: take the tokens as they are drawn.
-    """
-
-    tokens: Sequence[int]
-    sampling: Mapping[str, Any]
-    stream: bool = False
-
-    @property
-    def n(self) -> int:
-        return int(self.sampling["n"])
 
 
 @dataclass(eq=False, kw_only=True)
@@ -215,16 +156,29 @@ class VllmHttp:
                 raise
             raise ServerFault(f"{self.url} answered something else than was asked for: {wrong}") from wrong
 
-    async def score(self, tokens: Sequence[int]) -> Float[np.ndarray, " T"]:
-        """Log-prob of each token but the first, given those before it, at temperature 1; raises as `generate` does."""
-        sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+    async def score(
+        self, tokens: Sequence[int], likely: Sequence[int], listed: int
+    ) -> tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]:
+        """What the server says of a text of T tokens at temperature 1; raises as `generate` does.
+
+        Args:
+          tokens: the text's T token ids.
+          likely: a token id to be looked for after each of the first T - 1 tokens.
+          listed: how many of its most likely tokens the server tells of after each token.
+
+        Returns:
+          The log-prob of each token but the first, and of each of `likely`: -inf where it is not among those that the server tells of.
+        """
+        sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": listed, "detokenize": False}
         body = self._body(Ask(tokens=tokens, sampling=sampling))
-        text = await self._call("POST", self.route, body, limit_s=self.control_s)
+        said = await self._call("POST", self.route, body, limit_s=self.control_s)
         try:
-            answer = json.loads(text)
-            listed = answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"]
-            found = [at[str(token)]["logprob"] for at, token in zip(listed[1:], list(tokens)[1:], strict=True)]
-            return np.asarray(found, np.float64)
+            answer = json.loads(said)
+            found = (answer.get("prompt_logprobs") or answer["choices"][0]["prompt_logprobs"])[1:]
+            text = [at[str(token)]["logprob"] for at, token in zip(found, list(tokens)[1:], strict=True)]
+            absent = {"logprob": -np.inf}
+            favourites = [at.get(str(token), absent)["logprob"] for at, token in zip(found, likely, strict=True)]
+            return np.asarray(text, np.float64), np.asarray(favourites, np.float64)
         except (KeyError, TypeError, IndexError, AttributeError, ValueError, RecursionError) as wrong:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
 
@@ -246,35 +200,7 @@ class VllmHttp:
     def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask) -> None:
         """Adds what one answer, or one event of a stream, says of one sample."""
         self.arrivals += 1
-        piece = pieces[choice["index"]]
-        tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs") or {}
-        if isinstance(logprobs, list):
-            drawn = logprobs
-        elif "content" in logprobs:
-            drawn = [entry["logprob"] for entry in logprobs["content"] or ()]
-        else:
-            drawn = list(logprobs.get("token_logprobs") or ())
-        if len(drawn) != len(tokens) or not all(isinstance(x, float | int) and x == x for x in drawn):
-            raise ValueError(f"{len(tokens)} tokens with log-probs {drawn[:3]}... of {len(drawn)}")
-        if len(piece.tokens) + len(tokens) > ask.sampling["max_tokens"]:
-            raise ValueError(f"more than the {ask.sampling['max_tokens']} tokens that were asked for")
-        if not all(0 <= token < self.vocabulary for token in tokens):
-            raise ValueError(f"token ids outside 0..{self.vocabulary - 1}")
-        finish = choice.get("finish_reason")
-        if finish not in (None, "stop", "length", "abort"):
-            raise ServerFault(f"{self.url} ended a request with {finish!r}")
-        piece.versions += self._versions(choice.get("weight_versions"), len(tokens))
-        piece.tokens += tokens
-        piece.logprobs += drawn
-        piece.finish = finish
-
-    def _versions(self, spans: Sequence[Mapping[str, Any]] | None, count: int) -> list[int]:
-        if not spans:
-            return [self.version] * count
-        found = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
-        if len(found) < count:
-            raise ValueError(f"spans of versions over {len(found)} tokens of {count}")
-        return found[len(found) - count :]  # a stream's spans reach back to its first token
+        pieces[choice["index"]].take(choice, ask, self.vocabulary, self.version)
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
         """The choices of a stream of server-sent events."""
@@ -301,21 +227,33 @@ class VllmHttp:
         await self._step("stage", "/stage", path=path, version=version)
 
     async def stage_status(self) -> list[dict[str, Any]]:
-        """How far each rank is: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes."""
+        """How far each rank is: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
         return await self._step("stage_status", "/stage_status")
 
-    async def commit(self, version: int) -> list[dict[str, Any]]:
-        """Loads the staged version on every rank; the server is paused. Each rank says the version it holds."""
-        return await self._step("commit", "/commit", version=version)
+    async def commit(self, version: int, mark: str) -> list[dict[str, Any]]:
+        """Loads the staged version on every rank; the server is paused. Each rank says the version it holds, and the mark it had before."""
+        return await self._step("commit", "/commit", version=version, mark=mark)
 
-    async def commit_memory(self, version: int, memory: str) -> list[dict[str, Any]]:
+    async def commit_memory(self, version: int, mark: str, memory: str) -> list[dict[str, Any]]:
         """As `commit`, of weights that nothing staged: they lie in GPU memory of a process on the server's host."""
-        return await self._step("commit_ipc", "/commit_ipc", version=version, memory=memory)
+        return await self._step("commit_ipc", "/commit_ipc", version=version, mark=mark, memory=memory)
 
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
         """Stops generation: "keep" freezes what is in flight, "wait" finishes it, "abort" ends it."""
         query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
+
+    async def progress(self) -> float | None:
+        """Tokens that the server has read and drawn since its start; None where it does not count them."""
+        try:
+            said = await self._call("GET", "/metrics", limit_s=_CONNECT_S)
+        except Refused:
+            return None
+        found = [line.rpartition(" ")[2] for line in said.splitlines() if line.startswith(_TOKENS)]
+        try:
+            return sum(map(float, found)) if found else None
+        except ValueError as wrong:
+            raise ServerFault(f"{self.url} counts its tokens in words that are no numbers: {wrong}") from wrong
 
     async def resume(self) -> None:
         await self._call("POST", "/resume", limit_s=self.control_s)

@@ -7,16 +7,19 @@ resumed: it stays paused until a later update of it is whole.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-import numpy as np
-
+from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
-from jaxrl_llm.samplers.vllm.server_api import ServerFault, VllmHttp
+from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
+from jaxrl_llm.samplers.vllm.marks import Marks
+from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
+_log = logging.getLogger(__name__)
 Inflight = Literal["recompute", "stale_kv", "wait", "abort_resume"]
 # What becomes of requests in flight while weights change: vLLM's pause mode, and whether it forgets keys and values.
 PAUSES: dict[str, tuple[str, bool]] = {
@@ -25,7 +28,9 @@ PAUSES: dict[str, tuple[str, bool]] = {
     "wait": ("wait", True),
     "abort_resume": ("abort", True),
 }
-_POLL_S = 0.02
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # between looks at how far a server is: each is 1.5 times the last
+_SILENCE_S = 0.04  # in which nothing arrives, before nothing is on its way
+_LOOKS = 4  # that find a server unchanged before it counts as hung
 _HELD_S = 5.0  # after a pause, in which what a server has drained arrives
 
 
@@ -47,6 +52,36 @@ class Published:
 
 
 @dataclass(eq=False, kw_only=True)
+class Progress:
+    """Whether a server draws tokens.
+
+    Attributes:
+      tokens: that it had read and drawn when it was last seen; None before it was seen with requests in flight.
+      since: when that number changed, time.monotonic.
+      moved: whether it has ever changed, or a request was answered: the first ones may have to wait for programs to compile.
+      looks: how often it was seen unchanged: a client that is busy itself looks seldom.
+    """
+
+    tokens: float | None = None
+    since: float = 0.0
+    moved: bool = False
+    looks: int = 0
+
+    def rest(self) -> None:
+        """Nothing is in flight, or nothing is to be drawn."""
+        self.tokens = None
+
+    def stalled(self, tokens: float, limit_s: float) -> bool:
+        """Notes the number; True where it was the same for so long."""
+        now = time.monotonic()
+        self.looks += 1
+        if tokens != self.tokens:
+            self.moved |= self.tokens is not None
+            self.tokens, self.since, self.looks = tokens, now, 0
+        return self.moved and now - self.since > limit_s and self.looks >= _LOOKS
+
+
+@dataclass(eq=False, kw_only=True)
 class Server:
     """A server and what is known of it.
 
@@ -61,9 +96,13 @@ class Server:
       cause: why it is not ready, or where its update is.
       told: the cause that was last warned of, of a server that is to be taken in.
       suspect: a version whose tokens are thrown away, or None.
-      flights: requests in flight.
+      flights: requests in flight; each ends with the confirmation that its tokens are of the weights that are believed.
       held: those of them that reached it when it was paused already, cut off to be asked again.
       lock: held by whoever updates it.
+      marks: what it says of the weights that it holds.
+      progress: what it draws.
+      committed: the versions that it was brought to, one after the other.
+      epoch: changes when what is in flight must not count any more.
     """
 
     http: VllmHttp
@@ -79,6 +118,18 @@ class Server:
     flights: set[asyncio.Task[None]] = field(default_factory=set)
     held: set[asyncio.Task[None]] = field(default_factory=set)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    progress: Progress = field(default_factory=Progress)
+    committed: list[int] = field(default_factory=list)
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.marks = Marks(http=self.http)
+
+    def disown(self) -> None:
+        """Ends what is in flight; no token of it counts."""
+        self.epoch += 1
+        for flight in list(self.flights):
+            flight.cancel()
 
 
 async def stage(server: Server, published: Published) -> None:
@@ -101,7 +152,8 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
       limit_s: most seconds until what is in flight has ended, where it has to.
 
     Returns:
-      Seconds between pause and resume, and from the pause's end to resume; and the canary's gap.
+      Seconds between pause and resume, and from the pause's end to resume; tensors whose checksums the server compared, and those it
+      could not; and the canary's gap.
 
     Raises:
       ServerFault, Refused: a step failed; the server is as the step left it.
@@ -113,13 +165,15 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
     await _quiet(server, drained=mode != "keep", streams=streamed(server, inflight))
     server.cause = "committing"
     paused = time.perf_counter()
-    await _commit(http, published)
+    checked = await _commit(server, published)
     await http.label(published.version)
+    server.committed.append(published.version)
     http.version = published.version
     await http.resume()
     resumed = time.perf_counter()
     server.cause = "canary"
-    return {"paused_s": resumed - begin, "commit_s": resumed - paused} | await _canary(server, published)
+    seconds = {"paused_s": resumed - begin, "commit_s": resumed - paused}
+    return seconds | checked | await _canary(server, published)
 
 
 def streamed(server: Server, inflight: Inflight) -> bool:
@@ -127,20 +181,45 @@ def streamed(server: Server, inflight: Inflight) -> bool:
     return inflight in ("recompute", "stale_kv") and not server.http.spans
 
 
-async def _commit(http: VllmHttp, published: Published) -> None:
-    """Loads the version on every rank; raises ServerFault, with the ranks' reasons, where one holds another."""
-    version, memory = published.version, published.memory
-    held = await (http.commit_memory(version, memory) if memory else http.commit(version))
+async def _commit(server: Server, published: Published) -> dict[str, float]:
+    """Loads the version on every rank, which compares what its model holds then with the published checksums.
+
+    Returns:
+      How many tensors were compared, of the rank with the fewest, and how many were not.
+
+    Raises:
+      ServerFault: a rank holds another version, or other weights; with the ranks' reasons.
+      Refused: the server's plugin is of another version of this package.
+    """
+    http, version, memory, mark = server.http, published.version, published.memory, server.marks.new()
+    held = await (http.commit_memory(version, mark, memory) if memory else http.commit(version, mark))
     reasons = sorted({str(rank["error"]) for rank in held if rank.get("error")})
     if not held or reasons or any(int(rank.get("version", -1)) != version for rank in held):
         versions = [rank.get("version") for rank in held]
         raise ServerFault(
             f"{http.url} holds version {versions} after the commit of {version} ({'; '.join(reasons) or 'no reason given'}): it stays paused"
         )
+    if any("checked" not in rank or "was" not in rank for rank in held):
+        raise Refused(
+            f"{http.url} does not say what its model holds, as its plugin is older than this learner: "
+            "install the learner's version of jaxrl-llm beside vLLM"
+        )
+    if server.marks.held and any(rank["was"] != server.marks.held for rank in held):
+        _log.warning(
+            "vLLM server %s held other weights than were committed before: what was in flight there is asked again",
+            http.url,
+        )
+        server.disown()
+    server.marks.settle()
+    return {
+        "tensors_checked": float(min(int(rank["checked"]) for rank in held)),
+        "tensors_unchecked": float(max(int(rank["unchecked"]) for rank in held)),
+    }
 
 
 async def _staged(http: VllmHttp, version: int) -> None:
     """Returns when every rank has staged the version; ServerFault where one failed."""
+    wait_s = _POLL_S
     while True:
         if not (ranks := await http.stage_status()):
             raise ServerFault(
@@ -155,7 +234,8 @@ async def _staged(http: VllmHttp, version: int) -> None:
                 )
         if all(rank.get("state") == "staged" for rank in ranks):
             return
-        await asyncio.sleep(_POLL_S)
+        await asyncio.sleep(wait_s)
+        wait_s = min(1.5 * wait_s, _LONGEST_POLL_S)
 
 
 async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
@@ -165,32 +245,38 @@ async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
     """
     until = time.monotonic() + _HELD_S
     while drained and server.flights:
-        if time.monotonic() > until:
-            server.held |= {flight for flight in server.flights if flight.cancel()}
-        await asyncio.sleep(_POLL_S)
+        left = until - time.monotonic()
+        if left <= 0:
+            server.held |= {flight for flight in server.flights - server.held if flight.cancel()}
+        await asyncio.wait(
+            set(server.flights), timeout=left if left > 0 else _POLL_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        await asyncio.sleep(0)  # whoever asked takes the answer
     seen = -1
     while streams and seen != (now := server.http.arrivals):
         seen = now
-        await asyncio.sleep(2 * _POLL_S)
+        await asyncio.sleep(_SILENCE_S)
 
 
 async def _canary(server: Server, published: Published) -> dict[str, float]:
-    """Compares the server's log-probs of the fixed sequence with the learner's.
+    """Compares what the server says of the fixed text with what the learner says.
 
     Raises:
-      ServerFault: they differ by more than the tolerance; the server is paused and its tokens are suspect.
+      ServerFault: they differ by more than rounding explains; the server is paused and its tokens are suspect.
     """
     canary = published.canary
     if canary is None:
         return {}
-    gap = np.abs(await server.http.score(canary.tokens) - np.asarray(canary.logprobs))
-    mean, worst = float(gap.mean()), float(gap.max())
-    if mean <= canary.mean_tolerance and worst <= canary.max_tolerance:
-        return {"canary_mean": mean, "canary_max": worst}
+    found = gap(canary, *await server.http.score(canary.tokens, canary.likely, LISTED))
+    if found.ratio <= canary.limit:  # not so for NaN
+        return {
+            "canary_ratio": found.ratio, "canary_limit": canary.limit, "canary_likely": found.likely,
+            "canary_mean": found.mean, "canary_max": found.max,
+        }  # fmt: skip
     server.suspect = published.version
     await server.http.pause("abort", clear_cache=True)
     raise ServerFault(
-        f"{server.http.url} scores the canary {mean:.3g} nats a token (at most {worst:.3g}) off the learner under version "
-        f"{published.version}; allowed are {canary.mean_tolerance:g} and {canary.max_tolerance:g} "
-        "(VllmSampler.canary_mean and canary_max): is it the same model and dtype?"
+        f"{server.http.url} scores the canary apart from the learner under version {published.version}: the probabilities of the "
+        f"learner's most likely tokens differ by {found.ratio:.3g} of themselves, rounding explains {canary.limit:.3g} "
+        f"({found.mean:.3g} nats a token of the text): does it serve the same model, in the same dtype, with the same config.json?"
     )

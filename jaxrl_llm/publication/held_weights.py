@@ -1,0 +1,147 @@
+"""Exact checksums of the tensors that a server's model holds, taken after a load (PyTorch, imported inside functions).
+
+What was staged is compared with the manifest before the load; here the model itself is compared, after it: a tensor that a loader
+left out, put elsewhere, transposed or changed differs from what was published, by one bit at least, and no tolerance is needed. The sum
+is the manifest's, and it is taken where the tensor lies, some rows at a time.
+
+On a CPU vLLM packs matrices into a form of its own and drops the tensors; such tensors are counted as unchecked and named.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.publication.manifest import digits, weights_of
+from jaxrl_llm.publication.reader import Target
+
+_ELEMENTS = 1 << 22  # elements that are weighted at a time
+_WIDER = {("bfloat16", "float32"), ("float16", "float32")}  # what is published, and what holds each of its values
+
+
+class WrongWeights(RuntimeError):
+    """A model holds something else than what was published."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a comparison covered.
+
+    Attributes:
+      checked: tensors whose checksums are those that were published.
+      unchecked: names of tensors that the model keeps in another form, which nothing was compared of.
+    """
+
+    checked: int
+    unchecked: tuple[str, ...]
+
+
+def compare(
+    held: Mapping[str, Any | None], targets: Mapping[str, Target], published: Mapping[str, tuple[str, int]]
+) -> Held:
+    """Compares the model's tensors with what was published.
+
+    Args:
+      held: this rank's part of each tensor as the model holds it, a torch tensor by Hugging Face name; None where it is in another form.
+      targets: where the parts lie in the whole tensors.
+      published: of each tensor the element type, and the sum that this rank's part has.
+
+    Raises:
+      WrongWeights: a tensor is of a narrower type, or its sum is another one; names how many and the first.
+    """
+    import torch
+
+    here = {name: tensor for name, tensor in held.items() if tensor is not None}
+    wrong_type = [name for name, tensor in here.items() if not _holds(_name(tensor), published[name][0])]
+    if wrong_type:
+        name = wrong_type[0]
+        raise WrongWeights(
+            f"{len(wrong_type)} tensors have another element type than what was published, the first is {name!r}: "
+            f"{_name(here[name])} here, {published[name][0]} there; start the server with --dtype {published[name][0]}"
+        )
+    if not here:
+        return Held(checked=0, unchecked=tuple(held))
+    weights = _Weights()
+    found = [tensor_sum(tensor, targets[name], published[name][0], weights) for name, tensor in here.items()]
+    sums: dict[str, int] = dict(zip(here, torch.stack(found).tolist(), strict=True))
+    wrong = [name for name, total in sums.items() if total != published[name][1]]
+    if wrong:
+        got, said = digits(sums[wrong[0]]), digits(published[wrong[0]][1])
+        raise WrongWeights(
+            f"{len(wrong)} of {len(here)} tensors in the model differ from what was published, the first is {wrong[0]!r} "
+            f"(checksum {got}, published is {said})"
+        )
+    return Held(checked=len(here), unchecked=tuple(name for name in held if name not in here))
+
+
+def _name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _holds(held: str, published: str) -> bool:
+    return held == published or (published, held) in _WIDER
+
+
+class _Weights:
+    """The weights of positions as torch's int32, made once for each range and device."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int, int, Any], Any] = {}
+
+    def __call__(self, first: int, count: int, parity: int, device: Any) -> Any:
+        import torch
+
+        key = (first, count, parity, device)
+        if key not in self._made:
+            positions = np.arange(first, first + count, dtype=np.int64).astype(np.uint32)
+            odd = weights_of(positions * np.uint32(2) + np.uint32(parity))
+            self._made[key] = torch.from_numpy(odd.view(np.int32)).to(device)
+        return self._made[key]
+
+
+def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None = None) -> Any:
+    """What a part of a tensor, of one or two axes, adds to the tensor's checksum: `manifest.partial_sum` in torch.
+
+    Args:
+      part: the part, in `dtype` or a wider type whose values are all of `dtype`.
+      target: where it lies in the tensor.
+      dtype: the element type that was published.
+      weights: shared by the tensors of a model.
+
+    Returns:
+      int64 scalar on the part's device, the sum modulo 2^32, or -1 where a value is none of `dtype`.
+    """
+    import torch
+
+    weights = weights or _Weights()
+    columns = target.box[-1]
+    by_column = weights(columns.start, columns.stop - columns.start, 1, part.device)
+    rows = part.reshape(-1, part.shape[-1]) if part.numel() else part.reshape(0, 1)
+    first = target.box[0].start if part.ndim > 1 else 0
+    by_row = weights(first, len(rows), 0, part.device)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    exact = torch.ones((), dtype=torch.bool, device=part.device)
+    step = max(1, _ELEMENTS // max(1, rows.shape[-1]))
+    for begin in range(0, len(rows), step):
+        block = rows[begin : begin + step]
+        if _name(block) != dtype:
+            narrow = block.to(getattr(torch, dtype))
+            exact = exact & (narrow.to(block.dtype) == block).all()
+            block = narrow
+        words = _words(block.contiguous())
+        of_rows = (words * by_column).sum(dim=1, dtype=torch.int32)  # int32 wraps around, as sums modulo 2^32 do
+        total = total + (of_rows * by_row[begin : begin + step]).sum(dtype=torch.int32)
+    return torch.where(exact, total % (1 << 32), torch.full_like(total, -1))
+
+
+def _words(block: Any) -> Any:
+    """The elements' bits as int32; never the tensor's own memory of another meaning."""
+    import torch
+
+    size = block.element_size()
+    if size == 4:
+        return block.view(torch.int32)
+    if size == 2:
+        return block.view(torch.int16).to(torch.int32) & 0xFFFF
+    return block.view(torch.uint8).to(torch.int32)

@@ -1,0 +1,109 @@
+"""What is asked of a server, what it answers, and what goes wrong on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+class ServerFault(ConnectionError):
+    """A server failed; the message names it and the cause, and another server may be asked."""
+
+
+class Unreached(ServerFault):
+    """No connection, or one that broke."""
+
+
+class TooSlow(Unreached):
+    """A server did not answer within its limit."""
+
+
+class Refused(ValueError):
+    """A server answered 4xx: the request or the server's set-up is wrong, and no other server would do better.
+
+    Attributes:
+      status: of the answer; 0 where there was none.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(eq=False, kw_only=True)
+class Piece:
+    """What one request drew for one sample, so far.
+
+    Attributes:
+      tokens: token ids.
+      logprobs: log-prob of each under the distribution it was drawn from, nats.
+      versions: policy version that drew each.
+      finish: "stop", "length", "abort" (ended by the server before its time), or None while it is being drawn.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Literal["stop", "length", "abort"] | None = None
+
+    def take(self, choice: Mapping[str, Any], ask: "Ask", vocabulary: int, version: int) -> None:
+        """Adds what a server says: an answer to the request, or one event of a stream.
+
+        Args:
+          choice: the sample in the words of one of the routes.
+          ask: what was asked.
+          vocabulary: token ids are below it.
+          version: of tokens that the server does not tell the version of.
+
+        Raises:
+          ValueError: it is not what was asked for. KeyError, TypeError or AttributeError: it is no sample.
+          ServerFault: the server ended the request for a reason of its own.
+        """
+        tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs") or {}
+        if isinstance(logprobs, list):
+            drawn = logprobs
+        elif "content" in logprobs:
+            drawn = [entry["logprob"] for entry in logprobs["content"] or ()]
+        else:
+            drawn = list(logprobs.get("token_logprobs") or ())
+        if len(drawn) != len(tokens) or not all(isinstance(x, float | int) and x == x for x in drawn):
+            raise ValueError(f"{len(tokens)} tokens with log-probs {drawn[:3]}... of {len(drawn)}")
+        if len(self.tokens) + len(tokens) > ask.sampling["max_tokens"]:
+            raise ValueError(f"more than the {ask.sampling['max_tokens']} tokens that were asked for")
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise ValueError(f"token ids outside 0..{vocabulary - 1}")
+        finish = choice.get("finish_reason")
+        if finish not in (None, "stop", "length", "abort"):
+            raise ServerFault(f"a server ended a request with {finish!r}")
+        self.versions += _versions(choice.get("weight_versions"), len(tokens), version)
+        self.tokens += tokens
+        self.logprobs += drawn
+        self.finish = finish
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A request: n continuations of one token prefix.
+
+    Attributes:
+      tokens: the prefix.
+      sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
+      stream: take the tokens as they are drawn.
+    """
+
+    tokens: Sequence[int]
+    sampling: Mapping[str, Any]
+    stream: bool = False
+
+    @property
+    def n(self) -> int:
+        return int(self.sampling["n"])
+
+
+def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: int) -> list[int]:
+    """The version of each of the last `count` tokens of a sample: a stream's spans reach back to its first token."""
+    if not spans:
+        return [version] * count
+    found = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
+    if len(found) < count:
+        raise ValueError(f"spans of versions over {len(found)} tokens of {count}")
+    return found[len(found) - count :]
