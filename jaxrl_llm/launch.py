@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import out_of_memory, xla_flags
+from jaxrl_llm.distributed import compilation_cache, out_of_memory, xla_flags
 from jaxrl_llm.protocols import Down
 
 _log = logging.getLogger(__name__)
@@ -74,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and runs it; returns the exit code."""
     arguments = parse_arguments(argv)
     xla_flags.apply()
+    if problem := compilation_cache.apply():
+        print(f"warning: {problem}", file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log

@@ -54,6 +54,15 @@ class Reward(Protocol):
 
 
 @runtime_checkable
+class Isolating(Protocol):
+    """A reward that evaluates or runs what a model wrote."""
+
+    def isolation(self) -> str:
+        """How that is shut in, in a few words, as far as this machine and the reward's service say."""
+        ...
+
+
+@runtime_checkable
 class Filter(Protocol):
     """Decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` batches were drawn."""
 

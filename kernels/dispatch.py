@@ -1,12 +1,85 @@
-"""Chooses the backend of a kernel: the first that supports a call, or the one named, or an error that says why not."""
+"""Chooses the backend of a kernel: takes the first that supports a call, or the one named, or raises with the reasons.
+
+This file alone knows which device the kernels are for: the running process's own, or one that programs are compiled for
+without having it (`target`). The device is a part of the key under which jit keeps what it traced.
+"""
 
 import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import jax
+
+_TARGET = jax.make_user_context(default_value=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A backend that was chosen while a program was traced.
+
+    Attributes:
+      op: the kernel.
+      backend: the backend that takes the call.
+      call: the static description of the call.
+      refused: {backend: its reason} of those that were tried before.
+    """
+
+    op: str
+    backend: str
+    call: Any
+    refused: dict[str, str]
+
+
+class _Record:
+    """The choices that are made while it is open; hashed by what it is, so that jit traces anew under each."""
+
+    def __init__(self) -> None:
+        self.choices: list[Choice] = []
+
+
+_RECORD = jax.make_user_context(default_value=None)
+
+
+def device() -> Any:
+    """The device that kernels are chosen for; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
+    found = _TARGET.value
+    return jax.local_devices()[0] if found is None else found
+
+
+def foreign() -> bool:
+    """True where kernels are chosen for another device than the process's own."""
+    return _TARGET.value is not None
+
+
+@contextmanager
+def target(device: Any) -> Iterator[None]:
+    """Chooses kernels for `device`, which the process need not have; it must be hashable."""
+    with _TARGET(device):
+        yield
+
+
+@contextmanager
+def recording() -> Iterator[list[Choice]]:
+    """Gives a list which every choice is added to that is made while the context is open, each distinct call once.
+
+    What is traced meanwhile is traced anew, also where jit holds it already.
+    """
+    record = _Record()
+    with _RECORD(record):
+        yield record.choices
+
+
+def capability() -> tuple[int, int] | None:
+    """The compute capability of the device where it is an NVIDIA GPU, or None."""
+    major, _, minor = str(getattr(device(), "compute_capability", None) or "").partition(".")
+    return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
+
 
 def backend_module(op: str, backend: str) -> ModuleType:
-    """The module of one backend of the kernel `op`; it has `refusal(call)`, the reason why not, or None."""
+    """The module of one backend of the kernel `op`; it has `refusal(call)`, which gives the reason why not, or None."""
     return importlib.import_module(f"jaxrl_llm.kernels.{op}.{backend}")
 
 
@@ -23,11 +96,14 @@ def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -
     """
     if backend is not None and backend not in backends:
         raise ValueError(f"unknown {op} backend {backend!r}: use one of {backends}, or None to choose by the call")
-    reasons = []
+    refused: dict[str, str] = {}
     for name in backends if backend is None else (backend,):
         module = backend_module(op, name)
         reason = module.refusal(call)
         if reason is None:
+            record, choice = _RECORD.value, Choice(op=op, backend=name, call=call, refused=refused)
+            if record is not None and choice not in record.choices:
+                record.choices.append(choice)
             return module
-        reasons.append(f"{name}: {reason}")
-    raise ValueError(f"no {op} backend takes this call ({'; '.join(reasons)}); got {call}")
+        refused[name] = reason
+    raise ValueError(f"no {op} backend takes this call ({'; '.join(map(': '.join, refused.items()))}); got {call}")

@@ -1,4 +1,4 @@
-"""The device mesh, and the one table that maps logical axes of arrays to mesh axes."""
+"""Makes the device mesh, and holds the one table that maps logical axes of arrays to mesh axes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +27,8 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_width": (),
 }
 
+STORED = "fsdp"  # splits parameters where they lie, and is gathered where they are used
+
 Axes = tuple[str | None, ...]
 
 
@@ -39,12 +41,15 @@ class MeshConfig:
       fsdp: shards of parameters, gradients and optimizer state; splits the batch too.
       tensor: shards of heads, MLP and vocabulary.
       context: shards of the tokens of a row.
+      undivided: True lets a run go on whose parameters mostly have no dimension that `fsdp` divides, and so lie whole on
+        every device; False refuses it.
     """
 
     data: int = 1
     fsdp: int = -1
     tensor: int = 1
     context: int = 1
+    undivided: bool = False
 
     def sizes(self, devices: int) -> tuple[int, ...]:
         """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
@@ -107,6 +112,30 @@ class Partitioner:
         """The NamedSharding of an array with logical `axes` and `shape`."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
+    def stored(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
+        """Where a parameter with logical `axes` lies between its uses.
+
+        It is that of `spec`, but where fsdp does not divide the dimension that the table gives to it: then the longest other
+        dimension that fsdp divides is split, and each use gathers the parameter. Layers are never split, as a loop runs
+        over them. A parameter that fsdp divides nowhere lies whole on every device; `whole_share` counts those.
+        """
+        parts = list(self.spec(axes, shape))
+        wanted = any(STORED in self.rules[name] for name in axes if name is not None)
+        if wanted and self.axis_sizes[STORED] > 1 and not any(STORED in _names(part) for part in parts):
+            fitting = [
+                (size, -i)
+                for i, (name, size) in enumerate(zip(axes, shape, strict=True))
+                if name != "layers" and size % (self._ways(parts[i]) * self.axis_sizes[STORED]) == 0
+            ]
+            if fitting:
+                place = -max(fitting)[1]
+                chosen = (*_names(parts[place]), STORED)
+                parts[place] = chosen if len(chosen) > 1 else chosen[0]
+        return NamedSharding(self.mesh, PartitionSpec(*parts))
+
+    def _ways(self, part: Any) -> int:
+        return math.prod(self.axis_sizes[axis] for axis in _names(part))
+
     @property
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
@@ -116,6 +145,28 @@ class Partitioner:
         if self.mesh.size == 1:
             return x
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+
+def _names(part: Any) -> tuple[str, ...]:
+    """The mesh axes of one entry of a PartitionSpec."""
+    return () if part is None else (part,) if isinstance(part, str) else tuple(part)
+
+
+def whole_share(tree: Any) -> tuple[float, float]:
+    """How well fsdp divides a tree of shapes with NamedShardings.
+
+    Returns:
+      The share of its elements that fsdp does not divide, and how many times its share a device holds: 1 where fsdp
+      divides everything, its size where it divides nothing.
+    """
+    total, whole, held, ideal = 0, 0, 0.0, 0.0
+    for x in jax.tree.leaves(tree):
+        ways = x.sharding.mesh.shape[STORED]
+        divided = any(STORED in _names(part) for part in x.sharding.spec)
+        here = math.prod(x.sharding.shard_shape(x.shape))
+        total, whole = total + math.prod(x.shape), whole + (0 if divided else math.prod(x.shape))
+        held, ideal = held + here, ideal + (here if divided else here / ways)
+    return whole / total, held / ideal
 
 
 def to_host(x: jax.Array) -> np.ndarray:

@@ -1,5 +1,6 @@
 """All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner
@@ -189,6 +191,20 @@ def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
         return jax.device_put(batch, jax.tree.map(place, batch))
     # Every process has the whole batch, and gives its devices their shards: nothing travels.
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), place(x), np.asarray(x).__getitem__), batch)
+
+
+def by_sequence(sequences: Sequences, partitioner: Partitioner) -> Sequences:
+    """The sequences with their token streams [S, T] split by sequence over this process's devices of the mesh.
+
+    Every process has all of them, and works out all advantages by itself. As many devices take part as divide S.
+    """
+    devices = partitioner.mesh.local_devices
+    count = math.gcd(len(sequences.reward), len(devices))
+    if count == 1:
+        return sequences
+    mesh = Mesh(np.array(devices[:count], dtype=object), ("sequence",))
+    rows, whole = NamedSharding(mesh, PartitionSpec("sequence", None)), NamedSharding(mesh, PartitionSpec())
+    return jax.device_put(sequences, jax.tree.map(lambda x: rows if np.ndim(x) == 2 else whole, sequences))
 
 
 def _paired(group: Group) -> bool:

@@ -15,10 +15,11 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.learner import offload
+from jaxrl_llm.learner.batch import by_sequence
 from jaxrl_llm.learner.optimizer import Optimizer, Trainable, keep, state_shardings
 from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.policy import Policy
@@ -198,9 +199,13 @@ class Learner:
         return self._score_frozen(params, batch, dict(bases))
 
     @cached_property
-    def advantages(self) -> Any:
-        """`Algorithm.advantages`, jitted."""
+    def _advantages(self) -> Any:
         return jax.jit(self.algorithm.advantages)
+
+    def advantages(self, sequences: Sequences) -> Advantages:
+        """`Algorithm.advantages`, jitted, with the sequences split over this process's devices of the mesh."""
+        found: Advantages = self._advantages(by_sequence(sequences, self.partitioner))
+        return found
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -378,6 +383,6 @@ class Learner:
     @property
     def compilations(self) -> int:
         """The number of programs compiled so far; it does not change after the first step of a phase."""
-        names = ("_score", "_score_frozen", "advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
+        names = ("_score", "_score_frozen", "_advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
         made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
         return sum(f._cache_size() for f in made)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import gated_linear, linear
+from jaxrl_llm.models.linear import biased, gated_linear, linear
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
@@ -142,7 +142,7 @@ class Projection(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads C"]:
         y = linear(x, self.kernel[...])
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        return y if self.bias is None else biased(y, self.bias[...])
 
 
 class Attention(nnx.Module):

@@ -2,6 +2,8 @@
 
 The gradient of the weights is computed in the weights' own layout and in float32: the order that automatic
 differentiation chooses costs a transposed product (three times slower on CPU) and rounds to the activations' dtype.
+The gradient of a bias is a float32 sum over all tokens for the same reason: a sum that each device rounds depends on how
+the mesh splits the tokens.
 The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up.
 """
 
@@ -44,6 +46,20 @@ def linear(
         low = _product(_product(x, weights.a, inputs), weights.b, 1)
         return _product(x, weights.weights, inputs) + weights.scale * low
     return _product(x, weights, inputs)
+
+
+@jax.custom_vjp
+def biased(y: Float[Array, "B T *outputs"], bias: Float[Array, "*outputs"]) -> Float[Array, "B T *outputs"]:
+    """Adds the bias to every token, in the dtype of `y`; the gradient of the bias is a float32 sum over the tokens."""
+    return y + bias.astype(y.dtype)
+
+
+def _biased_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return g, jnp.sum(g, axis=(0, 1), dtype=jnp.float32).astype(bias.dtype)
+
+
+# The bias is kept for its dtype alone.
+biased.defvjp(lambda y, bias: (biased(y, bias), bias), _biased_backward)
 
 
 def gated_linear(

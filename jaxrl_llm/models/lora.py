@@ -94,7 +94,7 @@ class AdaptedPolicy(Policy):
         whole = self.plain.abstract()
 
         def described(shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.partitioner.sharding(axes, shape))
+            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.partitioner.stored(axes, shape))
 
         tree: dict[str, Any] = {}
         for path in self._paths:

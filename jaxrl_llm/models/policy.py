@@ -82,7 +82,7 @@ class Policy:
         """Shape, dtype and sharding of each parameter: a tree like Params of ShapeDtypeStructs."""
 
         def described(leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.partitioner.sharding(axes, leaf.shape))
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.partitioner.stored(axes, leaf.shape))
 
         return jax.tree.map(described, nnx.to_pure_dict(self._blueprint[1]), self.axes())
 

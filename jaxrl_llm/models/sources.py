@@ -55,6 +55,8 @@ class PolicySource:
         with the layers' inputs kept on the host).
       unroll: layers in one step of the scan over layers; more layers take longer to compile and copy less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
+      slow_kernels: True lets a run go on with kernels that make it more than twice as slow as others would that the device
+        has, as float32 does with long rows on a GPU; False refuses such a run, and says which setting makes it fast.
     """
 
     architecture: Architecture | None = None
@@ -63,6 +65,7 @@ class PolicySource:
     remat: str = "none"
     unroll: int = 1
     lora: LoRA | None = None
+    slow_kernels: bool = False
 
     def __post_init__(self) -> None:
         if (self.architecture is None) == (self.pretrained is None):

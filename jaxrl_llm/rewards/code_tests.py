@@ -43,6 +43,12 @@ class CodeTests:
         components.above(self, 0, "test_limit_s")
         components.within(self, "[0, 1]", "least")
 
+    def isolation(self) -> str:
+        """How each server says that it shuts programs in."""
+        return ", ".join(
+            f"{url}: {self.service.health(url).get('isolation', 'isolation unknown')}" for url in self.service.urls
+        )
+
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns part "code", in [0, 1], and "log/pass_rate" [G]; invalid where the sandbox gave no answer.
 

@@ -61,6 +61,10 @@ class Maths:
         """Calls another judge (`module.function`) in the same processes with each of `arguments`; returns part "maths" [G]."""
         return await judge_in_pool("maths", self._pool, module, function, arguments)
 
+    def isolation(self) -> str:
+        """How the verifier's processes are shut in."""
+        return self._pool.isolation()
+
     def close(self) -> None:
         """Ends the worker processes."""
         self._pool.close()

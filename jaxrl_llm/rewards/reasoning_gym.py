@@ -60,6 +60,10 @@ class ReasoningGym:
             arguments.append((extra["task"], json.dumps(extra["config"], sort_keys=True), extra["entry"], text))
         return await judge_in_pool("reasoning_gym", self._pool, __name__, "judge", arguments)
 
+    def isolation(self) -> str:
+        """How the verifier's processes are shut in."""
+        return self._pool.isolation()
+
     def close(self) -> None:
         """Ends the worker processes."""
         self._pool.close()

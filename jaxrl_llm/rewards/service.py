@@ -5,6 +5,7 @@ import json
 import os
 import random
 import socket
+import urllib.request
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,17 @@ class Service:
                     delay = self.backoff_s * 2**attempt * (1 + random.random()) / 2
                     await asyncio.sleep(max(delay, min(wait, self.limit_s)))
         raise Failed(f"{url}: {problem} ({self.tries} attempts)")
+
+    def health(self, url: str, limit_s: float = 3.0) -> dict[str, Any]:
+        """What the server at `url` says of itself at /health; {} where it does not answer in time with a JSON object."""
+        ask = urllib.request.Request(url.rstrip("/") + "/health", headers=self._headers())
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the calls themselves
+        try:
+            with direct.open(ask, timeout=limit_s) as answer:
+                found = json.loads(answer.read(MOST_BYTES))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def _headers(self) -> dict[str, str]:
         who = {

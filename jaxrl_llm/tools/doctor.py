@@ -1,4 +1,4 @@
-"""Checks whether a run can work here: `python -m jaxrl_llm.tools.doctor [--run_dir DIR] [--model FOLDER] [--server URL]`.
+"""Checks whether a run can work here: `python -m jaxrl_llm.tools.doctor [--gin_file FILE] [--run_dir DIR] [--model FOLDER] [--server URL]`.
 
 Prints one line for each check, with advice where something is wrong; the exit code is 1 where a check failed.
 """
@@ -153,6 +153,17 @@ def check_disk(run_dir: Path) -> Iterator[Finding]:
     yield Finding(status=status, check="run folder", found=f"{place}: {free / 1e9:.1f} GB free", advice=advice)
 
 
+def check_run(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Finding]:
+    """On which kernels, dtypes, sampler and isolation a run would go here; it fails where one is much too slow."""
+    from jaxrl_llm.distributed.mesh import Partitioner
+    from jaxrl_llm.train.describe import describe
+
+    run, _ = command_line.build(files, bindings)
+    for line in describe(run, run.policy.policy(Partitioner.create(run.mesh))):
+        name, _, found = line.partition(" ")
+        yield Finding(status="OK", check=name, found=found.strip())
+
+
 def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
     """Checks that a vLLM server answers and that its version is known to work."""
     url = url.rstrip("/")
@@ -225,6 +236,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the checks and prints the table; returns 1 where one failed."""
     parser = command_line.parser("tools.doctor", __doc__)
     parser.add_argument("--run_dir", type=Path, default=Path("runs"), help="where a run would write")
+    parser.add_argument("--gin_file", action="append", default=[], metavar="FILE", help="gin file of a run to look at")
+    parser.add_argument(
+        "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files"
+    )
     parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a vLLM server; may be repeated")
     arguments = parser.parse_args(argv)
@@ -236,6 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ("jit", check_compile),
         ("run folder", partial(check_disk, arguments.run_dir)),
     ]
+    if arguments.gin_file:
+        checks.append(("run", partial(check_run, arguments.gin_file, arguments.gin)))
     if arguments.model:
         checks.append(("model", partial(check_model, arguments.model)))
     checks += [("vLLM", partial(check_server, url)) for url in arguments.server]

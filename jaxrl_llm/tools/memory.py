@@ -22,8 +22,7 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.samplers.embedded.slots import Capacity
-from jaxrl_llm.samplers.requests import Request
+from jaxrl_llm.train.describe import capacity_of
 from jaxrl_llm.train.stage import Stage
 
 GIB = 2**30
@@ -105,11 +104,7 @@ def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Ba
 def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:
     """Bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
     served = cast(policy, policy.compute_dtype)
-    request = Request(
-        prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
-        settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
-    )  # fmt: skip
-    capacity = Capacity.of([request], max_slots=sampler.slots, shards=policy.partitioner.batch_shards)
+    capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
     copied = policy.compute_dtype != "float32" or not sampler.share_weights
     return size(served) if copied else 0, account(program)

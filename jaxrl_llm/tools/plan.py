@@ -27,6 +27,7 @@ from jaxrl_llm.samplers.embedded.slots import Capacity, bucket, taken_bytes
 from jaxrl_llm.tools import cost_model, memory
 from jaxrl_llm.tools.memory import GIB
 from jaxrl_llm.train.build import learner_of
+from jaxrl_llm.train.describe import describe
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -48,6 +49,7 @@ def plan(run: Run | Harness) -> str:
         f"run folder   {Path(run.run_dir).absolute()} (seed {run.seed})",
         *_machine(partitioner, policy, tokenizer),
         f"sampler      {run.sampler!r}",
+        *describe(run, policy),
     ]
     for stage, start in zip(run.stages, run.starts, strict=False):
         stage.check_devices(shards)
@@ -191,6 +193,10 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
             memory.cast(policy.plain, policy.compute_dtype)
         )  # these weights are among the program's arguments
         phases["sample"] = state + decoding.peak - own
+        if policy is not policy.plain:  # the sum of base and adapters is served, or cast to what is served
+            merged = memory.size(policy.plain.abstract())
+            phases["publish"] = state + (merged if weights else 0)
+            weights = weights or merged
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
         phases["score"] += memory.size(policy.abstract())
     also = weights + _reference(stage, policy)

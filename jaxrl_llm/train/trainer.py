@@ -23,6 +23,7 @@ from jaxrl_llm.protocols import AuxiliaryModel, Down, Sampler
 from jaxrl_llm.train import resume
 from jaxrl_llm.train.build import new_key, open_stage
 from jaxrl_llm.train.checkpoint import Checkpoints
+from jaxrl_llm.train.describe import announce, describe
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.step import StageTrainer, StepResult
 
@@ -52,11 +53,13 @@ class Trainer:
         self._check_teachers()
         for stage in run.stages:
             stage.check_depth(self.policy.architecture.layers)
+        described = describe(run, self.policy)
         self.checkpoints = Checkpoints(run_dir, run.checkpoints)
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
         self.watching = run.watch.start(run_dir, jax.process_index())
+        announce(described, main=self.processes.main)
         self.progress = Progress(self.watching)
         self.bases: dict[str, Any] = {}
         self.auxiliary: list[AuxiliaryModel] = []

@@ -1,4 +1,9 @@
-"""Attention over packed rows: one function, several backends, the mask given by positions and segments."""
+"""Computes attention over packed rows: one function has several backends, and positions and segments give the mask.
+
+Each device and dtype has a path whose memory grows with the tokens and not with their square: `cudnn` on Hopper and
+later, `cudnn_segments` on Ampere and Ada, `splash` on TPUs, and `blocked` everywhere else and in float32; `reference`
+takes the calls whose scores are few.
+"""
 
 from dataclasses import dataclass
 
@@ -9,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
-BACKENDS = ("cudnn", "splash", "reference")
+BACKENDS = ("cudnn", "cudnn_segments", "splash", "reference", "blocked")
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -85,7 +90,7 @@ def attention(
     _check_rows({"q_positions": q_positions, "q_segments": q_segments}, q.shape[:2])
     _check_rows({"k_positions": k_positions, "k_segments": k_segments}, k.shape[:2])
     call = Call(
-        platform=jax.default_backend(),
+        platform=dispatch.device().platform,
         dtype=q.dtype.name,
         batch=q.shape[0],
         queries=q.shape[1],

@@ -1,8 +1,9 @@
-"""Attention over packed rows by cuDNN's flash attention, on Hopper and later, in bfloat16 and float16.
+"""Computes attention over packed rows by cuDNN's flash attention, on Hopper and later, in bfloat16 and float16.
 
 JAX's public attention takes one sequence a row, so this file calls the private function below it, which takes the
 offset and the length of each segment. No other file does; VERSIONS are those whose signature was read. The scores never
 reach memory: beyond its inputs and outputs a call keeps B max_segments H T float32 sums.
+`cudnn_segments` serves the GPUs before Hopper, which cuDNN gives no packed rows.
 """
 
 from functools import partial
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention.api import Call
 
 VERSIONS = ((0, 10), (0, 11))
@@ -22,25 +24,35 @@ FORWARD = "dot_product_attention_fwd_wrapper"
 
 def refusal(call: Call) -> str | None:
     """The reason why this backend cannot take the call, or None."""
+    if reason := unfit(call, MOST_WIDTH):
+        return reason
+    if jax.__version_info__[:2] not in VERSIONS:
+        return f"it relies on internals of jax {VERSIONS}, and this is {jax.__version__}"
+    return absent((9, 0), "packed rows need")
+
+
+def unfit(call: Call, most_width: int) -> str | None:
+    """Why cuDNN cannot take packed rows of this platform, dtype and shape, or None."""
     if call.platform != "gpu":
         return f"it runs on CUDA GPUs, not on {call.platform}"
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}: set Policy's compute_dtype"
     if call.max_segments is None or call.queries != call.keys:
         return "it takes packed rows whose queries are the keys' tokens, with max_segments given"
-    if call.width % 8 or call.width > MOST_WIDTH:
-        return f"heads must be a multiple of 8 and at most {MOST_WIDTH} wide (got {call.width})"
-    if jax.__version_info__[:2] not in VERSIONS:
-        return f"it relies on internals of jax {VERSIONS}, and this is {jax.__version__}"
-    return _device_refusal()
+    if call.width % 8 or call.width > most_width:
+        return f"heads must be a multiple of 8 and at most {most_width} wide (got {call.width})"
+    return None
 
 
-def _device_refusal() -> str | None:
-    device = jax.local_devices()[0]
-    if "cuda" not in device.client.platform_version:
+def absent(least: tuple[int, int], who: str) -> str | None:
+    """Why the device has no cuDNN for `who`, of compute capability `least` or later, or None."""
+    found = dispatch.capability()
+    if found is None:
         return "it runs on CUDA GPUs alone"
-    if tuple(int(n) for n in device.compute_capability.split(".")) < (9, 0):
-        return f"packed rows need compute capability 9.0 or later (got {device.compute_capability})"
+    if found < least:
+        return f"{who} compute capability {least[0]}.{least[1]} or later (got {found[0]}.{found[1]})"
+    if dispatch.foreign():
+        return None
     from jax._src.lib import cuda_versions
 
     return "cuDNN is not installed" if cuda_versions is None else None

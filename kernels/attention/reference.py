@@ -1,8 +1,8 @@
-"""Attention over packed rows in plain jnp: the specification, and the backend of CPUs and of single-token decoding.
+"""Computes attention over packed rows in plain jnp: this is the specification, and the backend of short rows.
 
     out_q = sum_k softmax_k(scale q.k) v_k  over the keys that `allowed` names; 0 where it names none.
 
-The scores are held in memory: B H T S float32 values.
+The scores are held in memory, B H T S float32 values several times over, so calls of many scores are refused.
 """
 
 import jax
@@ -13,10 +13,14 @@ from jaxrl_llm.kernels.attention.api import Call
 
 # Finite, so that a row with nothing allowed subtracts it from itself and stays free of NaN, in the gradient too.
 MASKED = -1e30
+MOST_SCORES = 64 * 2**20  # bytes
 
 
 def refusal(call: Call) -> str | None:
-    """None: every call is supported."""
+    """The reason why this backend cannot take the call, or None."""
+    scores = 4 * call.batch * call.heads * call.queries * call.keys
+    if scores > MOST_SCORES:
+        return f"its scores would take {scores / 2**20:.0f} MiB, more than {MOST_SCORES // 2**20}"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Attention of one new token a slot over the cache of its layer, read in place: one function, several backends."""
+"""Computes attention of one new token a slot over the cache of its layer, read in place: one function has several backends."""
 
 from dataclasses import dataclass
 
@@ -79,7 +79,7 @@ def decode_attention(
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, or None to see all (got {window})")
     call = Call(
-        platform=jax.default_backend(),
+        platform=dispatch.device().platform,
         dtype=q.dtype.name,
         cache_dtype=keys.dtype.name,
         heads=q.shape[1],

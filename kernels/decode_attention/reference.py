@@ -1,4 +1,4 @@
-"""Decode attention in plain jnp: the specification, and the backend of CPUs and TPUs; it copies the layer's cache."""
+"""Computes decode attention in plain jnp: this is the specification, and the backend of CPUs and TPUs; it copies the layer's cache."""
 
 import jax
 import jax.numpy as jnp

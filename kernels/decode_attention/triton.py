@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention.api import Call
 from jaxrl_llm.kernels.decode_attention.reference import MASKED
 
@@ -29,7 +30,7 @@ def refusal(call: Call) -> str | None:
     """The reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA GPUs (got {call.platform})"
-    if "cuda" not in jax.local_devices(backend="gpu")[0].client.platform_version.lower():
+    if dispatch.capability() is None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}: set Policy's compute_dtype"

@@ -1,4 +1,4 @@
-"""Log-prob and entropy of logits that exist already: one function, several backends."""
+"""Computes log-prob and entropy of logits that exist already: one function has several backends."""
 
 import math
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def log_softmax_entropy(
 def call_of(logits: Float[Array, "T V"], temperature: float) -> Call:
     """What backends are asked about: the static description of a call of log_softmax_entropy."""
     return Call(
-        platform=jax.default_backend(),
+        platform=dispatch.device().platform,
         dtype=logits.dtype.name,
         tokens=logits.shape[0],
         vocabulary=logits.shape[1],

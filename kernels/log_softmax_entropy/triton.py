@@ -21,6 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.log_softmax_entropy import xla
 from jaxrl_llm.kernels.log_softmax_entropy.api import Call
 from jaxrl_llm.kernels.log_softmax_entropy.xla import FLOOR
@@ -61,7 +62,7 @@ def refusal(call: Call) -> str | None:
     """The reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA GPUs (got {call.platform})"
-    if "cuda" not in jax.local_devices(backend="gpu")[0].client.platform_version.lower():
+    if dispatch.capability() is None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.tokens * call.vocabulary >= 2**31:
         return f"its offsets are 32 bits wide: T * V must be below 2**31 (got {call.tokens} * {call.vocabulary})"

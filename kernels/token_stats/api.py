@@ -1,4 +1,4 @@
-"""Per-token statistics of the next-token distribution from hidden states and head: one function, several backends."""
+"""Computes per-token statistics of the next-token distribution from hidden states and head: one function has several backends."""
 
 import math
 from collections.abc import Sequence
@@ -92,7 +92,7 @@ def call_of(
 ) -> Call:
     """What backends are asked about: the static description of a call of token_stats."""
     return Call(
-        platform=jax.default_backend() if mesh is None else mesh.devices.flat[0].platform,
+        platform=dispatch.device().platform if mesh is None else mesh.devices.flat[0].platform,
         dtype=hidden.dtype.name,
         tokens=hidden.shape[0],
         width=hidden.shape[1],

@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats import fused, xla
 from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
@@ -121,7 +122,7 @@ class Plan:
 
 def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
     """The plan for `tokens` rows, a multiple of a cluster's, times `count` tiles of the vocabulary."""
-    chip = tiles.multiprocessors or _device().core_count
+    chip = tiles.multiprocessors or dispatch.device().core_count
     clusters = max(chip // tiles.cluster, 1)
     blocks = tokens // (tiles.cluster * 2 * tiles.rows)
     groups = min(-(-tokens * width * 2 // tiles.cached), blocks)
@@ -137,17 +138,12 @@ def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
     )
 
 
-def _device() -> Any:
-    return jax.local_devices(backend="gpu")[0]
-
-
 def refusal(call: Call) -> str | None:
     """The reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
-    capability = getattr(_device(), "compute_capability", None)
-    if capability != "9.0":
-        return f"it needs compute capability 9.0, Hopper (got {capability})"
+    if dispatch.capability() != (9, 0):
+        return f"it needs compute capability 9.0, Hopper (got {dispatch.device().compute_capability})"
     if reason := fused.refusal(call):
         return reason
     if call.width % TILES.depth:

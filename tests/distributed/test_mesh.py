@@ -72,6 +72,23 @@ def test_the_spec_of_an_array_by_its_logical_axes(sizes, axes, shape, spec):
     assert partitioner(8, **sizes).spec(axes, shape) == spec
 
 
+@pytest.mark.parametrize(
+    ("sizes", "axes", "shape", "spec"),
+    [
+        ({"fsdp": 4, "tensor": 2}, ("vocabulary", "embed"), (32, 16), P("tensor", "fsdp")),  # as the table says
+        ({"fsdp": 4, "tensor": 2}, ("vocabulary", "embed"), (32, 6), P(("tensor", "fsdp"), None)),
+        ({"fsdp": 4, "tensor": 2}, ("vocabulary", "embed"), (12, 6), P("tensor", None)),  # 12 / 2 has no 4 parts
+        ({"fsdp": 8}, ("layers", "embed", "heads", "head_width"), (8, 6, 16, 64), P(None, None, None, "fsdp")),
+        ({"fsdp": 8}, ("layers", "embed", "mlp"), (8, 6, 7), P(None, None, None)),  # layers are run over by a loop
+        ({"fsdp": 8}, ("layers", None), (8, 64), P(None, None)),  # norms have no dimension for fsdp
+    ],
+)  # fmt: skip
+def test_a_parameter_that_fsdp_does_not_divide_as_the_table_says_is_stored_by_another_dimension(
+    sizes, axes, shape, spec
+):
+    assert partitioner(8, **sizes).stored(axes, shape).spec == spec
+
+
 def test_the_rows_of_a_batch_are_split_over_data_and_fsdp():
     assert partitioner(8, data=2, fsdp=2, tensor=2).batch_shards == 4
     assert partitioner(1).batch_shards == 1

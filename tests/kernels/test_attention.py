@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from attention_float64 import attention as derived
 
+from jaxrl_llm.kernels.attention import blocked
 from jaxrl_llm.kernels.attention.api import attention
 
 B, T, C = 2, 12, 4
@@ -61,14 +62,19 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "heads,kv_heads,window,scale", [(2, 2, None, None), (4, 2, None, 0.3), (4, 2, 3, None), (3, 1, 1, None)]
 )
-def test_values_and_gradients_are_those_of_the_float64_derivation(layout, heads, kv_heads, window, scale):
+def test_values_and_gradients_are_those_of_the_float64_derivation(
+    layout, heads, kv_heads, window, scale, backend, monkeypatch
+):
+    monkeypatch.setattr(blocked, "BLOCKS", (4,))  # three blocks a row
     positions, segments = LAYOUTS[layout]
     q, k, v, g = arrays(heads, kv_heads)
-    out, gradients = step(q, k, v, g, (positions, positions), (segments, segments), window=window, scale=scale)
+    how = {"window": window, "scale": scale, "backend": backend}
+    out, gradients = step(q, k, v, g, (positions, positions), (segments, segments), **how)
     want, slopes = derived(q, k, v, (positions, positions), (segments, segments), g, window=window, scale=scale)
     np.testing.assert_allclose(out, want, atol=3e-6)
     assert (np.asarray(out)[segments == 0] == 0).all()
@@ -77,32 +83,36 @@ def test_values_and_gradients_are_those_of_the_float64_derivation(layout, heads,
         assert (np.asarray(mine)[segments == 0] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_queries_into_a_longer_cache_see_entries_up_to_their_own_position(queries):
+def test_queries_into_a_longer_cache_see_entries_up_to_their_own_position(queries, backend, monkeypatch):
+    monkeypatch.setattr(blocked, "BLOCKS", (8,))
     q, k, v, g = arrays(4, 2, queries=queries, keys=16)
     q_positions = np.array([[4], [9]], np.int32) + np.arange(queries, dtype=np.int32)
     k_positions = np.tile(np.arange(16, dtype=np.int32), (B, 1))
     segments = np.ones((B, queries), np.int32), np.ones((B, 16), np.int32)
-    out, gradients = step(q, k, v, g, (q_positions, k_positions), segments)
+    out, gradients = step(q, k, v, g, (q_positions, k_positions), segments, backend=backend)
     want, slopes = derived(q, k, v, (q_positions, k_positions), segments, g)
     np.testing.assert_allclose(out, want, atol=3e-6)
     for mine, true in zip(gradients, slopes):
         np.testing.assert_allclose(mine, true, atol=2e-5)
 
 
-def test_large_scores_stay_finite_forward_and_backward():
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_large_scores_stay_finite_forward_and_backward(backend):
     positions, segments = rows((4, 3), ())
     q, k, v, g = (x * 1e3 for x in arrays(2, 2))
-    out, gradients = step(q, k, v, g, (positions, positions), (segments, segments))
+    out, gradients = step(q, k, v, g, (positions, positions), (segments, segments), backend=backend)
     want, _ = derived(q, k, v, (positions, positions), (segments, segments), g)
     np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-2)
     assert all(np.isfinite(x).all() for x in gradients)
 
 
-def test_bfloat16_keeps_its_dtype_and_tolerance():
+@pytest.mark.parametrize("backend", ["reference", "blocked"])
+def test_bfloat16_keeps_its_dtype_and_tolerance(backend):
     positions, segments = rows((3, 5, 4), (7, 2))
     q, k, v, g = arrays(4, 2, dtype=jnp.bfloat16)
-    out, gradients = step(q, k, v, g.astype(jnp.float32), (positions, positions), (segments, segments))
+    out, gradients = step(q, k, v, g.astype(jnp.float32), (positions, positions), (segments, segments), backend=backend)
     want, slopes = derived(q, k, v, (positions, positions), (segments, segments), g)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(out), want, atol=2e-2)

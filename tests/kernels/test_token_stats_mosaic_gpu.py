@@ -1,7 +1,6 @@
 """The Hopper kernels of token_stats: right in JAX's GPU interpreter, lowered for CUDA, and chosen on Hopper alone."""
 
-from dataclasses import replace
-from types import SimpleNamespace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -131,11 +130,17 @@ def test_items_cover_every_block_and_tile_once_and_neighbours_share_the_cache():
         assert max(together) * 256 * width * 2 <= Tiles().cached
 
 
-def test_hopper_takes_bfloat16_and_every_other_device_and_call_is_refused(monkeypatch):
+@dataclass(frozen=True)
+class Gpu:
+    compute_capability: str
+    platform: str = "gpu"
+    core_count: int = 132
+
+
+def test_hopper_takes_bfloat16_and_every_other_device_and_call_is_refused():
     call = replace(call_of(jnp.zeros((4, 128), jnp.bfloat16), jnp.zeros((1000, 128), jnp.bfloat16)), platform="gpu")
-    device = SimpleNamespace(compute_capability="9.0", core_count=132)
-    monkeypatch.setattr(mosaic_gpu, "_device", lambda: device)
-    assert dispatch.choose("token_stats", BACKENDS, call, None) is mosaic_gpu
+    with dispatch.target(Gpu("9.0")):
+        assert dispatch.choose("token_stats", BACKENDS, call, None) is mosaic_gpu
     refused = {
         "float32": {"dtype": "float32"},
         "soft_cap": {"soft_cap": 30.0},
@@ -147,12 +152,13 @@ def test_hopper_takes_bfloat16_and_every_other_device_and_call_is_refused(monkey
         "tpu": {"platform": "tpu"},
         "cpu": {"platform": "cpu"},
     }
-    for reason, change in refused.items():
-        assert reason in mosaic_gpu.refusal(replace(call, **change))
+    with dispatch.target(Gpu("9.0")):
+        for reason, change in refused.items():
+            assert reason in mosaic_gpu.refusal(replace(call, **change))
     for capability in ("8.0", "8.9", "10.0", "12.0"):
-        device.compute_capability = capability
-        assert capability in mosaic_gpu.refusal(call)
-        assert dispatch.choose("token_stats", BACKENDS, call, None).__name__.endswith("xla")
+        with dispatch.target(Gpu(capability)):
+            assert capability in mosaic_gpu.refusal(call)
+            assert dispatch.choose("token_stats", BACKENDS, call, None).__name__.endswith("xla")
 
 
 def test_naming_it_on_a_cpu_is_an_error():

@@ -187,6 +187,63 @@ def test_weights_are_cast_to_the_compute_dtype_but_for_norm_scales(make):
     assert np.array_equal(cast["embedding"], np.asarray(half.params["embedding"]).astype("bfloat16"))
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"compute_dtype": "bfloat16"}, {"share_weights": False}],
+    ids=["cast", "copied"],
+)
+def test_a_publication_never_holds_two_served_copies(make, fields, monkeypatch):
+    policy = {"compute_dtype": fields["compute_dtype"]} if "compute_dtype" in fields else {}
+    first, second = (make(seed=seed, **policy) for seed in (3, 4))
+    held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
+    most = []
+
+    async def main():
+        engine = first.start(**({} if policy else fields))
+        before = held()
+        await engine.publish(first.params, 0)
+        copy = held() - before
+        array = type(first.params["embedding"])
+        for name in ("astype", "copy"):  # what makes a leaf: memory is most after one of them
+            monkeypatch.setattr(array, name, counted(getattr(array, name)))
+        await engine.publish(second.params, 1)
+        assert held() - before == copy
+        return before, copy
+
+    def counted(function):
+        def run(*given, **options):
+            made = function(*given, **options)
+            most.append(held())
+            return made
+
+        return run
+
+    before, copy = asyncio.run(main())
+    numbers = sum(x.size for x in jax.tree.leaves(first.params))
+    # Nearly two bytes a parameter where it is cast (the norms' scales are the learner's own), and four where it is copied.
+    assert (1.8 if policy else 4.0) * numbers <= copy <= (2.0 if policy else 4.0) * numbers
+    assert len(most) > 5 and max(most) - before <= copy
+
+
+def test_a_chunk_that_runs_when_its_weights_are_replaced_ends_with_them(make, prefixes):
+    """The old weights are deleted under a running chunk; its tokens are those that they draw."""
+    old, new = make(seed=1, compute_dtype="bfloat16"), make(seed=2, compute_dtype="bfloat16")
+
+    async def replaced(engine):
+        alone = await sample(engine, prefixes, 3, SETTINGS)
+        running = asyncio.create_task(sample(engine, prefixes, 3, SETTINGS))
+        while engine.metrics()["sampler/generated_tokens"] == 0:
+            await asyncio.sleep(0)
+        await engine.publish(new.params, 1)
+        return alone, await running
+
+    alone, mixed = serving(old, replaced, decode_chunk=4)
+    for before, after in zip((c for g in alone for c in g), (c for g in mixed for c in g)):
+        drawn = int(np.sum(after.versions == 0))
+        assert after.tokens[:drawn].tolist() == before.tokens[:drawn].tolist()
+    assert any((c.versions == 1).any() for g in mixed for c in g)
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_weights_that_the_learner_donated_are_refused_unless_copied(make, prefixes, share):
     own = make(seed=2)

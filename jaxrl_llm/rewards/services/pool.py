@@ -7,6 +7,7 @@ parent's secrets, can change nothing (confine.py), and answer in JSON.
 """
 
 import asyncio
+import functools
 import json
 import os
 import queue
@@ -66,6 +67,11 @@ class Pool:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._call, module, function, arguments)
 
+    def isolation(self) -> str:
+        """How the processes are shut in here, which one process tries."""
+        shut = f"processes of their own, {self.limit_s:g} s and {self.memory_gb:g} GiB a call"
+        return f"{shut}, {shut_in_here()}"
+
     def close(self) -> None:
         """Ends the processes, once their calls are done; a later call starts new ones."""
         if self._threads is not None:
@@ -103,15 +109,8 @@ class _Worker:
     def __init__(self, memory_gb: float, warm: Sequence[Any]) -> None:
         self.pipe, theirs = Pipe()
         command = [sys.executable, "-m", "jaxrl_llm.rewards.services.worker", str(theirs.fileno()), str(memory_gb)]
-        # The parent's import path, so that the package is found wherever it was imported from; no accelerator.
-        environment = {
-            **serving.bare_environment(),
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
-            "JAX_PLATFORMS": "cpu",
-        }
         self.process = subprocess.Popen(
-            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=_environment()
         )
         theirs.close()
         try:
@@ -161,6 +160,30 @@ def _accept(problem: str) -> None:
 
 
 _said: list[str] = []
+
+
+def _environment() -> dict[str, str]:
+    """The parent's import path, so that the package is found wherever it was imported from; no accelerator."""
+    return {
+        **serving.bare_environment(),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+        "JAX_PLATFORMS": "cpu",
+    }
+
+
+@functools.cache
+def shut_in_here() -> str:
+    """What a verifier's process can do on this machine, tried by one that shuts itself in."""
+    if sys.platform != "linux":
+        return f"NOT shut in: {sys.platform} has no seccomp"
+    command = [sys.executable, "-c", "from jaxrl_llm.rewards.services.confine import confine; confine()"]
+    try:
+        done = subprocess.run(command, env=_environment(), capture_output=True, text=True, timeout=STARTUP_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"NOT shut in: {error}"
+    problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return f"NOT shut in: {problem}" if done.returncode else "shut in by seccomp"
 
 
 def _shut(threads: ThreadPoolExecutor, seats: "queue.SimpleQueue[_Worker | None]", workers: int) -> None:

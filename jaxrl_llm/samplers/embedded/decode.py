@@ -245,16 +245,21 @@ def decode(
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 
 
-def lowered(
-    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
-) -> jax.stages.Lowered:
-    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
+    """What `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
     partitioner, size = policy.partitioner, policy.architecture
     shape = (size.layers, slots, length, size.kv_heads, size.head_width)
     sharding = partitioner.sharding(CACHE_AXES, shape)
     cache = {name: jax.ShapeDtypeStruct(shape, dtype or policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
     seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
-    return decode.lower(params, cache, seen, Slots.empty(slots, 4), policy=policy, steps=steps, cut=False)
+    return cache, seen, Slots.empty(slots, 4)
+
+
+def lowered(
+    policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
+) -> jax.stages.Lowered:
+    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+    return decode.lower(params, *shapes(policy, slots, length, dtype), policy=policy, steps=steps, cut=False)
 
 
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:

@@ -1,4 +1,4 @@
-"""The embedded sampler: prefill and decode in JAX, in the learner's process and mesh.
+"""Samples in the learner's process and mesh: prompts are prefilled and responses decoded in JAX.
 
 One task serves all calls of `sample`, a chunk of decode steps at a time. Programs are started from the event loop's thread, so that
 all programs of a process start in one order on every device; only the wait for a chunk runs in a thread, and rewards of finished
@@ -27,11 +27,24 @@ from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, annou
 from jaxrl_llm.samplers.requests import Request, check
 
 
+def check_shapes(policy: Policy, params: Params) -> None:
+    """Raises ValueError where `params` are not those of `policy`."""
+
+    def check(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, x: jax.Array) -> None:
+        if x.shape != abstract.shape:
+            raise ValueError(
+                f"published parameter {jax.tree_util.keystr(path)} is {x.shape}, the policy's is {abstract.shape}"
+            )
+
+    jax.tree_util.tree_map_with_path(check, policy.abstract(), params)
+
+
 def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
     """`params` in the policy's compute dtype, laid out for decoding.
 
     Norm scales stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
-    own array if `share`, and a copy otherwise; every other leaf is a new array that the sampler owns.
+    own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
+    so that the sampler may delete it.
 
     Args:
       policy: whose parameters they are.
@@ -46,19 +59,20 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
     if gather:
         partitioner = replace(partitioner, rules={**partitioner.rules, "embed": ()})
 
-    def leaf(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, axes: tuple, x: jax.Array) -> jax.Array:
-        if x.shape != abstract.shape:
-            raise ValueError(
-                f"published parameter {jax.tree_util.keystr(path)} is {x.shape}, the policy's is {abstract.shape}"
-            )
+    check_shapes(policy, params)
+
+    def leaf(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
         dtype = x.dtype if path[-1].key == "scale" else policy.compute_dtype
-        sharding = partitioner.sharding(axes, x.shape)
+        sharding = partitioner.stored(axes, x.shape)
         if x.dtype == dtype and isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x if share else x.copy()
+        if x.dtype == dtype:
+            return jax.device_put(x, sharding, may_alias=False)
         # Cast before the transfer: fewer bytes move between devices. A host array goes straight to its shards.
         return jax.device_put(x.astype(dtype), sharding)
 
-    return jax.tree_util.tree_map_with_path(leaf, policy.abstract(), policy.axes(), params)
+    axes = policy.axes()
+    return jax.tree_util.tree_map_with_path(leaf, axes, params, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def deleted(params: Params) -> bool:
@@ -115,6 +129,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._params: dict[str, Any] | None = None
+        self._own: list[jax.Array] = []  # those of them that are not the learner's
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
@@ -160,10 +175,21 @@ class Engine:
     async def publish(self, params: Params, version: int) -> None:
         """Serves `params` as `version`, from the next chunk on; what is in flight goes on with the cache that it has.
 
+        The arrays of the version before are deleted before those of the new one are made, where they are the sampler's own,
+        so that two served copies never lie on a device; a chunk that is running keeps what it reads until it ends.
+
         Raises:
-          ValueError: where `params` are not those of the policy.
+          ValueError: where `params` are not those of the policy; the version before is served on.
         """
-        self._params, self.version = self.serve(params), version
+        check_shapes(self.policy, params)
+        self._params = None
+        for array in self._own:
+            array.delete()
+        self._own = []
+        new = self.serve(params)
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
+        self._own = [array for array, given in pairs if array is not given]
+        self._params, self.version = new, version
 
     async def close(self) -> None:
         """Ends what is running: its listeners get a RuntimeError. Frees the weights."""
@@ -265,8 +291,13 @@ class Engine:
 
     async def _look_at_memory(self) -> None:
         """Asks what is free, while there is no cache and what made the weights has given back its memory."""
-        if self._params is not None and not deleted(self._params):
-            await _finished(self._params)
+        params = self._params
+        if params is not None and not deleted(params):
+            try:
+                await _finished(params)
+            except RuntimeError:
+                if not deleted(params):  # a publication came meanwhile
+                    raise
         self._fitted.clear()
         self._free = free_bytes(self.policy.partitioner.mesh.local_devices)
 

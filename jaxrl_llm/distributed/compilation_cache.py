@@ -1,0 +1,93 @@
+"""Keeps compiled programs between starts, in the user's cache folder; set before JAX is imported, which reads it once.
+
+Each folder is of one version of JAX and of its plugins on one kind of machine: programs for CPUs contain the instructions of
+the one that compiled them. JAX's own key adds the program, XLA's flags and the accelerator. The variables of JAX stand where
+they are set: JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+import stat
+import time
+from collections.abc import Mapping, MutableMapping
+from pathlib import Path
+
+DIR, ENABLE = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
+LEAST_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+UNREAD_S = 30 * 24 * 3600.0  # after which a program is deleted
+OFF = ("0", "false", "no", "off", "n", "f")
+
+
+def apply(environment: MutableMapping[str, str] | None = None) -> str:
+    """Sets JAX's variables in `environment` (the process's own by default), and deletes what was not read for long.
+
+    Returns:
+      Why no programs are kept although nobody asked for that; "" where all is well.
+    """
+    environment = os.environ if environment is None else environment
+    if DIR in environment or environment.get(ENABLE, "true").strip().lower() in OFF:
+        return ""
+    base = home(environment)
+    folder = base / machine()
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _check_owner(base, folder)
+        trim(base, time.time())
+    except OSError as error:
+        return f"compiled programs are not kept between starts: {error}; set {DIR} to a folder of your own"
+    environment[DIR] = str(folder)
+    environment.setdefault(LEAST_S, "0")  # small programs take most of a start
+    return ""
+
+
+def home(environment: Mapping[str, str]) -> Path:
+    """Where the folders of all machines lie."""
+    base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or Path.home()) / ".cache"
+    return Path(base) / "jaxrl_llm" / "jax"
+
+
+def machine() -> str:
+    """The folder's name: versions, and a hash of the processor's model and features."""
+    parts = [platform.machine(), platform.libc_ver()[1], *_processor()]
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            parts.append(f"{package}={importlib.metadata.version(package)}")
+    code = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    return f"jax-{importlib.metadata.version('jax')}-{platform.system().lower()}-{platform.machine()}-{code}"
+
+
+def _processor(file: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What names the first processor and its features; another system's name for it where there is no such file."""
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
+    try:
+        first = file.read_text().split("\n\n")[0]
+    except OSError:
+        return [platform.processor()]
+    return [line for line in first.splitlines() if line.partition(":")[0].strip() in names]
+
+
+def _check_owner(*folders: Path) -> None:
+    """Raises PermissionError where others could put programs into a folder, which this user would run."""
+    for folder in folders:
+        found = folder.stat()
+        if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"{folder} is not of this user, or others may write to it")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} cannot be written")
+
+
+def trim(base: Path, now: float) -> None:
+    """Deletes programs that were neither read nor written for UNREAD_S seconds, and folders that are empty then."""
+    for file in base.glob("*/*"):
+        with contextlib.suppress(OSError):  # another start deletes it too
+            found = file.stat()
+            if file.is_file() and now - max(found.st_atime, found.st_mtime) > UNREAD_S:
+                file.unlink()
+    for folder in base.iterdir():
+        if folder.name != machine():
+            with contextlib.suppress(OSError):  # it holds something, or is no folder
+                folder.rmdir()

@@ -1,0 +1,253 @@
+"""Says on which paths a run goes before it starts: kernels, dtypes, sampler, verifiers; refuses paths that are much too slow.
+
+The kernels are those that the run's own programs choose: each stage's scoring pass and the embedded sampler's prefill and
+decoding are traced with the run's shapes, which computes nothing. Where a kernel falls back to a backend although the
+device has a better one for another dtype or row length, its cost is estimated:
+
+    slowdown = (rest + k part) / (rest + part)
+
+`part` is the kernel's share of the work on its better backend, and k how much slower the other is. Attention in plain JAX
+passes PASSES times over float32 scores in memory, in place of 4 C FLOPs a score on chip: k = 4 PASSES INTENSITY / (4 C),
+where INTENSITY is the FLOPs that a device does in the time of a byte. Decode attention in plain JAX copies the layer's
+cache before it reads it: k = 3.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed.mesh import STORED, whole_share
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.dispatch import Choice
+from jaxrl_llm.metrics import flops
+from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Isolating
+from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
+from jaxrl_llm.samplers.requests import Request
+from jaxrl_llm.train.build import learner_of
+from jaxrl_llm.train.stage import Stage
+
+_log = logging.getLogger(__name__)
+
+PASSES, INTENSITY, COPIES = 6, 150.0, 3.0
+MOST_SLOWDOWN = 2.0
+TPU_LANES = 128
+
+
+def describe(run: Any, policy: Policy) -> list[str]:
+    """Lines that name the backend of every kernel, the dtype of every part, the sampler, the verifiers' isolation, and what fsdp divides.
+
+    Args:
+      run: the run, a train.Run.
+      policy: its policy on the mesh.
+
+    Raises:
+      ValueError: a kernel makes the run more than MOST_SLOWDOWN times as slow as another that the device has, and
+        sources.PolicySource.slow_kernels is False, or fsdp leaves a device with more than MOST_SLOWDOWN times its share of the
+        parameters, and train.MeshConfig.undivided is False; the message names the setting that mends it.
+    """
+    found = chosen(run, policy)
+    if not getattr(run.policy, "slow_kernels", False):
+        for choice in found:
+            _check(choice, run, policy)
+    _check_division(run, policy)
+    return [
+        f"kernels      {', '.join(_kernels(found))} on {dispatch.device().device_kind}",
+        f"dtypes       {', '.join(_dtypes(run, policy))}",
+        f"sampling     {_sampling(run.sampler)}",
+        f"verifiers    {'; '.join(_verifiers(run.stages))}",
+        *_division(policy),
+    ]
+
+
+def announce(lines: Sequence[str], *, main: bool = True) -> None:
+    """Prints a description on the `main` process, and writes it to the run's log."""
+    for line in lines:
+        if main:
+            print(line, flush=True)
+        _log.info("%s", " ".join(line.split()))
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def chosen(run: Any, policy: Policy) -> list[Choice]:
+    """What each kernel chooses in the programs of the run; they are traced, and nothing is compiled."""
+    traced: set[Any] = set()
+    with dispatch.recording() as found:
+        for stage in run.stages:
+            learner = learner_of(stage, policy, 0)
+            shape = (
+                stage.packing.rows,
+                stage.packing.row_tokens,
+                learner.max_segments,
+                learner.streams,
+                *learner.models,
+            )
+            if shape in traced:
+                continue
+            traced.add(shape)
+            bases = {
+                name: backbone.plain.abstract()
+                for name, model in learner.models.items()
+                if isinstance(backbone := getattr(model, "backbone", model), AdaptedPolicy)
+            }
+            jax.eval_shape(learner.score, learner.abstract.params, _micro_batch(stage), bases)
+        for stage in (s for s in run.stages if s.samples and isinstance(run.sampler, EmbeddedSampler)):
+            _trace_sampling(policy.plain, run.sampler, stage, run.max_length)
+    return found
+
+
+def _micro_batch(stage: Stage) -> MicroBatch:
+    """A micro-batch of the stage as shapes, with its tokens alone."""
+    shape = (stage.packing.rows, stage.packing.row_tokens)
+    whole, number = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    each = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return MicroBatch(
+        tokens=whole, targets=whole, positions=whole, segments=whole, sequence=whole,
+        mask=jax.ShapeDtypeStruct(shape, jnp.bool_), sampler_logprobs=number, old_logprobs=number, advantages=number,
+        ref_logprobs=None, old_values=None, returns=None, weights=None, aux={}, group=each, side=each, counts={},
+    )  # fmt: skip
+
+
+def capacity_of(sampler: EmbeddedSampler, stage: Stage, max_length: int, shards: int) -> Capacity:
+    """The slots that a step of the stage wants, at the longest prompts and responses."""
+    request = Request(
+        prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
+        settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
+    )  # fmt: skip
+    return Capacity.of([request], max_slots=sampler.slots, shards=shards)
+
+
+def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> None:
+    """Traces the prefill of a block of the longest prompts, and a chunk of decoding."""
+    shards = policy.partitioner.batch_shards
+    capacity = capacity_of(sampler, stage, max_length, shards)
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, policy.compute_dtype), policy.abstract())
+    length = min(bucket(stage.max_prompt_tokens), capacity.length)
+    rows = bucket(min(max(sampler.prefill_tokens // length, 1), stage.prompts_per_step), shards)
+    block = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    jax.eval_shape(partial(decode.prefill, policy=policy, dtype=sampler.cache), params, block)
+    run = partial(decode.decode, policy=policy, steps=sampler.decode_chunk, cut=False)
+    jax.eval_shape(run, params, *decode.shapes(policy, capacity.slots, capacity.length, sampler.cache))
+
+
+def better(choice: Choice) -> str | None:
+    """The backend that the device has for the call in bfloat16 and, on TPUs, in rows of whole lanes; None where it is used."""
+    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    if choice.op == "attention" and choice.call.platform == "tpu" and choice.call.max_segments is not None:
+        changes |= dict.fromkeys(("queries", "keys"), choice.call.queries + -choice.call.queries % TPU_LANES)
+    call = replace(choice.call, **changes)
+    backends = import_module(f"jaxrl_llm.kernels.{choice.op}.api").BACKENDS
+    best: str = next(name for name in backends if dispatch.supports(choice.op, name, call))
+    return None if best == choice.backend or best not in choice.refused else best
+
+
+def slowdown(choice: Choice, run: Any, policy: Policy) -> float:
+    """How many times as long the choice makes the program that it is of, by the module's estimate."""
+    size = policy.architecture
+    if choice.op == "attention" and choice.call.max_segments is not None:
+        longest = max(min(s.max_prompt_tokens + s.settings.max_tokens, choice.call.queries) for s in run.stages)
+        part = sum(4 * size.heads * size.head_width * flops.attention_pairs(longest, w) / longest for w in size.windows)
+        rest = 2.0 * (size.layers * flops.layer_weights(size) + size.vocabulary_size * size.width)
+        factor = PASSES * INTENSITY / choice.call.width
+    elif choice.op == "decode_attention":
+        width = jnp.dtype(choice.call.dtype).itemsize
+        slots = min(run.sampler.slots, max(s.sequences for s in run.stages if s.samples))
+        entries = size.layers * slots * choice.call.length * size.kv_heads * size.head_width
+        part = 2.0 * entries * jnp.dtype(choice.call.cache_dtype).itemsize
+        rest, factor = (
+            float(width * (size.layers * flops.layer_weights(size) + size.vocabulary_size * size.width)),
+            COPIES,
+        )
+    else:
+        return 1.0
+    return (rest + max(factor, 1.0) * part) / (rest + part)
+
+
+def _check(choice: Choice, run: Any, policy: Policy) -> None:
+    best = better(choice)
+    if best is None or (times := slowdown(choice, run, policy)) <= MOST_SLOWDOWN:
+        return
+    raise ValueError(
+        f"{choice.op} would run as {choice.backend!r}, about {times:.1f} times as slow a step as with {best!r}, which cannot take "
+        f"the call: {choice.refused[best]}. Do that, shorten the rows, or let the run be slow by "
+        "sources.PolicySource.slow_kernels = True"
+    )
+
+
+def _kernels(found: Sequence[Choice]) -> Iterator[str]:
+    """Each kernel with the backends that its calls take, and why not a better one."""
+    for op in dict.fromkeys(choice.op for choice in found):
+        used = {}
+        for choice in found:
+            if choice.op == op:
+                best = better(choice)
+                used[choice.backend] = f"{choice.backend}" + (f" (not {best}: {choice.refused[best]})" if best else "")
+        yield f"{op} {' and '.join(used.values())}"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def _division(policy: Policy) -> Iterator[str]:
+    ways = policy.partitioner.axis_sizes[STORED]
+    if ways > 1:
+        whole, times = whole_share(policy.plain.abstract())
+        yield f"sharding     fsdp {ways} divides all parameters but {whole:.2%}; a device holds {times:.2f} times its share"
+
+
+def _check_division(run: Any, policy: Policy) -> None:
+    whole, times = whole_share(policy.plain.abstract())
+    if times <= MOST_SLOWDOWN or run.mesh.undivided:
+        return
+    ways, width = policy.partitioner.axis_sizes[STORED], policy.architecture.width
+    fitting = [n for n in range(1, ways + 1) if width % n == 0]
+    raise ValueError(
+        f"fsdp = {ways} divides no dimension of {whole:.0%} of the parameters (the width is {width}), so a device holds {times:.1f} times "
+        f"its share of weights, gradients and moments: set train.MeshConfig.fsdp to {fitting[-1]} or another divisor of the width and "
+        "train.MeshConfig.data to the rest, or let them lie whole by train.MeshConfig.undivided = True"
+    )
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _dtypes(run: Any, policy: Policy) -> Iterator[str]:
+    yield "weights and gradients float32"
+    if isinstance(policy, AdaptedPolicy):
+        yield f"frozen base {policy.lora.base_dtype}"
+    yield f"compute {policy.compute_dtype}"
+    kinds = {(s.optimizer.moments_dtype, s.optimizer.second_moment_dtype) for s in run.stages}
+    yield "moments " + " or ".join(" and ".join(dict.fromkeys(kind)) for kind in sorted(kinds))
+    if isinstance(run.sampler, EmbeddedSampler):
+        yield f"cache {run.sampler.cache or policy.compute_dtype}"
+
+
+def _sampling(sampler: Any) -> str:
+    name = components.selector(type(sampler))
+    if isinstance(sampler, EmbeddedSampler):
+        return f"{name}, in this process and on its devices"
+    return f"{name}, by servers of their own"
+
+
+def _verifiers(stages: Sequence[Stage]) -> Iterator[str]:
+    """Each reward that evaluates what the model wrote, and how that is shut in."""
+    rewards = [[stage.reward, *(e.reward for e in stage.evaluations)] for stage in stages]
+    found = {components.selector(type(r)): r for r in components.parts(rewards, Isolating)}
+    for name, reward in found.items():
+        yield f"{name}, {reward.isolation()}"
+    if not found:
+        yield "none evaluates what the model writes"

@@ -1,0 +1,88 @@
+"""Computes attention over packed rows by cuDNN on Ampere and Ada GPUs, one segment of each row at a time.
+
+cuDNN takes packed rows from Hopper on; before, it takes one sequence a row, with its length. Each turn moves the next
+segment of every row to the row's beginning, attends there by JAX's public function, and moves the result back, so that
+memory grows with the tokens alone; cuDNN skips the blocks beyond a segment's length. The backward pass moves and
+attends again. A turn reads and writes whole rows, which is why rows of many short segments are refused.
+"""
+
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.attention import cudnn
+from jaxrl_llm.kernels.attention.api import Call
+
+MOST_WIDTH = 128  # of a head, before Hopper
+LEAST_TOKENS = 128  # of a segment in the mean
+
+
+def refusal(call: Call) -> str | None:
+    """The reason why this backend cannot take the call, or None."""
+    if reason := cudnn.unfit(call, MOST_WIDTH):
+        return reason
+    if call.max_segments is not None and call.max_segments * LEAST_TOKENS > max(call.queries, LEAST_TOKENS):
+        most = call.queries // LEAST_TOKENS
+        return (
+            f"it takes one turn a segment, at most {most} of them in a row of {call.queries} (got {call.max_segments})"
+        )
+    return cudnn.absent((8, 0), "flash attention needs")
+
+
+def attend(
+    q: Float[Array, "B T H C"],
+    k: Float[Array, "B S K C"],
+    v: Float[Array, "B S K C"],
+    positions: tuple[Int[Array, "B T"], Int[Array, "B S"]],
+    segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
+    call: Call,
+    *,
+    implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> Float[Array, "B T H C"]:
+    """Attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
+
+    Args:
+      q: queries.
+      k: keys.
+      v: values.
+      positions: of queries and keys; not read.
+      segments: of queries and keys, the same for both; 0 is padding.
+      call: the static description of the call.
+      implementation: of JAX's attention; "xla" runs on a CPU, for tests.
+    """
+    assert call.max_segments is not None  # refused otherwise
+    offsets, lengths = cudnn.segment_table(segments[0], call.max_segments)
+    offsets, lengths = jnp.maximum(offsets[:, : call.max_segments], 0), jnp.maximum(lengths[:, : call.max_segments], 0)
+    within = jnp.arange(call.queries)
+
+    @jax.checkpoint
+    def turn(arrays: tuple[jax.Array, ...], offset: jax.Array, length: jax.Array) -> jax.Array:
+        """The output [B, T, H, C] of one segment a row, and zeros elsewhere."""
+        own = (within < length[:, None])[:, :, None, None]
+        # Zeros beyond the segment keep what cuDNN leaves unwritten there out of every gradient.
+        moved = (jnp.where(own, _rolled(x, -offset), 0) for x in arrays)
+        out = jax.nn.dot_product_attention(
+            *moved,
+            scale=call.scale,
+            is_causal=True,
+            query_seq_lengths=length,
+            key_value_seq_lengths=length,
+            local_window_size=None if call.window is None else (call.window - 1, 0),
+            implementation=implementation,
+        )
+        return _rolled(jnp.where(own, out, 0), offset)
+
+    def step(total: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+        return total + turn((q, k, v), *place), None  # each token is of one segment: nothing is rounded
+
+    total, _ = jax.lax.scan(step, jnp.zeros_like(q), (offsets.T, lengths.T))
+    return total
+
+
+@partial(jax.vmap, in_axes=(0, 0))
+def _rolled(x: Float[Array, "T heads C"], by: Int[Array, ""]) -> Float[Array, "T heads C"]:
+    """Each row moved `by` tokens around; the gradient is moved back."""
+    return jnp.roll(x, by, axis=0)
