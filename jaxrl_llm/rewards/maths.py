@@ -15,8 +15,9 @@ from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
 
-_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[|\\begin")
-_PLAIN_NUMBER = re.compile(r"[-+]?[\d.,\s]+")
+# A backslash before makes these a currency's sign and the end of a matrix's row.
+_DELIMITED = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed")
+_PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +79,32 @@ def judge(reference: str, text: str) -> float:
     """
     import math_verify
 
-    # math-verify's own time limits need SIGALRM; the pool enforces the limit without it.
-    gold = math_verify.parse(delimited(reference), parsing_timeout=None)
+    gold = read(reference)
     if not gold:
         raise ValueError(f"the reference {reference!r} is no expression")
+    # math-verify's own time limits need SIGALRM; the pool enforces the limit without it.
     answer = math_verify.parse(text, parsing_timeout=None)
     return float(bool(answer) and math_verify.verify(gold, answer, timeout_seconds=None))
 
 
+def read(reference: str) -> list[Any]:
+    """Parses a reference into expressions and texts; an answer that equals one of them is right.
+
+    Bare LaTeX is read as one expression, or as a text where it cannot be parsed, and never as the last number in it: a wrong
+    answer may have that number. A full stop or comma at the end may be left out.
+    """
+    import math_verify
+
+    found = []
+    for text in dict.fromkeys((reference.strip().rstrip(".,"), reference.strip())):
+        bare = delimited(text) != text
+        kinds = {"extraction_config": [math_verify.LatexExtractionConfig()]} if bare else {}
+        found += math_verify.parse(delimited(text), parsing_timeout=None, **kinds)
+    return found
+
+
 def delimited(expression: str) -> str:
-    """Puts dollar signs around an expression without delimiters: bare LaTeX would be read as its first number."""
+    """Puts dollar signs around an expression that has no delimiters and is not a number written in digits alone."""
     expression = expression.strip()
     bare = not _DELIMITED.search(expression) and not _PLAIN_NUMBER.fullmatch(expression)
     return f"${expression}$" if bare else expression

@@ -109,6 +109,22 @@ def test_an_answer_without_its_form_earns_nothing(score: Score, maths: Maths) ->
     assert boxed.parts["format_answer"].tolist() == [0, 0, 0, 1]
 
 
+def test_an_answer_in_tags_is_read_as_a_whole(score: Score, maths: Maths) -> None:
+    matrix = r"\begin{pmatrix} 1 \\ 7 \end{pmatrix}"
+    asked = {"3, 5, 7": ["3,5,7", "7"], r"\$36": [r"\$36", "36", "6"], matrix: [matrix, "7"], "7": [matrix, "3, 5, 7"]}
+    found = {
+        gold: score(FormatAnswer(maths=maths), [f"</think> <answer>{x}</answer>" for x in texts], gold)
+        for gold, texts in asked.items()
+    }
+    assert {gold: scores.parts["format_answer"].tolist() for gold, scores in found.items()} == {
+        "3, 5, 7": [1, 0],
+        r"\$36": [1, 1, 0],
+        matrix: [1, 0],
+        "7": [0, 0],
+    }
+    assert all(scores.valid["format_answer"].all() for scores in found.values())
+
+
 def test_one_of_several_references_is_enough(score: Score, maths: Maths) -> None:
     text = "</think> <answer>7</answer>"
     reward = FormatAnswer(maths=maths)
