@@ -23,7 +23,7 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
-from jaxrl_llm.rewards.wrap import Failed
+from jaxrl_llm.rewards.wrap import Failed, report
 
 DEFINED = ("vanilla_reward", "remove_wo_cot", "random_truncate")
 NAMED_ONLY = (
@@ -220,7 +220,8 @@ class ClassmateCoT:
             if self.reward_type == "remove_wo_cot":
                 alone = await self._answered(mate, [(given[0][0], np.zeros(0, np.int32))])
                 found = Ratings(found.values - alone.values, found.known & alone.known, found.lacking)
-        except Failed:
+        except Failed as failure:
+            report("classmate", [(failure, given[0][0])], f"{len(given)} thoughts")
             nothing = np.zeros(len(given), bool)
             return Ratings(np.zeros(len(given)), nothing, nothing)
         return found

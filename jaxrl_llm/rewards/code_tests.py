@@ -58,7 +58,7 @@ class CodeTests:
         del stats
         tests = [self.tests(rollout.prompt) for rollout in rollouts]
         asked = [self._rate(rollout.text, own) for rollout, own in zip(rollouts, tests)]
-        found = await judge_together("code", asked)
+        found = await judge_together("code", asked, rollouts)
         rate, valid = found.parts["code"], found.valid["code"]
         return Scores(
             parts={"code": np.where(rate >= self.least, rate, 0.0), "log/pass_rate": rate},

@@ -53,7 +53,7 @@ class FormatAnswer:
         answer, valid = np.zeros(len(rollouts)), np.ones(len(rollouts), bool)
         if graded:
             asked = [(references(rollouts[i]), spans[i]) for i in graded]
-            found = await self.maths.judge_all(__name__, "judge", asked)
+            found = await self.maths.judge_all(__name__, "judge", asked, [rollouts[i] for i in graded])
             answer[graded], valid[graded] = found.parts["maths"], found.valid["maths"]
         sure = np.ones(len(rollouts), bool)
         return Scores(

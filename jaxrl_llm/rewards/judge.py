@@ -60,7 +60,7 @@ class Judge:
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns one part, float64 [G], as read by the parser."""
         del stats
-        return await judge_together(self.name, [self._one(rollout) for rollout in rollouts])
+        return await judge_together(self.name, [self._one(rollout) for rollout in rollouts], rollouts)
 
     async def _one(self, rollout: Rollout) -> float | None:
         judged = self.judged(rollout.text)

@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
+from jaxrl_llm.rewards.services.pool import Pool
+from jaxrl_llm.rewards.wrap import judge_together
 
 # A backslash before makes these a currency's sign and the end of a matrix's row.
 _DELIMITED = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed")
@@ -49,7 +50,7 @@ class Maths:
         """Returns part "maths", 0 or 1 [G]; invalid where judging failed or took too long, or the reference cannot be parsed."""
         del stats
         arguments = [(rollout.prompt.reference, self.judged(rollout.text)) for rollout in rollouts]
-        return await judge_in_pool("maths", self._pool, __name__, "judge", arguments)
+        return await self.judge_all(__name__, "judge", arguments, rollouts)
 
     def judged(self, text: str) -> str:
         """Returns the text of a response that is judged."""
@@ -58,9 +59,12 @@ class Maths:
         found = answers.boxed(text)
         return "" if found is None else f"\\boxed{{{found}}}"
 
-    async def judge_all(self, module: str, function: str, arguments: Sequence[tuple[Any, ...]]) -> Scores:
-        """Calls another judge (`module.function`) in the same processes with each of `arguments`; returns part "maths" [G]."""
-        return await judge_in_pool("maths", self._pool, module, function, arguments)
+    async def judge_all(
+        self, module: str, function: str, arguments: Sequence[tuple[Any, ...]], rollouts: Sequence[Rollout]
+    ) -> Scores:
+        """Calls a judge (`module.function`) in the worker processes with each rollout's `arguments`; returns part "maths" [G]."""
+        judgements = [self._pool.call(module, function, *each) for each in arguments]
+        return await judge_together("maths", judgements, rollouts)
 
     def isolation(self) -> str:
         """How the verifier's processes are shut in."""

@@ -11,7 +11,8 @@ import numpy as np
 from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
+from jaxrl_llm.rewards.services.pool import Pool
+from jaxrl_llm.rewards.wrap import judge_together
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,8 @@ class ReasoningGym:
             text = answers.tagged(rollout.text) if self.answer == "tag" else rollout.text.strip()
             extra = rollout.prompt.extra
             arguments.append((extra["task"], json.dumps(extra["config"], sort_keys=True), extra["entry"], text))
-        return await judge_in_pool("reasoning_gym", self._pool, __name__, "judge", arguments)
+        judgements = [self._pool.call(__name__, "judge", *each) for each in arguments]
+        return await judge_together("reasoning_gym", judgements, rollouts)
 
     def isolation(self) -> str:
         """How the verifier's processes are shut in."""

@@ -75,7 +75,7 @@ class Rubric:
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns one part [G]."""
         del stats
-        return await judge_together("rubric", [self._one(rollout) for rollout in rollouts])
+        return await judge_together("rubric", [self._one(rollout) for rollout in rollouts], rollouts)
 
     async def _one(self, rollout: Rollout) -> float:
         if len(rollout.text.strip()) < self.least_characters:

@@ -1,7 +1,6 @@
 """Weighted sum of rewards: each part is logged separately, and a part that fails stays invalid."""
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -10,9 +9,7 @@ import numpy as np
 from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.protocols import Down, Reward
-from jaxrl_llm.rewards.wrap import part
-
-_log = logging.getLogger(__name__)
+from jaxrl_llm.rewards.wrap import Failed, none_judged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,9 +65,11 @@ class Weighted:
 
     async def _one(self, name: str, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None) -> Scores:
         try:
-            return await asyncio.wait_for(self.parts[name].score(rollouts, stats), self.limit_s)
+            async with asyncio.timeout(self.limit_s) as limit:
+                return await self.parts[name].score(rollouts, stats)
         except Down:  # a service that stays down must stop the run
             raise
         except Exception as error:  # one service that fails must not take the other rewards with it
-            _log.warning("reward %r failed on a whole group of %d: %r", name, len(rollouts), error)
-            return part(name, [None] * len(rollouts))
+            late = limit.expired() and isinstance(error, TimeoutError)
+            failure = Failed(f"no scores within {self.limit_s:g} s (Weighted.limit_s)") if late else error
+            return none_judged(name, rollouts, failure)

@@ -31,7 +31,7 @@ def maths() -> Iterator[Maths]:
 
 def boxed(reward: Maths, pairs: Sequence[tuple[str, str]]) -> Scores:
     asked = [(gold, f"\\boxed{{{answer}}}") for gold, answer in pairs]
-    return asyncio.run(reward.judge_all("jaxrl_llm.rewards.maths", "judge", asked))
+    return asyncio.run(reward.judge_all("jaxrl_llm.rewards.maths", "judge", asked, []))
 
 
 def golds(folder: Path) -> tuple[list[str], list[str], list[str]]:
