@@ -19,7 +19,7 @@ Term = tuple[jax.Array, str]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "reward", "parts", "valid", "greedy", "group", "source", "side", "mask", "spans", "sampler_logprobs",
+        "reward", "parts", "valid", "greedy", "truncated", "group", "source", "side", "mask", "spans", "sampler_logprobs",
         "old_logprobs", "entropy", "ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs", "controls",
     ],
     meta_fields=["groups", "sources"],
@@ -33,6 +33,7 @@ class Sequences:
       parts: {name: float32 [S]} parts of the reward.
       valid: bool [S]; False for padding and for rollouts whose reward could not be computed.
       greedy: bool [S]; True for greedy rollouts, which are left out of statistics and loss.
+      truncated: bool [S]; True for responses that a length limit cut off before their end.
       group: int32 [S] number of the prompt's group, in 0..groups-1.
       source: int32 [S] number of the data source.
       side: int32 [S] 1 for the preferred, -1 for the rejected answer of a pair, 0 otherwise.
@@ -51,6 +52,7 @@ class Sequences:
     parts: dict[str, Array]
     valid: Array
     greedy: Array
+    truncated: Array
     group: Array
     source: Array
     side: Array

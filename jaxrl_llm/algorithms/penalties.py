@@ -16,8 +16,8 @@ class Overlong:
     """A penalty or a mask for responses near the length limit, as in DAPO (https://arxiv.org/abs/2503.14476, section 3.4).
 
     "linear": a penalty that grows from 0 at (1 - buffer) max_length to `weight` at max_length and stays there beyond;
-    "mask": responses of max_length tokens or more count as cut off and are left out of the loss, while their reward stays
-    in the statistics.
+    "mask": responses that were cut off or have more than max_length tokens are left out of the loss, while their reward
+    stays in the statistics. One that ends by itself at the limit is whole, and stays.
 
     Attributes:
       how: "linear" or "mask".
@@ -42,9 +42,9 @@ class Overlong:
         excess = jnp.clip(1.0 + (length / self.max_length - 1.0) / self.buffer, 0.0, 1.0)
         return -self.weight * excess if self.how == "linear" else jnp.zeros_like(length)
 
-    def keep(self, mask: Bool[Array, "S T"]) -> Bool[Array, " S"]:
-        """Returns which sequences stay in the loss."""
-        return (self.how == "linear") | (jnp.sum(mask, axis=1) < self.max_length)
+    def keep(self, mask: Bool[Array, "S T"], truncated: Bool[Array, " S"]) -> Bool[Array, " S"]:
+        """Returns which sequences stay in the loss; `truncated` marks those that were cut off."""
+        return (self.how == "linear") | ~(truncated | (jnp.sum(mask, axis=1) > self.max_length))
 
 
 def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> Bool[Array, "S T"]:

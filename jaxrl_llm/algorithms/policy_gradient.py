@@ -191,7 +191,7 @@ class PolicyGradient(Objective):
         """The tokens that are learned from, and their weights."""
         mask = sequences.learned
         if self.overlong is not None:
-            mask &= self.overlong.keep(sequences.mask)[:, None]
+            mask &= self.overlong.keep(sequences.mask, sequences.truncated)[:, None]
         log_ratio = log_ratios(sequences.old_logprobs, sequences.sampler_logprobs, sequences.learned)
         for rejection in self.rejections:
             mask &= rejection.keep(log_ratio, sequences.learned)

@@ -101,6 +101,7 @@ class Batch:
             "parts": {n: self.per_sequence(part(n), np.float32) for n in sorted(names) if not n.startswith("log/")},
             "valid": self.per_sequence(flat(lambda g: g.valid()), bool, False),
             "greedy": self.per_sequence([r.role == "greedy" for r in self.rollouts], bool, False),
+            "truncated": self.per_sequence([r.finish == "length" for r in self.rollouts], bool, False),
             "group": self.per_sequence(
                 [i for i, g in enumerate(self.groups) for _ in g.rollouts], np.int32, max(len(self.groups) - 1, 0)
             ),

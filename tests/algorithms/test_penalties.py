@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_outputs, make_view, value_and_gradient
+from algorithm_cases import TOKENS, make_batch, make_outputs, make_view, value_and_gradient
 
 from jaxrl_llm.algorithms.gdpo import GDPO
 from jaxrl_llm.algorithms.grpo import GRPO
@@ -18,19 +18,28 @@ def test_the_penalty_grows_linearly_over_the_buffer():
     """DAPO's equation 13 with a limit of 8 tokens of which the last 4 are the buffer."""
     penalty = Overlong(max_length=8, buffer=0.5, weight=2.0).penalty(LENGTHS)
     np.testing.assert_allclose(penalty, [0, 0, -1.0, -1.5, -2.0, -2.0, -2.0], atol=1e-6)
-    assert np.asarray(Overlong(max_length=8).keep(LENGTHS)).all()
 
 
 def test_responses_that_were_cut_off_leave_the_loss_and_stay_in_the_statistics():
-    cut = Overlong(how="mask", max_length=8)
-    assert np.asarray(cut.keep(LENGTHS)).tolist() == [True] * 4 + [False] * 3
+    """Of lengths 0, 4, 6, 7, 8, 9, 10 with a limit of 8: some are cut off before it, at it or beyond it."""
+    cut, none = Overlong(how="mask", max_length=8), jnp.zeros(7, bool)
+    assert np.asarray(cut.keep(LENGTHS, none)).tolist() == [True] * 5 + [False] * 2
+    truncated = jnp.asarray([False, True, False, False, True, False, True])
+    assert np.asarray(cut.keep(LENGTHS, truncated)).tolist() == [True, False, True, True, False, False, False]
     assert not np.asarray(cut.penalty(LENGTHS)).any()
-    sequences = make_view(1)
-    credit, plain = (GRPO(overlong=o).advantages(sequences) for o in (Overlong(how="mask", max_length=6), None))
+    linear = Overlong(max_length=8)
+    assert np.asarray(linear.keep(LENGTHS, truncated)).all()
+
+
+def test_an_answer_that_ends_at_the_limit_is_learned_from_and_one_that_is_cut_there_is_not():
+    truncated = np.array([True, False, False, True, False, True] + [False] * 10)
+    sequences = make_view(1, truncated=jnp.asarray(truncated))
+    length = np.asarray(sequences.mask).sum(1)
+    at_limit = length == TOKENS
+    assert (at_limit & truncated).any() and (at_limit & ~truncated).any() and (~at_limit & truncated).any()
+    credit, plain = (GRPO(overlong=o).advantages(sequences) for o in (Overlong(how="mask", max_length=TOKENS), None))
     np.testing.assert_array_equal(credit.advantages, plain.advantages)
-    short = np.asarray(sequences.mask).sum(1) < 6
-    assert 0 < short.sum() < len(short) - 1
-    np.testing.assert_array_equal(credit.loss_mask, np.asarray(sequences.mask) & short[:, None])
+    np.testing.assert_array_equal(credit.loss_mask, np.asarray(sequences.learned) & ~truncated[:, None])
 
 
 def test_the_penalty_is_part_of_the_reward():

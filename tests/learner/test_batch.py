@@ -28,13 +28,16 @@ def three_groups() -> list[Group]:
             [
                 make_rollout(a, [7, 8, 9], mask=[1, 0, 1], logprobs=[-1, 0, -3], spans=span),
                 make_rollout(a, [7]),
-                make_rollout(a, [8, 8]),
+                make_rollout(a, [8, 8], finish="length"),
             ],
             {"main": [1, NAN, 3], "style": [2, 2, 4], "log/length": [5, 5, 5]},
             {"main": [True, False, True]},
             weights={"style": 0.5},
         ),
-        make_group([make_rollout(b, [9, 9], role="greedy"), make_rollout(b, [1, 1], mask=[0, 0])], {"main": [6, 7]}),
+        make_group(
+            [make_rollout(b, [9, 9], role="greedy"), make_rollout(b, [1, 1], mask=[0, 0], finish="length")],
+            {"main": [6, 7]},
+        ),
         make_group([make_rollout(c, [2, 2, 2, 2])], {"main": [-1]}),
     ]
 
@@ -55,6 +58,7 @@ def test_the_fields_of_the_view_written_out():
         "reward": [2, 1, 5, 6, 7, -1, 0, 0],  # main + style / 2; what is invalid adds nothing
         "valid": [1, 0, 1, 1, 1, 1, 0, 0],
         "greedy": [0, 0, 0, 1, 0, 0, 0, 0],
+        "truncated": [0, 0, 1, 0, 1, 0, 0, 0],  # the last response has as many tokens as fit, and ends by itself
         "group": [0, 0, 0, 1, 1, 2, 2, 2],
         "source": [0, 0, 0, 1, 1, 0, 0, 0],
         "side": [0] * 8,

@@ -81,7 +81,8 @@ def test_a_turn_without_a_call_is_the_last():
 
 
 def test_the_token_limit_ends_the_talk():
-    assert talk(Scripted(ids("[47+85]")), max_tokens=10).finish == "length"
+    rollout = talk(Scripted(ids("[47+85]")), max_tokens=10)  # the environment's 4 tokens do not fit
+    assert rollout.finish == "length" and rollout.mask.tolist() == [True] * 7
 
 
 def test_the_number_of_turns_is_limited():
