@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from jaxrl_llm import components
@@ -124,16 +123,8 @@ class ConsoleWriter:
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints nothing: rollouts are too long for the console."""
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Prints nothing: the console shows no images."""
-
     def text(self, name: str, text: str) -> None:
         """Prints nothing: documents are too long for the console."""
-
-    def cut(self, step: int) -> None:
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-        self._print(f"back to step {step}")
 
     def close(self) -> None:
         if self._bar is not None:

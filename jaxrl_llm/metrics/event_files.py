@@ -1,4 +1,9 @@
-"""TensorBoard event files on disk: opens new ones, and removes events written after a given step."""
+"""TensorBoard event files on disk: opens new ones, and removes events written after a given step.
+
+The purge_step of tensorboardX's SummaryWriter does not do: TensorBoard's EventAccumulator hides scalars by it and goes on
+showing texts, such as rollouts, and SummaryWriter writes in a thread of its own, so that a kill loses what was written before a
+checkpoint.
+"""
 
 import struct
 import time

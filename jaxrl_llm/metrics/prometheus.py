@@ -14,7 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -96,14 +95,8 @@ class PrometheusWriter:
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Does nothing: texts are not metrics."""
 
-    def image(self, step: int, name: str, pixels: np.ndarray) -> None:
-        """Does nothing: images are not metrics."""
-
     def text(self, name: str, text: str) -> None:
         """Does nothing: documents are not metrics."""
-
-    def cut(self, step: int) -> None:
-        """Does nothing: a scrape cannot be taken back."""
 
     def close(self) -> None:
         self._server.shutdown()

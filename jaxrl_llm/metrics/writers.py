@@ -16,12 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import UInt8
 
 from jaxrl_llm.metrics.event_files import cut_events, event_files, new_event_file
 from jaxrl_llm.protocols import Writer
-
-Pixels = UInt8[np.ndarray, "height width 3"]
 
 
 @runtime_checkable
@@ -65,17 +62,9 @@ class Writers:
         for writer in self._writers:
             writer.rollouts(step, rows)
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
-        for writer in self._writers:
-            writer.image(step, name, pixels)
-
     def text(self, name: str, text: str) -> None:
         for writer in self._writers:
             writer.text(name, text)
-
-    def cut(self, step: int) -> None:
-        for writer in self._writers:
-            writer.cut(step)
 
     def close(self) -> None:
         with contextlib.ExitStack() as closing:  # where one fails to close, the others are closed all the same
@@ -110,9 +99,10 @@ class Jsonl:
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "JsonlWriter":
         run_dir.mkdir(parents=True, exist_ok=True)
-        writer = JsonlWriter(run_dir / self.metrics, run_dir / self.rollouts)
-        writer.cut(-1 if resume_step is None else resume_step)
-        return writer
+        metrics, rollouts = run_dir / self.metrics, run_dir / self.rollouts
+        for path in (metrics, rollouts):
+            cut_lines(path, -1 if resume_step is None else resume_step)
+        return JsonlWriter(metrics, rollouts)
 
 
 class JsonlWriter:
@@ -128,15 +118,8 @@ class JsonlWriter:
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         append(self._rollouts, [{"step": step, **row} for row in rows])
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
-        """Does nothing: JSONL files hold no images."""
-
     def text(self, name: str, text: str) -> None:
         """Does nothing: documents are separate files in the run folder."""
-
-    def cut(self, step: int) -> None:
-        cut_lines(self._metrics, step)
-        cut_lines(self._rollouts, step)
 
     def close(self) -> None:
         """Does nothing: no file is held open."""
@@ -173,7 +156,7 @@ def step_of(line: bytes) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Writes TensorBoard event files: scalars and images by step, rollout rows and documents as text.
+    """Writes TensorBoard event files: scalars by step, rollout rows and documents as text.
 
     Attributes:
       folder: name of the events folder in the run folder.
@@ -201,7 +184,6 @@ class TensorBoardWriter:
 
         self._summary = summary
         self._event = Event
-        self._folder = folder
         self._rollouts_shown = rollouts_shown
         self._file = new_event_file(folder)
 
@@ -212,17 +194,8 @@ class TensorBoardWriter:
         if shown := [markdown(row) for row in rows[: self._rollouts_shown]]:
             self._add(step, self._summary.text("rollouts", "\n\n---\n\n".join(shown)))
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
-        self._add(step, self._summary.image(name, pixels, dataformats="HWC"))
-
     def text(self, name: str, text: str) -> None:
         self._add(0, self._summary.text(name, text))
-
-    def cut(self, step: int) -> None:
-        self._file.close()
-        for file in event_files(self._folder):
-            cut_events(file, step)
-        self._file = new_event_file(self._folder)
 
     def close(self) -> None:
         self._file.close()
@@ -312,15 +285,8 @@ class WandBWriter:
             cells = [[str(plain(row.get(name, ""))) for name in columns] for row in rows]
             self._run.log({"rollouts": self._wandb.Table(columns=columns, data=cells)}, step=step)
 
-    def image(self, step: int, name: str, pixels: Pixels) -> None:
-        self._run.log({name: self._wandb.Image(pixels)}, step=step)
-
     def text(self, name: str, text: str) -> None:
         self._run.summary[name] = text
-
-    def cut(self, step: int) -> None:
-        self._run.finish()
-        self.start(step)
 
     def close(self) -> None:
         self._run.finish()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from jaxrl_llm import train
 from jaxrl_llm.metrics.console import FIRST_STEP, Console, short
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB, Writers
 from jaxrl_llm.protocols import Writer
@@ -73,21 +74,18 @@ def test_a_full_disk_names_the_file_and_what_to_do(tmp_path):
         writer.write(1, {"x": 1.0})
 
 
-def test_tensorboard_shows_scalars_documents_images_and_rollouts(tmp_path):
+def test_tensorboard_shows_scalars_documents_and_rollouts(tmp_path):
     writer = TensorBoard(rollouts_shown=1).open(tmp_path, None)
     writer.text("config", "```\nGRPO.clip_low = 0.2\n```")
     writer.write(1, {"loss/total": 0.5, "reward/mean": 1})
     sample = [{"id": "a7", "reward": 1.0, "response": "<b> 4 + 3\n= 7"}, {"id": "never shown"}]
     writer.rollouts(1, sample)
-    writer.image(1, "entropy/flow", np.full((4, 5, 3), 200, np.uint8))
     folder = tmp_path / "tensorboard"
     assert scalars(folder, "loss/total") == [(1, 0.5)]  # while the writer is open: a kill loses nothing
     assert scalars(folder, "reward/mean") == [(1, 1.0)]
     assert texts(folder, "config") == [(0, "```\nGRPO.clip_low = 0.2\n```")]
     shown = "**id** a7  **reward** 1.0\n\n**response**\n\n    <b> 4 + 3\n    = 7"
     assert texts(folder, "rollouts") == [(1, shown)]
-    (image,) = board(folder).Images("entropy/flow")
-    assert (image.step, image.height, image.width) == (1, 4, 5)
     writer.close()
 
 
@@ -122,17 +120,14 @@ def test_a_torn_event_file_keeps_what_came_before_the_tear(tmp_path):
     assert scalars(tmp_path / "tensorboard", "x") == [(1, 1.0), (3, 3.0)]
 
 
-def test_cutting_while_writing_keeps_documents_and_goes_on(tmp_path):
-    writer = Writers.open([Jsonl(), TensorBoard()], tmp_path, None)
-    writer.text("config", "a = 1")
-    for step in range(4):
-        writer.write(step, {"x": float(step)})
-    writer.cut(1)
-    writer.write(2, {"x": 20.0})
-    writer.close()
-    assert scalars(tmp_path / "tensorboard", "x") == [(0, 0), (1, 1), (2, 20)]
-    assert [r["x"] for r in rows(tmp_path / "metrics.jsonl")] == [0, 1, 20]
-    assert texts(tmp_path / "tensorboard", "config") == [(0, "a = 1")]
+def test_a_run_that_starts_again_without_a_checkpoint_starts_its_board_again(tmp_path):
+    for value in (1.0, 2.0):
+        writer = TensorBoard().open(tmp_path, None)
+        writer.text("config", f"a = {value}")
+        writer.write(int(value), {"x": value})
+        writer.close()
+    assert scalars(tmp_path / "tensorboard", "x") == [(2, 2.0)]
+    assert texts(tmp_path / "tensorboard", "config") == [(0, "a = 2.0")]
 
 
 STEP = {
@@ -196,7 +191,7 @@ def test_numbers_are_said_shortly(value, said):
 
 def test_a_console_that_never_prints_is_refused():
     with pytest.raises(ValueError, match=r"train\.Console\.every must be >= 1 \(got 0\)"):
-        Console(every=0)
+        train.Console(every=0)
 
 
 def test_writers_that_started_are_closed_where_another_fails(capsys, tmp_path):
@@ -225,7 +220,6 @@ def wandb(monkeypatch):
     module = ModuleType("wandb")
     module.init = Run
     module.Table = lambda columns, data: (columns, data)
-    module.Image = lambda pixels: pixels.shape
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
 
@@ -234,7 +228,6 @@ def test_wandb_gets_one_run_that_a_resumed_one_rewinds(wandb, tmp_path):
     first = WandB(project="p").open(tmp_path / "run7", None)
     first.write(1, {"x": 1.0})
     first.rollouts(1, [{"id": "a", "reward": 0.5}, {"id": "b", "finish": "stop"}])
-    first.image(1, "flow", np.zeros((2, 3, 3), np.uint8))
     first.text("config", "a = 1")
     first.close()
     settings = wandb[0][1]
@@ -243,7 +236,6 @@ def test_wandb_gets_one_run_that_a_resumed_one_rewinds(wandb, tmp_path):
     assert wandb[1:] == [
         ("log", 1, {"x": 1.0}),
         ("log", 1, {"rollouts": (["id", "reward", "finish"], [["a", "0.5", ""], ["b", "", "stop"]])}),
-        ("log", 1, {"flow": (2, 3, 3)}),
         ("finish", {"config": "a = 1"}),
     ]
     wandb.clear()
