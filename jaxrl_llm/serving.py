@@ -1,4 +1,7 @@
-"""Servers and child processes of ours: whom they answer, how long they wait for slow clients, and that children get no secrets."""
+"""Servers and child processes of ours: whom they answer, how long they wait for slow clients, and that children get no secrets.
+
+aiohttp and uvicorn limit the time between two requests of a connection, but not the time that a request's head or body takes.
+"""
 
 import asyncio
 import os

@@ -2,6 +2,7 @@
 
 A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays. An object that
 occurs several times, such as the prompt of a group, travels once.
+msgpack knows no such references and no array over 4 GiB, so that it would replace the smaller part of this module.
 """
 
 import json

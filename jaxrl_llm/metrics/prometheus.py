@@ -1,4 +1,7 @@
-"""A metrics endpoint for Prometheus: serves the last step's metrics over HTTP, on loopback, or elsewhere behind a bearer token."""
+"""A metrics endpoint for Prometheus: serves the last step's metrics over HTTP, on loopback, or elsewhere behind a bearer token.
+
+prometheus_client renders the metrics; its own server knows no bearer token and waits for slow clients without a limit.
+"""
 
 import hmac
 import ipaddress

@@ -1,4 +1,8 @@
-"""HTTP client of the services that rewards call: JSON, several servers, time limits, retries with back-off."""
+"""HTTP client of the services that rewards call: JSON, several servers, time limits, retries with back-off.
+
+The back-off is a loop of its own: each attempt asks another server and may wait as long as the last one's Retry-After asks, and
+what tenacity would replace is the one line that computes the delay.
+"""
 
 import asyncio
 import json
