@@ -83,10 +83,10 @@ def none_judged(name: str, rollouts: Sequence[Rollout], failure: Exception) -> S
 
 
 def report(name: str, failures: Sequence[tuple[BaseException, Rollout | None]], extent: str) -> None:
-    """Logs a reward's failures: the first of each kind with its traceback, prompt and response, all in one line.
+    """Logs a reward's failures: the first of each kind with its traceback, prompt and response, then one line for all.
 
-    A kind is the reward and the type of the exception. The line names the first exception with its message, and how often
-    the reward has failed in this process.
+    A kind is the reward and the type of the exception. The line gives the first exception's message, the line of code that
+    raised it, and how often the reward has failed in this process.
 
     Args:
       failures: exceptions and the rollouts that they concern.
