@@ -29,8 +29,7 @@ def make_rollout(
         tokens=np.array(tokens, np.int32),
         sampler_logprobs=np.array([-0.5] * n if logprobs is None else logprobs, np.float32),
         mask=np.array([1] * n if mask is None else mask, bool),
-        versions=np.zeros(n, np.int32),
-        **{"finish": "stop", **fields},
+        **{"finish": "stop", "versions": np.zeros(n, np.int32), **fields},
     )
 
 

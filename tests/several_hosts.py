@@ -37,6 +37,9 @@ with joined(Hosts(lost_s=float(sys.argv[1]), wait_s=30), coordinator_arguments(o
         multihost_utils.process_allgather(np.ones(3))
 """
 
+# Sends large values without end, as a run does at each step.
+SENDER = TALKER.replace("multihost_utils.process_allgather(np.ones(3))", "processes.broadcast(np.ones(2**19))")
+
 # What the processes of a run ask of each other, once each.
 ASKING = """
 import os, pathlib, sys, time, numpy as np
@@ -64,6 +67,57 @@ with joined(Hosts(wait_s=2, lost_s=30), coordinator_arguments(os.environ, False)
     print("out", i)
     if i == 1:
         processes.meet("a late supper")
+    time.sleep(20)
+"""
+
+# Process 0 alone has groups that were sampled ahead, and all processes save and read a checkpoint.
+SAVING = """
+import os, pathlib, sys, jax, numpy as np
+from jax.experimental import multihost_utils
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
+from jaxrl_llm.distributed.serialization import Deferred
+from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints
+with joined(Hosts(wait_s=60, lost_s=30), coordinator_arguments(os.environ, False)) as processes:
+    feed = [Deferred(lambda: np.arange(300_000, dtype=np.int32))] if processes.main else {}
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
+    x = multihost_utils.host_local_array_to_global_array(np.ones(3, np.float32), mesh, jax.P())
+    checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), Checkpointing(), deferred=True)
+    for step in (1, 2):
+        checkpoints.save(step, {"state": {"x": x}}, {"feed": feed, "step": step})
+    checkpoints.wait()
+    assert checkpoints.latest() == 2 and checkpoints.host(2)["step"] == 2
+    (tokens,) = checkpoints.whole_host(2)["feed"]
+    assert tokens.dtype == np.int32 and tokens.tolist() == list(range(300_000))
+    checkpoints.close()
+"""
+
+# Large values; the coordination service is asked to carry none of them. At the end process 1 does not come to receive one.
+SENDING = """
+import os, sys, time, numpy as np
+from jaxrl_llm.distributed import processes as module
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
+class Service:
+    def __getattr__(self, name):
+        return getattr(real(), name)
+    def key_value_set_bytes(self, key, value):
+        assert len(value) <= module.SMALL + 1, len(value)
+        real().key_value_set_bytes(key, value)
+real, module.client = module.client, Service
+with joined(Hosts(wait_s=10, lost_s=30), coordinator_arguments(os.environ, False)) as processes:
+    i, size = processes.index, 2 * module.PART + 4004
+    own = np.random.default_rng(i).integers(0, 2**32, size // 4, dtype=np.uint32)
+    other = np.random.default_rng(1 - i).integers(0, 2**32, size // 4, dtype=np.uint32)
+    assert (processes.broadcast(own) == (other if i else own)).all()
+    first, second = processes.gathered({"x": own})
+    assert ((first if i else second)["x"] == other).all() and ((second if i else first)["x"] == own).all()
+    first, second = processes.gathered(own if i else "small")
+    assert first == "small" and (second == (own if i else other)).all()
+    assert processes.broadcast(np.zeros(module.SMALL, np.uint8)).shape == (module.SMALL,)
+    assert processes.broadcast({"after": i}) == {"after": 0}
+    if i == 0:
+        processes.broadcast(own)
     time.sleep(20)
 """
 
@@ -105,9 +159,9 @@ def run(run_dir: Path, count: int, devices: int, **more: Any) -> list[subprocess
     return start(tiny_run.command(run_dir, **{**SMALL, **more}), count, devices)
 
 
-def talkers(lost_s: float, **places: Any) -> list[subprocess.Popen[str]]:
+def talkers(lost_s: float, script: str = TALKER, **places: Any) -> list[subprocess.Popen[str]]:
     """Two processes that talk without end."""
-    return start([sys.executable, "-c", TALKER, str(lost_s)], 2, 1, **places)
+    return start([sys.executable, "-c", script, str(lost_s)], 2, 1, **places)
 
 
 def ended(processes: Sequence[subprocess.Popen[str]], limit: float = 240) -> list[tuple[int, str]]:

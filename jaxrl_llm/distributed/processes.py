@@ -1,6 +1,9 @@
 """The processes of a run, one per host: they exchange host values in bounded time and split the rows of a dataset.
 
-Values travel over the coordination service of `jax.distributed`, which process 0 runs; rendezvous.py starts it and watches the others.
+Small values travel over the coordination service of `jax.distributed`, which process 0 runs; rendezvous.py starts it and watches the
+others. Large ones, such as the rollouts of a step, travel between devices, in parts: the service is slow and takes no value over 2 GiB. A
+collective has no time limit of its own, so it begins when all processes have come to it, within the limit, and the watch ends a process that
+waits in one for a process that is lost.
 """
 
 import secrets
@@ -12,9 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxrl_llm import components
 from jaxrl_llm.distributed import serialization
+
+SMALL = 2**20  # most bytes of a value that travels over the coordination service
+PART = 8 * 2**20  # bytes that travel between devices at a time
+_HERE, _BETWEEN_DEVICES = b"\0", b"\1"  # first byte of a message: the value follows, or its length alone
 
 AGAIN = "start the same command on every host again: the run goes on from its last checkpoint"
 
@@ -46,7 +55,7 @@ class Absent(TimeoutError):
 class Processes:
     """The processes of a run, as seen by one of them; by default it is the only one.
 
-    All processes must call `broadcast`, `gathered` and `meet` in the same order.
+    All processes must call `broadcast`, `gathered` and `meet` in the same order, and start no other program on the devices of all meanwhile.
 
     Attributes:
       limits: how long the processes wait for each other.
@@ -77,28 +86,19 @@ class Processes:
         """Returns the value of process 0 on all processes; the values of the others are ignored.
 
         Raises:
-          Absent: process 0 sent nothing within `limits.wait_s`.
+          Absent: process 0 sent nothing within `limits.wait_s`, or did so and another process did not come to receive it.
         """
         if self.count == 1:
             return value
-        key = self._key("said")
-        if self.main:
-            client().key_value_set_bytes(key, serialization.packed(value))
-        else:
-            value = serialization.unpacked(self._read(key, 0))
-        self._forget(key)
-        return value
+        (data,) = self._exchanged("said", serialization.packed(value) if self.main else b"", [0])
+        return value if self.main else serialization.unpacked(data)
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns the values of all processes in order of their index; raises as `broadcast` does."""
         if self.count == 1:
             return [value]
-        key = self._key("all")
-        client().key_value_set_bytes(f"{key}/{self.index}", serialization.packed(value))
-        others = range(self.count)
-        found = [value if i == self.index else serialization.unpacked(self._read(f"{key}/{i}", i)) for i in others]
-        self._forget(key)
-        return found
+        found = self._exchanged("all", serialization.packed(value), range(self.count))
+        return [value if i == self.index else serialization.unpacked(data) for i, data in enumerate(found)]
 
     def summed(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Returns the counts of all processes, added up."""
@@ -167,6 +167,36 @@ class Processes:
     def _key(self, kind: str) -> str:
         self._round += 1
         return f"jaxrl_llm/{kind}/{self._round}"
+
+    def _exchanged(self, kind: str, own: bytes, owners: Sequence[int]) -> list[bytes | memoryview]:
+        """The messages of the processes `owners` on all processes; `own` is this one's."""
+        key = self._key(kind)
+        note = _HERE + own if len(own) <= SMALL else _BETWEEN_DEVICES + str(len(own)).encode()
+        if self.index in owners:
+            client().key_value_set_bytes(f"{key}/{self.index}", note)
+        notes = [note if i == self.index else self._read(f"{key}/{i}", i) for i in owners]
+        if any(note.startswith(_BETWEEN_DEVICES) for note in notes):
+            self.meet("an exchange between devices")
+        found = [
+            note[1:] if note.startswith(_HERE) else self._between_devices(own, int(note[1:]), owner)
+            for owner, note in zip(owners, notes, strict=True)
+        ]
+        self._forget(key)
+        return found
+
+    def _between_devices(self, own: bytes, size: int, owner: int) -> bytes | memoryview:
+        """The message of `owner`, of `size` bytes, on all processes; its parts have one length, for which one program is compiled."""
+        sends = self.index == owner
+        data = np.frombuffer(own, np.uint8) if sends else np.empty(size, np.uint8)
+        part = np.zeros(PART, np.uint8)
+        for begin in range(0, size, PART):
+            here = data[begin : begin + PART]
+            if sends:
+                part[: len(here)] = here
+            sent = multihost_utils.broadcast_one_to_all(part, is_source=sends)
+            if not sends:
+                here[:] = sent[: len(here)]
+        return data.data
 
     def _read(self, key: str, owner: int) -> bytes:
         try:

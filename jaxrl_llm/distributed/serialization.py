@@ -1,4 +1,4 @@
-"""Host values as bytes, for exchange between the processes of a run: JSON followed by raw arrays, and no pickle.
+"""Host values as bytes, for exchange between the processes of a run and for checkpoints: JSON followed by raw arrays, and no pickle.
 
 A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays. An object that
 occurs several times, such as the prompt of a group, travels once.
@@ -6,8 +6,8 @@ msgpack knows no such references and no array over 4 GiB, so that it would repla
 """
 
 import json
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,48 @@ from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, Scores
 
 _TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Rollout, Group, Scores)}
 _LENGTH = 8  # bytes
+_DEFERRED = "deferred"  # names the number of a deferred value in what `split` returns
+
+
+@dataclass(frozen=True, eq=False)
+class Deferred:
+    """A large part of a JSON-like value, which is made when the value is written, and not before.
+
+    Attributes:
+      make: returns a value that `packed` takes.
+    """
+
+    make: Callable[[], Any]
+
+
+def split(value: Any) -> tuple[Any, bytes]:
+    """Makes the deferred parts of a value; returns the JSON-like rest and the bytes of these parts."""
+    parts: list[Any] = []
+
+    def numbered(part: Any) -> dict[str, int]:
+        if not isinstance(part, Deferred):
+            raise TypeError(
+                f"a value of {type(part).__name__} is neither JSON-like nor deferred (got {str(part)[:80]!r})"
+            )
+        parts.append(part.make())
+        return {_DEFERRED: len(parts) - 1}
+
+    rest = json.loads(json.dumps(value, default=numbered))
+    return rest, packed(parts)
+
+
+def whole(rest: Any, data: bytes) -> Any:
+    """Returns the value that `split` divided, with its parts in place."""
+    parts = unpacked(data)
+
+    def placed(node: Any) -> Any:
+        if isinstance(node, list):
+            return [placed(x) for x in node]
+        if not isinstance(node, dict):
+            return node
+        return parts[node[_DEFERRED]] if node.keys() == {_DEFERRED} else {name: placed(x) for name, x in node.items()}
+
+    return placed(rest)
 
 
 def packed(value: Any) -> bytes:
@@ -30,10 +72,11 @@ def packed(value: Any) -> bytes:
     return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *message.blobs])
 
 
-def unpacked(data: bytes) -> Any:
+def unpacked(data: bytes | memoryview) -> Any:
     """Returns the value that `packed` wrote; tuples become lists, and NumPy's numbers become Python's."""
+    data = memoryview(data)  # its slices are no copies
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
-    header = json.loads(data[_LENGTH:end])
+    header = json.loads(bytes(data[_LENGTH:end]))
     arrays = []
     for dtype, shape in header["arrays"]:
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
@@ -63,7 +106,7 @@ class _Message:
     def __init__(self) -> None:
         self.objects: list[tuple[str, dict[str, Any]]] = []
         self.arrays: list[tuple[str, list[int]]] = []
-        self.blobs: list[bytes] = []
+        self.blobs: list[memoryview] = []
         self._known: dict[int, int] = {}
 
     def add(self, value: Any) -> Any:
@@ -78,7 +121,7 @@ class _Message:
             return {"map": {name: self.add(x) for name, x in value.items()}}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
             self.arrays.append((value.dtype.str, list(value.shape)))
-            self.blobs.append(np.ascontiguousarray(value).tobytes())
+            self.blobs.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
             return {"array": len(self.arrays) - 1}
         if type(value).__name__ in _TYPES:
             return {"object": self._object(value)}

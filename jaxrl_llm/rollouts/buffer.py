@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.distributed.serialization import Deferred
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
 
+FORMAT = 2  # of the buffer in checkpoints; 1, which has no number, holds arrays as base64 text
 _ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
 
 
@@ -118,22 +120,25 @@ class RolloutBuffer:
         return kept
 
     def state(self) -> dict[str, Any]:
-        """The stream's position and the pending batches, JSON-like."""
-        return {
-            "stream": self.stream.state(),
-            "started": self._started,
-            "coming": [
-                {"step": c.step, "draws": c.draws + c.again, "groups": None if (g := _whole(c)) is None else [stored(x) for x in g]}
-                for c in self._coming
-            ],
-        }  # fmt: skip
+        """The stream's position and the pending batches, JSON-like but for the groups of complete ones, which are deferred."""
+        coming = [{"step": c.step, "draws": c.draws + c.again, "groups": _kept(c)} for c in self._coming]
+        return {"format": FORMAT, "stream": self.stream.state(), "started": self._started, "coming": coming}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`; raises ValueError where the data differs, or where the state is of a run without a buffer."""
+        """Continues from `state`, whose deferred parts are in place.
+
+        Raises:
+          ValueError: the data differs, or the state is of a run without a buffer, or of a format that is not known.
+        """
         if "coming" not in state:
             self.stream.restore(state)
             raise ValueError(
                 "the checkpoint was made with Stage.max_staleness = 0: set MAX_STALENESS as it was, or start a new run folder"
+            )
+        if (number := state.get("format", 1)) not in (1, FORMAT):
+            raise ValueError(
+                f"the checkpoint holds groups sampled ahead in format {number}, and this version reads the formats 1 to {FORMAT}: go on "
+                "with the version that wrote it, or start a new run folder"
             )
         self.stream.restore(state["stream"])
         self._started = int(state["started"])
@@ -166,6 +171,12 @@ def _whole(coming: PendingBatch) -> list[Group] | None:
     return task.result() if task is not None and done else None
 
 
+def _kept(coming: PendingBatch) -> Deferred | None:
+    """The groups of a complete batch, held by reference until a checkpoint is written; None for other batches."""
+    groups = _whole(coming)
+    return None if groups is None else Deferred(lambda: [stored(group) for group in groups])
+
+
 def _seen(task: asyncio.Future[list[Group]]) -> None:
     """Retrieves the error of a batch that nobody awaits any more, when a run ends."""
     if not task.cancelled():
@@ -181,25 +192,25 @@ def _part(group: Group, rows: Sequence[int]) -> Group:
 
 
 def stored(group: Group) -> dict[str, Any]:
-    """A scored group as JSON-like values; its prompt is given by source and id."""
+    """A scored group as plain values and arrays; its prompt is given by source and id."""
     prompt, scores = group.rollouts[0].prompt, group.scores
     return {
         "prompt": [prompt.source, prompt.id],
         "rollouts": [_stored_rollout(rollout) for rollout in group.rollouts],
-        "parts": {name: np.asarray(x, float).tolist() for name, x in scores.parts.items()},
-        "valid": {name: np.asarray(x, bool).tolist() for name, x in scores.valid.items()},
+        "parts": {name: np.asarray(x, np.float64) for name, x in scores.parts.items()},
+        "valid": {name: np.asarray(x, bool) for name, x in scores.valid.items()},
         "weights": dict(scores.weights),
     }
 
 
 def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
-    found: dict[str, Any] = {name: _text(getattr(rollout, name), kind) for name, kind in _ARRAYS.items()}
-    spans = {name: _text(span, np.bool_) for name, span in rollout.spans.items()}
+    found: dict[str, Any] = {name: np.asarray(getattr(rollout, name), kind) for name, kind in _ARRAYS.items()}
+    spans = {name: np.asarray(span, np.bool_) for name, span in rollout.spans.items()}
     return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans}
 
 
 def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:
-    """The group that `stored` wrote; raises ValueError for a prompt that the data lacks."""
+    """The group that `stored` wrote, now or in format 1; raises ValueError for a prompt that the data lacks."""
     source, name = content["prompt"]
     if (source, name) not in rows:
         raise ValueError(
@@ -219,9 +230,6 @@ def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
     return Rollout(prompt=prompt, finish=entry["finish"], text=entry["text"], role=entry["role"], spans=spans, **arrays)
 
 
-def _text(array: np.ndarray, kind: Any) -> str:
-    return base64.b64encode(np.ascontiguousarray(array, kind).tobytes()).decode()
-
-
-def _array(text: str, kind: Any) -> np.ndarray:
-    return np.frombuffer(base64.b64decode(text), kind).copy()
+def _array(written: np.ndarray | str, kind: Any) -> np.ndarray:
+    """An array of a checkpoint; format 1 holds it as base64 text."""
+    return np.frombuffer(base64.b64decode(written), kind).copy() if isinstance(written, str) else written

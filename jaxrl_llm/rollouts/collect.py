@@ -6,7 +6,10 @@ masked out. Groups are scored while others are still being sampled.
 
 import asyncio
 import contextlib
+import functools
+import logging
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +22,8 @@ from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
 from jaxrl_llm.protocols import Environment, Filter, Marker, Reward, Sampler
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,7 +204,20 @@ class Collector:
         self.seconds["reward"] += time.perf_counter() - sampled
         groups = [Group(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
         self._count_invalid(groups)
-        return self.generator.processes.broadcast(groups)
+        return groups if self.generator.processes.count == 1 else self._agreed(groups)
+
+    def _agreed(self, groups: list[Group]) -> list[Group]:
+        """The groups with the scores of process 0, which alone asks the reward; all processes have sampled the same rollouts.
+
+        Where some have not, process 0 sends its own to the others, which is counted, and said the first time.
+        """
+        processes = self.generator.processes
+        if len(set(processes.gathered(_checksum(groups)))) > 1:
+            _say_different()
+            self.counters["groups/resent"] += len(groups)
+            return processes.broadcast(groups)
+        scores = processes.broadcast([group.scores for group in groups])
+        return [replace(group, scores=found) for group, found in zip(groups, scores, strict=True)]
 
     async def rescore(self, groups: Sequence[Group], stats: Sequence[dict[str, np.ndarray]]) -> list[Group]:
         """Returns the groups scored by a reward that needs token stats, given as {name: [G]} for each group."""
@@ -231,6 +249,24 @@ class Collector:
         self.generator.counters.clear()
         self.seconds.update(dict.fromkeys(self.seconds, 0.0))
         return counts
+
+
+@functools.cache
+def _say_different() -> None:
+    """Warns, once."""
+    _log.warning(
+        "the processes sampled different rollouts from one sampler: process 0 sends its own to the others (count/groups/resent)"
+    )
+
+
+def _checksum(groups: Sequence[Group]) -> int:
+    """A checksum of all that was sampled."""
+    found = 0
+    for rollout in (r for group in groups for r in group.rollouts):
+        for array in (rollout.tokens, rollout.sampler_logprobs, rollout.mask, rollout.versions):
+            found = zlib.crc32(np.ascontiguousarray(array).data, found)
+        found = zlib.crc32(f"{rollout.finish} {rollout.text}".encode(errors="surrogatepass"), found)
+    return found
 
 
 @contextlib.asynccontextmanager

@@ -1,26 +1,30 @@
 """Atomic checkpoints of everything that a bit-exact resume needs, written by orbax.
 
 A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
-position, controllers, best evaluation. An interrupted save leaves no checkpoint, and the last complete one is found. The JSON holds a
-checksum of every array and one of itself, which are compared when a checkpoint is read.
+position, controllers, best evaluation; the groups of a run that samples ahead are bytes beside it. An interrupted save leaves no
+checkpoint, and the last complete one is found. The JSON holds a checksum of every array, of these bytes and of itself, which are compared
+when a checkpoint is read.
 """
 
 import contextlib
 import json
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jaxrl_llm import components
-from jaxrl_llm.distributed import tree_sums
+from jaxrl_llm.distributed import serialization, tree_sums
 from jaxrl_llm.distributed.out_of_memory import ran_out
 from jaxrl_llm.distributed.tree_sums import Damaged
 
+_PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there
 _TORN = ".orbax-checkpoint-tmp"  # part of the names of folders that are still being written
 
 
@@ -43,10 +47,17 @@ class Checkpointing:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP."""
+    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP.
 
-    def __init__(self, run_dir: Path, config: Checkpointing) -> None:
-        self.config = config
+    Args:
+      run_dir: the run folder.
+      config: when to save, and what to keep.
+      deferred: whether the host's state may hold deferred parts (serialization.Deferred), as that of a run that samples ahead does; all
+        processes of the run say the same.
+    """
+
+    def __init__(self, run_dir: Path, config: Checkpointing, *, deferred: bool = False) -> None:
+        self.config, self._deferred = config, deferred
         self.folder = (run_dir / "checkpoints").absolute()
         self._last = _manager(self.folder, config.keep)
         self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
@@ -66,8 +77,12 @@ class Checkpoints:
         return None if kept is None else _host(self._best, kept)[0]["best"]
 
     def host(self, step: int) -> dict[str, Any]:
-        """The host's state of the checkpoint at `step`; raises ValueError where it is damaged."""
+        """The host's state of the checkpoint at `step`, without its deferred parts; raises ValueError where it is damaged."""
         return _host(self._last, step)[0]
+
+    def whole_host(self, step: int) -> dict[str, Any]:
+        """The host's state of the checkpoint at `step` with its deferred parts in place; raises ValueError where it is damaged."""
+        return _whole_host(self._last, step)
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).
@@ -84,7 +99,7 @@ class Checkpoints:
 
         Args:
           trees: device pytrees by name.
-          host: the host's state, JSON-like.
+          host: the host's state, JSON-like but for its deferred parts, which are made where a save is due.
           last: save as the last checkpoint.
           best: save as the best one.
         """
@@ -92,6 +107,11 @@ class Checkpoints:
         if not wanted:
             return
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
+        if self._deferred:
+            host, data = serialization.split(host)
+            host[_PACKED] = {"bytes": len(data), "crc32": zlib.crc32(data)}
+            # The array of process 0 is written; those of the others, which sample nothing ahead, are not looked at.
+            args[_PACKED] = ocp.args.StandardSave({"bytes": np.frombuffer(data, np.uint8)})
         args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
         for manager in wanted:
             if jax.process_count() > 1:
@@ -152,6 +172,25 @@ def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], di
         if ran_out(error):
             raise
         raise Damaged(f"{where} is damaged ({_first_line(error)}): {_way_out(manager, step)}") from error
+
+
+def _whole_host(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
+    """The host's state of a checkpoint, with its deferred parts where it has any."""
+    where = f"{manager.directory}/{step}"
+    host, _ = _host(manager, step)
+    written = host.pop(_PACKED, None)
+    if written is None:
+        return host
+    try:
+        restored = manager.restore(step, args=ocp.args.Composite(**{_PACKED: ocp.args.StandardRestore()}))
+        data = np.asarray(restored[_PACKED]["bytes"]).tobytes()
+    except Exception as error:  # orbax raises errors of any type, bare Exception among them
+        raise Damaged(
+            f"the sampled groups in {where} are damaged ({_first_line(error)}): {_way_out(manager, step)}"
+        ) from error
+    if written != {"bytes": len(data), "crc32": zlib.crc32(data)}:
+        raise Damaged(f"the sampled groups in {where} are not what was written: {_way_out(manager, step)}")
+    return dict(serialization.whole(host, data))
 
 
 def _way_out(manager: ocp.CheckpointManager, step: int) -> str:

@@ -147,11 +147,12 @@ class StageTrainer:
     @part("scoring", "score")
     async def rescored(self, batch: Batch, stats: TokenStats) -> Batch:
         """The batch with rewards that needed its token stats."""
-        groups = batch.groups
+        groups, scores = batch.groups, []
         if self.preemption.processes.main:
             assert self.collector is not None
-            groups = await self.collector.rescore(groups, means_of_rollouts(groups, stats))
-        return replace(batch, groups=self.preemption.processes.broadcast(groups))
+            scores = [g.scores for g in await self.collector.rescore(groups, means_of_rollouts(groups, stats))]
+        scores = self.preemption.processes.broadcast(scores)
+        return replace(batch, groups=[replace(g, scores=s) for g, s in zip(groups, scores, strict=True)])
 
     @part("scoring", "score")
     def advantages(self, sequences: Sequences) -> Advantages:

@@ -54,7 +54,8 @@ class Trainer:
         for stage in run.stages:
             stage.check_depth(self.policy.architecture.layers)
         described = describe(run, self.policy)
-        self.checkpoints = Checkpoints(run_dir, run.checkpoints)
+        ahead = any(stage.max_staleness for stage in run.stages)
+        self.checkpoints = Checkpoints(run_dir, run.checkpoints, deferred=ahead)
         self.sampler: Sampler = run.sampler.start(
             self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
@@ -302,7 +303,7 @@ class Trainer:
         return self.config.policy.params(self.policy, jax.random.key(self.config.seed))
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
-        host = self.checkpoints.host(step)
+        host = self.checkpoints.whole_host(step)
         trees = self.checkpoints.restore(step, stage.abstract)
         stage.resume(host, trees, as_new=self.config.resume_as_new)
         self.best = self.checkpoints.best_until(step)

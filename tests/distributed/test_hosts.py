@@ -71,8 +71,9 @@ def test_four_processes_learn_from_demonstrations_as_one_does(tmp_path: Path) ->
         assert one == pytest.approx(four, rel=1e-6, abs=1e-6)
 
 
-def test_a_process_that_stops_ends_the_other_with_its_name() -> None:
-    processes = several_hosts.talkers(3)
+@pytest.mark.parametrize("script", [several_hosts.TALKER, several_hosts.SENDER], ids=["talks", "sends large values"])
+def test_a_process_that_stops_ends_the_other_with_its_name(script: str) -> None:
+    processes = several_hosts.talkers(3, script)
     several_hosts.together(processes)
     begin = time.monotonic()
     several_hosts.lose(processes[1], signal.SIGSTOP)
@@ -155,6 +156,23 @@ def test_processes_exchange_values_and_the_error_of_one_ends_the_other_with_what
         assert ") has not the number of process 0 (" in said, said
     assert "out 0" in first_said and "out 1" not in second_said, "process 0 alone prints"
     assert first == rendezvous.LOST and "ended: Absent: process 0 (" in first_said, first_said
+
+
+def test_large_values_travel_between_devices_and_one_that_is_not_received_is_an_error_in_time() -> None:
+    begin = time.monotonic()
+    command = [sys.executable, "-c", several_hosts.SENDING]
+    (first, first_said), (second, second_said) = several_hosts.ended(several_hosts.start(command, 2, 1))
+    assert first == 1 and "process 1 (" in first_said, first_said
+    assert "did not come to 'an exchange between devices' within 10 s" in first_said, first_said
+    assert second == rendezvous.LOST and "ended: Absent: process 1 (" in second_said, second_said
+    assert time.monotonic() - begin < 100
+
+
+def test_what_process_0_sampled_ahead_is_in_a_checkpoint_of_all(tmp_path: Path) -> None:
+    for status, said in several_hosts.ended(
+        several_hosts.start([sys.executable, "-c", several_hosts.SAVING, str(tmp_path)], 2, 1)
+    ):
+        assert status == 0, said
 
 
 def test_experience_travels_whole() -> None:

@@ -39,11 +39,12 @@ def server() -> Iterator[Any]:
     loop.close()
 
 
-def test_two_processes_stop_while_process_0_samples_and_one_goes_on(server: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_two_processes_stop_while_process_0_samples_and_one_goes_on(server: Any, tmp_path: Path, ahead: int) -> None:
     run_dir = tmp_path / "run"
     more = {
         "VLLM_SPAWN": False, "VLLM_URLS": (server.url,), "VLLM_DTYPE": "'float32'", "vllm.VllmSampler.canary": "''",
-        "STEPS": 4, "SAVE_EVERY": 2, "train.Run.stages": "[@rl/train.Stage()]", "rl/train.Stage.evaluations": "[]",
+        "STEPS": 4, "SAVE_EVERY": 2, "MAX_STALENESS": ahead, "train.Run.stages": "[@rl/train.Stage()]", "rl/train.Stage.evaluations": "[]",
         "rl/train.Stage.gap_stop": 100.0, "rl/train.Stage.gap_warn": 100.0,
     }  # fmt: skip
     command = [

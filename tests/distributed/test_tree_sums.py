@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed import tree_sums
+from jaxrl_llm.distributed import serialization, tree_sums
 from jaxrl_llm.learner.learner import TrainState
 from jaxrl_llm.publication.manifest import checksum
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_host, read_model
@@ -165,3 +166,43 @@ def test_a_checkpoint_without_sums_is_still_read(tmp_path):
 
     metadata.write_text(json.dumps(HOST))
     assert restored(tmp_path)[0] == HOST
+
+
+def test_deferred_parts_are_saved_as_bytes_and_checked(tmp_path):
+    """They are made where a save is due, and are read where they are asked for."""
+    made = []
+    tokens = np.random.default_rng(0).integers(0, 2**31, 100_000).astype(np.int32)
+    part = serialization.Deferred(lambda: made.append(1) or [{"tokens": tokens, "text": "ü"}])
+    checkpoints = Checkpoints(tmp_path, Checkpointing(best="reward"), deferred=True)
+    checkpoints.save(1, state(), {"feed": part}, last=False)
+    assert made == []
+    for step, feed in ((2, []), (3, part)):
+        checkpoints.save(step, state(), {**HOST, "feed": feed}, best=True)
+        checkpoints.wait()
+    assert made == [1]
+    host = checkpoints.whole_host(3)
+    (entry,) = host.pop("feed")
+    assert (
+        host == {name: x for name, x in HOST.items() if name != "feed"}
+        and entry["text"] == "ü"
+        and entry["tokens"].dtype == np.int32
+    )
+    np.testing.assert_array_equal(entry["tokens"], tokens)
+    assert checkpoints.whole_host(2) == {**HOST, "feed": []}
+    checkpoints.close()
+    root = tmp_path / "checkpoints" / "3" / "deferred"
+    assert (root.parent / "host" / "metadata").stat().st_size < 10_000
+    file = max((f for f in root.rglob("d/*")), key=lambda f: f.stat().st_size)
+    content = file.read_bytes()
+    file.write_bytes(content[:500])
+    refused(tmp_path, "are damaged")
+    shutil.rmtree(root)
+    shutil.copytree(root.parents[1] / "2" / "deferred", root)
+    refused(tmp_path, "are not what was written")
+
+
+def refused(folder: Path, why: str) -> None:
+    checkpoints = Checkpoints(folder, Checkpointing())
+    with pytest.raises(ValueError, match=rf"sampled groups in .*/checkpoints/3 {why}.*go on from step 2"):
+        checkpoints.whole_host(3)
+    checkpoints.close()

@@ -1,7 +1,7 @@
 """Batches sampled ahead: in the order of the data, within the bound on staleness, whole after a checkpoint."""
 
 import asyncio
-import json
+import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,9 @@ import pytest
 from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
 from jaxrl_llm.data.pipeline import PromptStream
+from jaxrl_llm.distributed import serialization
 from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
+from jaxrl_llm.rollouts import buffer
 from jaxrl_llm.rollouts.buffer import RolloutBuffer, restored, stored
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator
 
@@ -138,14 +140,19 @@ def same(one: Group, other: Group) -> None:
         assert (a.finish, a.text, a.role, list(a.spans)) == (b.finish, b.text, b.role, list(b.spans))
 
 
-def test_a_group_comes_back_from_its_json_as_it_was():
+def written(value: Any) -> Any:
+    """What a checkpoint gives back for a state."""
+    return serialization.whole(*serialization.split(value))
+
+
+def test_a_group_comes_back_from_its_bytes_as_it_was():
     rollouts = [
         make_rollout(PROMPTS[2], [5, 6, 7], mask=[1, 0, 1], logprobs=[-0.1, 0.0, -1e-7], spans={"cot": np.array([1, 1, 0], bool)}, text="a"),
         make_rollout(PROMPTS[2], [8], finish="length", role="greedy"),
     ]  # fmt: skip
     group = make_group(rollouts, {"x": [1 / 3, float("nan")], "log/y": [2, 3]}, {"x": [True, False]}, {"x": 0.5})
     rows = {(p.source, p.id): p for p in PROMPTS}
-    again = restored(json.loads(json.dumps(stored(group))), rows)
+    again = restored(serialization.unpacked(serialization.packed(stored(group))), rows)
     same(again, group)
     np.testing.assert_array_equal(again.rollouts[0].spans["cot"], [True, True, False])
     with pytest.raises(ValueError, match="prompt 'p2' of 's', which the data lacks"):
@@ -172,7 +179,7 @@ def test_no_prompt_is_lost_or_repeated_by_a_resume(whole):
             sampler.gate.clear()
         while whole and ahead.take()["buffer/whole"] < 2:
             await asyncio.sleep(0.001)
-        state: dict[str, Any] = json.loads(json.dumps(ahead.state()))
+        state: dict[str, Any] = written(ahead.state())
         kept = [coming["groups"] for coming in state["coming"]]
         other = Held()
         again = feed(other, 2, shuffle=True)
@@ -185,6 +192,66 @@ def test_no_prompt_is_lost_or_repeated_by_a_resume(whole):
                 for group, one in zip(groups, content, strict=True):
                     same(group, restored(one, {(p.source, p.id): p for p in PROMPTS}))
         sampler.gate.set()
+
+    asyncio.run(run())
+
+
+def test_a_state_is_encoded_where_it_is_written_and_holds_what_was_whole_when_it_was_taken(monkeypatch):
+    """A run that is given up later writes the state that it had after the step before."""
+
+    async def run() -> None:
+        encoded = []
+        monkeypatch.setattr(buffer, "stored", lambda group: encoded.append(1) or stored(group))
+        sampler = Held()
+        ahead = feed(sampler, 1)
+        await steps(ahead, sampler, [1])
+        while ahead.take()["buffer/whole"] < 1:
+            await asyncio.sleep(0.001)
+        state = ahead.state()
+        want = await ahead.next(2)  # the batch leaves the buffer, and another one is sampled
+        assert encoded == [], "a step encodes nothing"
+        again = feed(Held(), 1)
+        again.restore(written(state))
+        assert len(encoded) == 3
+        for one, other in zip(await again.next(2), want, strict=True):
+            same(one, other)
+
+    asyncio.run(run())
+
+
+def test_a_state_with_arrays_as_text_is_still_taken_up_and_an_unknown_format_is_refused_with_its_number():
+    def text(values: Sequence[float], kind: str) -> str:
+        return base64.b64encode(np.array(values, kind).tobytes()).decode()
+
+    rollout = {
+        "tokens": text([5, 6, 7], "<i4"), "sampler_logprobs": text([-0.5, 0, -1e-7], "<f4"), "mask": text([1, 0, 1], "?"),
+        "versions": text([4, 4, 5], "<i4"), "spans": {"cot": text([1, 1, 0], "?")}, "finish": "length", "text": "ü", "role": "sample",
+    }  # fmt: skip
+    group = {
+        "prompt": ["s", "p1"],
+        "rollouts": [rollout],
+        "parts": {"sum": [18.0]},
+        "valid": {"sum": [True]},
+        "weights": {"sum": 0.5},
+    }
+    stream = {"position": 9, "rows": 10, "seed": 3}
+    coming = [{"step": 3, "draws": [3], "groups": [group]}, {"step": 4, "draws": [6], "groups": None}]
+    old = {"stream": stream, "started": 4, "coming": coming}
+
+    async def run() -> None:
+        sampler = Held()
+        sampler.version = 5
+        ahead = feed(sampler, 1)
+        ahead.restore(old)
+        (first,), second = await ahead.next(3), await ahead.next(4)
+        expected = make_rollout(
+            PROMPTS[1], [5, 6, 7], mask=[1, 0, 1], logprobs=[-0.5, 0, -1e-7], spans={"cot": np.array([1, 1, 0], bool)},
+            finish="length", text="ü", versions=np.array([4, 4, 5], np.int32),
+        )  # fmt: skip
+        same(first, make_group([expected], {"sum": [18.0]}, weights={"sum": 0.5}))
+        assert names(second) == ["p6", "p7", "p8"], "those of the batch that was incomplete"
+        with pytest.raises(ValueError, match="in format 3, and this version reads the formats 1 to 2"):
+            feed(sampler, 1).restore({**old, "format": 3})
 
     asyncio.run(run())
 

@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import pytest
 from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
+from jaxrl_llm.distributed import serialization
+from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Group, Prompt, Rollout, SamplingParams, Scores, seed_of
 from jaxrl_llm.protocols import Filter
 from jaxrl_llm.rollouts.collect import Collector, DynamicSampling, RolloutGenerator
@@ -169,6 +171,43 @@ def test_a_reward_that_needs_statistics_is_asked_later():
     assert reward.asked == [(2, stats[0]), (2, stats[1])]
     assert [g.total().tolist() for g in scored] == [[0, 2], [0, 2]] and names(scored) == [0, 1]
     assert c.counters["invalid/draw"] == 2
+
+
+class Together(Processes):
+    """One of two processes that run one after the other: what process 0 sends is kept for process 1."""
+
+    sent: list[Any]
+    differs: bool = False
+
+    def broadcast(self, value: Any = None) -> Any:
+        if self.main:
+            self.sent.append(serialization.packed(value))
+            return value
+        return serialization.unpacked(self.sent.pop(0))
+
+    def gathered(self, value: Any) -> list[Any]:
+        return [value, value + 1 if self.differs else value]
+
+
+@pytest.mark.parametrize(("differs", "kind"), [(False, Scores), (True, Group)])
+def test_where_all_processes_sample_scores_alone_travel(differs, kind):
+    """Rollouts travel only where they differ: there process 1 has drawn others, and takes those of process 0."""
+    sent: list[bytes] = []
+    kinds, found = [], []
+    for index in (0, 1):
+        together = Together(index=index, count=2, names=["a", "b"])
+        together.sent, together.differs = sent, differs
+        one = collector()
+        one = replace(one, generator=replace(one.generator, processes=together))
+        found.append(asyncio.run(one.score(Numbers()(3), (index * differs, 1, 0))))
+        kinds += [type(x) for message in sent for x in serialization.unpacked(message)]
+        assert one.counters["groups/resent"] == 3 * differs
+    assert kinds == [kind] * 3 and sent == []
+    want = asyncio.run(collector().score(Numbers()(3), (0, 1, 0)))
+    for groups in found:
+        for got, expected in zip(groups, want, strict=True):
+            assert got.scores.parts["draw"].tolist() == expected.scores.parts["draw"].tolist() == [1, 2]
+            assert [r.tokens.tolist() for r in got.rollouts] == [r.tokens.tolist() for r in expected.rollouts]
 
 
 def group(rewards: Sequence[float], valid: Sequence[bool], roles: Sequence[str]) -> Group:
