@@ -1,6 +1,5 @@
 """All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -195,17 +194,21 @@ def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 
 
 def by_sequence(sequences: Sequences, partitioner: Partitioner) -> Sequences:
-    """The sequences with their token streams [S, T] split by sequence over this process's devices of the mesh.
+    """The sequences with their token streams [S, T] split by sequence over all devices of the mesh, where their number divides S.
 
-    Every process has all of them, and works out all advantages by itself. As many devices take part as divide S.
+    Every process has all of them and gives its devices their shares. The split depends on the mesh alone, so that sums have the
+    same bits on any number of processes.
     """
-    devices = partitioner.mesh.local_devices
-    count = math.gcd(len(sequences.reward), len(devices))
-    if count == 1:
+    devices = partitioner.mesh.devices.ravel()
+    if len(devices) == 1 or len(sequences.reward) % len(devices):
         return sequences
-    mesh = Mesh(np.array(devices[:count], dtype=object), ("sequence",))
+    mesh = Mesh(devices, ("sequence",))
     rows, whole = NamedSharding(mesh, PartitionSpec("sequence", None)), NamedSharding(mesh, PartitionSpec())
-    return jax.device_put(sequences, jax.tree.map(lambda x: rows if np.ndim(x) == 2 else whole, sequences))
+    place = jax.tree.map(lambda x: rows if np.ndim(x) == 2 else whole, sequences)
+    if whole.is_fully_addressable:
+        return jax.device_put(sequences, place)
+    share = lambda x, s: jax.make_array_from_callback(np.shape(x), s, np.asarray(x).__getitem__)  # noqa: E731
+    return jax.tree.map(share, sequences, place)
 
 
 def _paired(group: Group) -> bool:

@@ -203,7 +203,7 @@ class Learner:
         return jax.jit(self.algorithm.advantages)
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """`Algorithm.advantages`, jitted, with the sequences split over this process's devices of the mesh."""
+        """`Algorithm.advantages`, jitted, with the sequences split over the devices of the mesh."""
         found: Advantages = self._advantages(by_sequence(sequences, self.partitioner))
         return found
 

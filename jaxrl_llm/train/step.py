@@ -157,7 +157,7 @@ class StageTrainer:
     @part("scoring", "score")
     def advantages(self, sequences: Sequences) -> Advantages:
         """The algorithm's advantages, on the host."""
-        return jax.device_get(self.phase_learner.advantages(sequences))
+        return jax.tree.map(to_host, self.phase_learner.advantages(sequences))
 
     @part("updating", "update")
     @explained("updating")
@@ -320,7 +320,7 @@ class StageTrainer:
         scored = self.scores_policy(0) or self.frozen.score
         stats = self.stats_of(self.learner, state, batch, policy=self.scores_policy(0)) if scored else {}
         sequences = batch.sequences(stats, {n: self.controls[n] for n in self.config.algorithm.controls}, len(groups))
-        advantages = jax.device_get(self.learner.advantages(sequences))
+        advantages = jax.tree.map(to_host, self.learner.advantages(sequences))
         (minibatch,) = batch.micro_batches(sequences, advantages, self.config.algorithm.constant, self.partitioner)
         found = jax.device_get(self.learner.measure(state.params, minibatch, self.bases))
         return {f"eval/{name}": float(x) for name, x in found.items()}

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import tiny_run
 
+from jaxrl_llm.distributed.preemption import STOPPED
+
 # One worker makes the undisturbed run and all tests that compare with it.
 pytestmark = pytest.mark.xdist_group("whole_run")
 
@@ -207,6 +209,13 @@ def test_a_checkpoint_of_another_model_is_refused(whole: Path, tmp_path: Path) -
     shutil.copytree(whole, run_dir)
     before = (run_dir / "metrics.jsonl").read_bytes()
     done = tiny_run.launch(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64})
+    assert (
+        done.returncode == 1 and "policy.architecture.width was 32, is 64" in done.stderr and "RUN_DIR" in done.stderr
+    )
+    command = [*tiny_run.command(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64}), "--resume_as_new"]
+    done = subprocess.run(
+        command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=500
+    )
     assert done.returncode == 1
     assert "another model" in done.stderr and "RUN_DIR" in done.stderr
     assert (run_dir / "metrics.jsonl").read_bytes() == before
@@ -225,6 +234,6 @@ def test_a_full_disk_at_a_save_ends_with_what_to_do(tmp_path: Path) -> None:
     done = subprocess.run(
         limited, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=500
     )
-    assert done.returncode == 1
-    assert "could not be written" in done.stderr and "RUN_DIR" in done.stderr
+    assert done.returncode == STOPPED, "the same command goes on once there is space"
+    assert "could not be written" in done.stdout and "RUN_DIR" in done.stdout
     assert not [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
