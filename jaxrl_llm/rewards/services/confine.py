@@ -190,7 +190,7 @@ def confine() -> None:
 def verifiers() -> Any:
     """The filter of a process that may read and compute; `load` sets it for the calling thread and all that it starts."""
     made, arg, allow = _filter(COMPUTES)
-    kept = library()
+    kept = seccomp()
     for call, place in (("open", 1), ("openat", 2)):
         _add(made, allow, call, arg(place, kept.MASKED_EQ, CHANGES, 0))
     _add(made, allow, "clone", arg(0, kept.MASKED_EQ, THREAD | NEW_ROOMS, THREAD))
@@ -205,7 +205,7 @@ def programs(*, own_files: bool, signals: bool) -> Any:
       signals: signals reach its own processes alone, so it may send them.
     """
     made, arg, allow = _filter(COMPUTES)
-    kept = library()
+    kept = seccomp()
     for call in RUNS:
         place = {"open": 1, "openat": 2}.get(call)
         if place is not None and not own_files:  # a file without a name could not be counted
@@ -227,7 +227,7 @@ def judges() -> Any:
 
 def _filter(calls: list[str]) -> tuple[Any, Any, int]:
     """(filter, its Arg, its ALLOW) of calls whose arguments are free, and of those that both kinds of process share."""
-    kept = library()
+    kept = seccomp()
     made, arg, allow = kept.SyscallFilter(kept.ERRNO(errno.EPERM)), kept.Arg, kept.ALLOW
     made.set_attr(kept.Attr.ACT_BADARCH, kept.KILL_PROCESS)  # another numbering of the same calls
     for call in calls:
@@ -247,13 +247,13 @@ def _filter(calls: list[str]) -> tuple[Any, Any, int]:
 
 def _add(made: Any, action: int, call: str, *conditions: Any) -> None:
     """Adds a rule, unless this architecture has no such call, or libseccomp does not know it: then it stays refused."""
-    kept = library()
+    kept = seccomp()
     number = kept.resolve_syscall(kept.Arch.NATIVE, call)
     if number >= 0:
         made.add_rule(action, number, *conditions)
 
 
-def library() -> Any:
+def seccomp() -> Any:
     """pyseccomp; OSError where it or libseccomp is missing, which says what to install."""
     try:
         import pyseccomp

@@ -257,7 +257,7 @@ def _paths() -> list[str]:
     """Where the guard finds this package, and pyseccomp."""
     return [
         str(Path(__file__).parents[3]),
-        *({str(Path(confine.library().__file__).parent)} if sys.platform == "linux" else ()),
+        *({str(Path(confine.seccomp().__file__).parent)} if sys.platform == "linux" else ()),
     ]
 
 

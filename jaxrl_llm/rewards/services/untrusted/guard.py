@@ -283,7 +283,7 @@ def main() -> None:
         importlib.import_module(name)
     boot_text()
     with contextlib.suppress(OSError):
-        confine.library()  # the first job says what is missing
+        confine.seccomp()  # the first job says what is missing
     while line := sys.stdin.buffer.readline():
         guard = os.fork()
         if guard == 0:
