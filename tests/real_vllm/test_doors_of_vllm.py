@@ -66,7 +66,7 @@ def another_host():
 ASK = """
 import json, sys, urllib.error, urllib.request
 url, path, body, token = sys.argv[1:]
-request = urllib.request.Request(url + path, data=body.encode(), headers={"Authorization": "Bearer " + token})
+request = urllib.request.Request(url + path, data=body.encode(), headers={"Authorization": "Bearer " + token, "Content-Type": "application/json"})
 try:
     with urllib.request.urlopen(request, timeout=30) as answer:
         print(answer.status, answer.read().decode())
@@ -94,7 +94,7 @@ def test_another_host_reaches_generation_and_updates_but_no_other_endpoint(serve
         while '"staging"' in ask(door.url, "/stage_status"):
             pass
         assert ask(door.url, "/pause?mode=keep&clear_cache=true").startswith("200")
-        assert ask(door.url, "/commit", {"version": 2}).startswith("200")
+        assert ask(door.url, "/commit", {"version": 2, "mark": "a"}).startswith("200")
         assert ask(door.url, "/resume").startswith("200")
         sampling = {"max_tokens": 3, "logprobs": 0, "detokenize": False}
         answer = ask(door.url, "/generate", {"model": "policy", "token_ids": [5, 6, 7], "sampling_params": sampling})
@@ -136,7 +136,7 @@ def test_a_server_without_development_endpoints_generates_and_names_what_updates
         with pytest.raises(Refusal) as absent:
             bare.call("/collective_rpc", {"method": "stage_status"})
         assert absent.value.code == 404
-        for path, body in (("/stage", {"path": "/nowhere", "version": 1}), ("/commit", {"version": 1})):
+        for path, body in (("/stage", {"path": "/nowhere", "version": 1}), ("/commit", {"version": 1, "mark": "a"})):
             with pytest.raises(Refusal) as refusal:
                 door.call(path, body, token=TOKEN)
             assert refusal.value.code == 409
