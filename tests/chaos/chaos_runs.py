@@ -15,7 +15,8 @@ from chaos_table import Row, Stopwatch, Trial
 
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
 from jaxrl_llm.learner.learner import TrainState
-from jaxrl_llm.rewards.services.pool import Pool, judge_in_pool
+from jaxrl_llm.rewards.services.pool import Pool
+from jaxrl_llm.rewards.wrap import judge_together
 
 
 def learner_killed(trial: Trial) -> Row:
@@ -70,7 +71,9 @@ def reward_worker_killed(trial: Trial) -> Row:
 
     async def batch(kill: bool) -> int:
         asked = [(i, 0.01) for i in range(24)]
-        judging = asyncio.create_task(judge_in_pool("r", pool, "slow_words", "letters_of", asked))
+        judging = asyncio.create_task(
+            judge_together("r", [pool.call("slow_words", "letters_of", *each) for each in asked])
+        )
         if kill:
             await asyncio.sleep(rng.uniform(0.0, 0.1))
             workers = sorted(set(children()) - before)

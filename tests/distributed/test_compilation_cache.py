@@ -10,6 +10,8 @@ import tiny_run
 
 from jaxrl_llm.distributed import compilation_cache
 
+pytestmark = pytest.mark.slow
+
 BASE = Path("jaxrl_llm") / "jax"
 
 

@@ -18,6 +18,8 @@ from jaxrl_llm.distributed import rendezvous, serialization
 from jaxrl_llm.distributed.preemption import STOPPED
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 
+pytestmark = pytest.mark.slow
+
 
 def test_runs_of_one_and_of_two_processes_preempted_and_killed_give_the_metrics_of_an_undisturbed_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

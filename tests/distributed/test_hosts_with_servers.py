@@ -15,6 +15,8 @@ import tiny_run
 
 from jaxrl_llm.distributed.preemption import STOPPED
 
+pytestmark = pytest.mark.slow
+
 
 def _fake() -> Any:
     """The stand-in of the samplers' tests."""

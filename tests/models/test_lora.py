@@ -30,6 +30,8 @@ from jaxrl_llm.models.sources import PolicySource
 from jaxrl_llm.tools import export
 from jaxrl_llm.train import load
 
+pytestmark = pytest.mark.slow
+
 LORA = LoRA(rank=3, alpha=6.0, targets=("q_proj", "o_proj", "down_proj"))
 
 

@@ -30,6 +30,8 @@ from jaxrl_llm.rollouts.offline import ended
 from jaxrl_llm.tools import export
 from jaxrl_llm.train.stage import Stage
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 64, "num_labels": 1, "pad_token_id": 0, "initializer_range": 0.3,

@@ -24,6 +24,8 @@ from jaxrl_llm.models.value import ValueModel
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.train.stage import Stage
 
+pytestmark = pytest.mark.slow
+
 CASE = PPO(gamma=0.9, lam=0.7, value_clip=0.05, value_coef=0.5)
 
 

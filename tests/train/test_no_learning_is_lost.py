@@ -14,7 +14,7 @@ import tiny_run
 
 from jaxrl_llm.distributed.preemption import STOPPED
 
-pytestmark = pytest.mark.xdist_group("whole_run")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole_run")]
 # The answers of evaluations are graded by the reward that can be slow; a step is evaluated after every second.
 EVALUATED = {**tiny_run.RL_ALONE, "evaluate.Evaluation.reward": "@wrap.Wrap()", "train.Watchdog.every_s": 0.02}
 

@@ -11,6 +11,8 @@ import tiny_run
 
 from jaxrl_llm.tools.migrate import migrate
 
+pytestmark = pytest.mark.slow
+
 OLD = (
     Path(__file__).parents[1] / "fixtures" / "run_of_6601da5"
 )  # tests/tiny.gin at that commit, with the checkpoint of step 6

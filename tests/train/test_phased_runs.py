@@ -8,6 +8,8 @@ import tiny_run
 
 from jaxrl_llm import launch
 
+pytestmark = pytest.mark.slow
+
 FILES = [f"--gin_file={file}" for file in (tiny_run.GIN_FILE,)]
 SHORT = {
     "STEPS": 2, "SAVE_EVERY": 9, "MINIBATCHES": 1, "BEST": "None", "train.Run.stages": "[@rl/train.Stage()]",

@@ -16,7 +16,7 @@ import tiny_run
 from jaxrl_llm.distributed.preemption import STOPPED
 
 # One worker makes the undisturbed run and all tests that compare with it.
-pytestmark = pytest.mark.xdist_group("whole_run")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole_run")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,9 +20,8 @@ from multiprocessing import Pipe
 from typing import Any
 
 from jaxrl_llm import serving
-from jaxrl_llm.experience import Scores
 from jaxrl_llm.protocols import Down
-from jaxrl_llm.rewards.wrap import Failed, judge_together
+from jaxrl_llm.rewards.wrap import Failed
 
 STARTUP_S = 120.0
 MOST_BYTES = 2**20  # of an answer
@@ -94,13 +93,6 @@ class Pool:
         if not good:
             raise Failed(value)
         return value
-
-
-async def judge_in_pool(
-    name: str, pool: Pool, module: str, function: str, arguments: Sequence[tuple[Any, ...]]
-) -> Scores:
-    """One part [G]: a call for each element of `arguments` (G of them); failed calls are invalid."""
-    return await judge_together(name, [pool.call(module, function, *each) for each in arguments])
 
 
 class _Worker:
