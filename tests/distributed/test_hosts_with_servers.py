@@ -72,4 +72,7 @@ def test_two_processes_stop_while_process_0_samples_and_one_goes_on(server: Any,
     rows = tiny_run.rows(run_dir)
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["data/epoch"] == 4 * 4 / 64, "a prompt was lost or repeated"
-    assert [x for x in server.calls if x.startswith("commit")][-1] == "commit 3"
+    served = [x for x in server.calls if x.startswith("commit")][-1]
+    assert served in {"commit 3", f"commit {3 - ahead}"}, (
+        "sampled ahead, the last version may be on its way when the run ends"
+    )
