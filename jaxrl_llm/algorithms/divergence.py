@@ -7,7 +7,7 @@ takes k2's gradient (straight-through). d is clipped to +-20 and k3 to 10, so th
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import jax.numpy as jnp
 from jax.lax import stop_gradient
@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from jaxrl_llm import components
 
 Estimator = Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+"]
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "abs+", "k3+")
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def absolute(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

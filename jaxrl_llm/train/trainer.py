@@ -20,7 +20,7 @@ from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import Writers
 from jaxrl_llm.protocols import AuxiliaryModel, Down, Sampler
-from jaxrl_llm.train import resume
+from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
@@ -70,6 +70,8 @@ class Trainer:
         self.pending: dict[str, Any] | None = None  # a step whose evaluation is left to this start
         self.compilations = Compilations()
         self.began: float | None = None
+        self.changed: list[settings.Change] = []  # since the run folder was written
+        self.text = ""  # the gin text of this start
         self.stopped = ""  # the reason why the run stops, or ""
         self.status = 0  # of the process at its end
         self.before: dict[str, Any] | None = None  # the host's state after the last step
@@ -237,33 +239,41 @@ class Trainer:
         """Opens the writers and the frozen parameters under adapters; returns the step after which the run resumes, or None."""
         restored = self.processes.broadcast(self.checkpoints.latest())
         host = {} if restored is None else self.checkpoints.host(restored)
-        self.pending = host.get("pending")
+        self.pending, self.text = host.get("pending"), config
         self.watching.at("opening", step=restored or 0)
         if restored != self.config.starts[-1] or self.pending is not None:
-            self.accept(restored, host.get("stage", 0), config)
+            self.compare(restored, host.get("stage", 0))
             base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
             self.bases = {} if base is None else {"policy": base}
         writers = self.config.writers if self.processes.main else ()
+        if restored is None:
+            self.note(None, 0)
         written = restored if restored is None or self.pending is None else restored - 1
         self.writers = Writers.open(writers, self.run_dir, written, self.config.starts[-1])
         if config and restored is None:
             self.writers.text("config", f"```\n{config}\n```")
         return restored
 
-    def accept(self, restored: int | None, number: int, config: str) -> None:
-        """Compares the settings with those of the run folder and writes what reproduces the run; raises ValueError as `resume.accept`."""
+    def compare(self, restored: int | None, number: int) -> None:
+        """Compares the settings with those of the run folder; raises ValueError as `settings.compare` does, on every process."""
         refusal = ""
         if self.processes.main:
+            as_new = self.config.resume_as_new
             try:
-                found = resume.accept(self.run_dir, self.config, restored, number, as_new=self.config.resume_as_new)
+                self.changed = settings.compare(self.run_dir, self.config, restored, number, as_new=as_new)
             except ValueError as error:
                 refusal = str(error)
-            else:
-                for change in found:
-                    print(f"changed after step {restored}: {change}", flush=True)
-                provenance(self.run_dir, self.config.seed, config)
         if refusal := self.processes.broadcast(refusal):
             raise ValueError(refusal)
+
+    def note(self, restored: int | None, number: int) -> None:
+        """Writes what reproduces the run, and which settings changed; a checkpoint that is refused is refused before."""
+        if not self.processes.main:
+            return
+        for change in self.changed:
+            print(f"changed after step {restored}: {change}", flush=True)
+        settings.note(self.run_dir, self.config, self.changed, restored, number)
+        provenance(self.run_dir, self.config.seed, self.text)
 
     async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
         """Yields each stage from that of the checkpoint on, and the step after which it goes on; sets `self.state` to its first state."""
@@ -275,6 +285,7 @@ class Trainer:
             stage = open_stage(config, self, number)
             if restored is not None and number == first:
                 start, self.state = restored, self._restored(stage, restored)
+                self.note(restored, number)
             else:
                 params = self._initial() if self.state is None else self.state.policy
                 start, self.state = stage.offset, stage.begin(params, new_key(self.config.seed, number))

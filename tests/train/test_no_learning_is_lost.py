@@ -104,6 +104,7 @@ def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp
     data = {"heldout/sorting.Sorting.size": 8, "sorting.Sorting.seed": 5}
     refused = tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit, **data)
     assert refused.returncode == 1 and "the data of stage 'rl' is another one" in refused.stderr
+    assert (run_dir / "config.gin").read_text() == before and not (run_dir / "changes.jsonl").exists()
     command = [*tiny_run.command(run_dir, **tiny_run.RL_ALONE, **other), "--resume_as_new"]
     done = subprocess.run(
         command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=300

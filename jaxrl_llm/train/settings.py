@@ -93,21 +93,21 @@ def read(run_dir: Path) -> dict[str, str] | None:
     return dict(json.loads(file.read_text())) if file.is_file() else None
 
 
-def accept(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bool) -> list[Change]:
-    """Compares a start with its run folder, notes what changes and returns it.
+def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bool) -> list[Change]:
+    """Compares a start with its run folder and returns what changes; nothing is written.
 
     Args:
-      run_dir: the folder, which no other process writes.
+      run_dir: the folder.
       run: the run.
       step: the checkpoint that it goes on from; None where there is none.
       stage: number of the stage that the checkpoint is in.
       as_new: whether settings that bend what was learned are taken up too.
 
     Raises:
-      ValueError: such a setting differs, with both values and the way out; nothing is written.
+      ValueError: such a setting differs; the message has both values and the way out.
     """
-    now, before = settings_of(run), read(run_dir)
-    found = [] if before is None or step is None else changes(before, now)
+    before = read(run_dir)
+    found = [] if before is None or step is None else changes(before, settings_of(run))
     bent = refused(found, [s.name for s in run.stages], stage)
     shifted = [change for change in bent if STEPS.fullmatch(change.name)]
     if shifted or (bent and not as_new):
@@ -117,9 +117,14 @@ def accept(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: boo
             f"{run_dir} holds a run with other settings, at step {step}: {listed}. Set them as they were{way}, or set RUN_DIR to another "
             "folder"
         )
-    _note(run_dir, found, step, bent)
-    (run_dir / SETTINGS).write_text(json.dumps(now, indent=1) + "\n")
     return found
+
+
+def note(run_dir: Path, run: Any, found: Sequence[Change], step: int | None, stage: int) -> None:
+    """Writes the settings of a run and what `compare` found to change in them after `step`, in the stage of number `stage`."""
+    bent = refused(found, [s.name for s in run.stages], stage)
+    _note(run_dir, found, step, bent)
+    (run_dir / SETTINGS).write_text(json.dumps(settings_of(run), indent=1) + "\n")
 
 
 def _note(run_dir: Path, found: Sequence[Change], step: int | None, bent: Sequence[Change]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxrl_llm import command_line
-from jaxrl_llm.train import resume
+from jaxrl_llm.train import settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,10 +18,17 @@ def run(*bindings: str) -> Any:
     return command_line.build(["gin/quickstart.gin"], ["RUN_DIR = 'runs/x'", *bindings])[0]
 
 
+def accept(folder: Path, built: Any, step: int | None, stage: int, *, as_new: bool) -> list[settings.Change]:
+    """What a start does that is not refused."""
+    found = settings.compare(folder, built, step, stage, as_new=as_new)
+    settings.note(folder, built, found, step, stage)
+    return found
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run folder of the quickstart."""
-    assert resume.accept(tmp_path, run(), None, 0, as_new=False) == []
+    assert accept(tmp_path, run(), None, 0, as_new=False) == []
     return tmp_path
 
 
@@ -47,44 +54,44 @@ FREE = {
 
 @pytest.mark.parametrize("binding", BENDS)
 def test_a_setting_that_bends_learning_is_refused_with_both_values(folder, binding):
-    before = (folder / resume.SETTINGS).read_text()
+    before = (folder / settings.SETTINGS).read_text()
     with pytest.raises(ValueError) as refused:
-        resume.accept(folder, run(binding), 60, 1, as_new=False)
+        accept(folder, run(binding), 60, 1, as_new=False)
     text = str(refused.value)
     values = BENDS[binding].partition(" was ")
     assert values[0] in text and "at step 60" in text and "set RUN_DIR to another folder" in text
     assert ("--resume_as_new" in text) != binding.startswith("SFT_STEPS")
     assert f" is {values[2].partition(' is ')[2]}" in text
-    assert (folder / resume.SETTINGS).read_text() == before and not (folder / resume.CHANGES).exists()
+    assert (folder / settings.SETTINGS).read_text() == before and not (folder / settings.CHANGES).exists()
 
 
 @pytest.mark.parametrize("binding", FREE)
 def test_a_setting_that_bends_nothing_goes_on_and_is_noted_with_its_step(folder, binding):
-    found = resume.accept(folder, run(binding), 60, 1, as_new=False)
+    found = accept(folder, run(binding), 60, 1, as_new=False)
     assert FREE[binding] in [change.name for change in found]
-    rows = [json.loads(line) for line in (folder / resume.CHANGES).read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder / settings.CHANGES).read_text().splitlines()]
     (row,) = [row for row in rows if row["name"] == FREE[binding]]
     assert row["step"] == 60 and row["was"] != row["is"] and not row["bends"]
-    assert resume.accept(folder, run(binding), 80, 1, as_new=False) == [], "it is the run's own setting now"
+    assert accept(folder, run(binding), 80, 1, as_new=False) == [], "it is the run's own setting now"
 
 
 @pytest.mark.parametrize("binding", [b for b in BENDS if not b.startswith("SFT_STEPS")])
 def test_new_settings_are_taken_up_where_that_is_asked_for(folder, binding):
-    found = resume.accept(folder, run(binding), 60, 1, as_new=True)
-    rows = [json.loads(line) for line in (folder / resume.CHANGES).read_text().splitlines()]
+    found = accept(folder, run(binding), 60, 1, as_new=True)
+    rows = [json.loads(line) for line in (folder / settings.CHANGES).read_text().splitlines()]
     assert found and [row["bends"] for row in rows if row["name"] in BENDS[binding]] != [False]
 
 
 def test_steps_of_a_finished_stage_cannot_change_even_then(folder):
     with pytest.raises(ValueError, match=r"stages\[sft\].steps was 54, is 10"):
-        resume.accept(folder, run("SFT_STEPS = 10"), 60, 1, as_new=True)
-    assert resume.accept(folder, run("SFT_STEPS = 60"), 20, 0, as_new=False)
+        accept(folder, run("SFT_STEPS = 10"), 60, 1, as_new=True)
+    assert accept(folder, run("SFT_STEPS = 60"), 20, 0, as_new=False)
 
 
 def test_the_settings_of_a_run_are_all_its_fields():
     """Every field of the stage and of what it holds has a path."""
     built = run()
-    names = resume.settings_of(built)
+    names = settings.settings_of(built)
     for field in dataclasses.fields(built.stages[1].algorithm):
         assert any(name.startswith(f"stages[rl].algorithm.{field.name}") for name in names)
     assert names["stages[rl].algorithm"] == "GRPO" and names["stages[sft].prompts_per_step"]
