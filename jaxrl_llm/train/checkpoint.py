@@ -25,6 +25,7 @@ from jaxrl_llm.distributed.out_of_memory import ran_out
 from jaxrl_llm.distributed.tree_sums import Damaged
 
 _PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there
+_MOVED = ("best", "controls")  # what an evaluation moves of the host's state
 _TORN = ".orbax-checkpoint-tmp"  # part of the names of folders that are still being written
 
 
@@ -59,6 +60,7 @@ class Checkpoints:
     def __init__(self, run_dir: Path, config: Checkpointing, *, deferred: bool = False) -> None:
         self.config, self._deferred = config, deferred
         self.folder = (run_dir / "checkpoints").absolute()
+        self._evaluated = run_dir / "evaluated.json"
         self._last = _manager(self.folder, config.keep)
         self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
         self._managers = [manager for manager in (self._last, self._best) if manager]
@@ -78,11 +80,29 @@ class Checkpoints:
 
     def host(self, step: int) -> dict[str, Any]:
         """The host's state of the checkpoint at `step`, without its deferred parts; raises ValueError where it is damaged."""
-        return _host(self._last, step)[0]
+        return self._amended(step, _host(self._last, step)[0])
 
     def whole_host(self, step: int) -> dict[str, Any]:
         """The host's state of the checkpoint at `step` with its deferred parts in place; raises ValueError where it is damaged."""
-        return _whole_host(self._last, step)
+        return self._amended(step, _whole_host(self._last, step))
+
+    def amend(self, step: int, host: dict[str, Any]) -> None:
+        """Notes that the evaluation which the checkpoint at `step` leaves to a later start is done, and what it moved; atomically."""
+        if jax.process_index():
+            return
+        known = {"step": step, **{name: host[name] for name in _MOVED}}
+        whole, torn = self._evaluated, self._evaluated.with_suffix(".torn")
+        torn.write_text(json.dumps(known) + "\n")
+        torn.replace(whole)
+
+    def _amended(self, step: int, host: dict[str, Any]) -> dict[str, Any]:
+        """The host's state with what `amend` noted of it."""
+        known: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            known = json.loads(self._evaluated.read_text())
+        if "pending" not in host or known.get("step") != step:
+            return host
+        return {name: x for name, x in host.items() if name != "pending"} | {name: known[name] for name in _MOVED}
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).

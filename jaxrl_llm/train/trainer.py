@@ -68,6 +68,7 @@ class Trainer:
         self.state: Any = None  # a TrainState, from the first stage on
         self.best: float | None = None
         self.pending: dict[str, Any] | None = None  # a step whose evaluation is left to this start
+        self.left: int | None = None  # the step whose checkpoint leaves its evaluation to a later start
         self.compilations = Compilations()
         self.began: float | None = None
         self.changed: list[settings.Change] = []  # since the run folder was written
@@ -106,11 +107,11 @@ class Trainer:
                     print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
                     break
         self.watching.at("saving")
-        try:  # a save that failed in the background is told here
+        before = self.stopped
+        with self.writing():  # a save that failed in the background is told here
             self.checkpoints.wait()
-        except OSError as error:
-            self.stop(error)
-            print(f"stopped: {error}", flush=True)
+        if self.stopped != before:
+            print(f"stopped by {self.stopped}; the same command goes on", flush=True)
 
     async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
         """One step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
@@ -122,14 +123,20 @@ class Trainer:
         self.stopped = self.stopped or self.ends(2 * step)
         metrics |= {"stage": float(stage.number), "update/step": float(step)}
         pending = None
+        sequences = len(result.batch.rollouts)
         if stage.evaluates(step) or self.stopped:
-            self.writers.rollouts(step, stage.rows(result))
+            with self.writing():
+                self.writers.rollouts(step, stage.rows(result))
+            if self.processes.count > 1 and self.saves(
+                stage, step
+            ):  # no signal ends an evaluation on devices of several hosts
+                self.save(stage, state, step, metrics, pending=sequences)
             pending = await self.evaluated(stage, state, step, metrics)
         metrics |= self.measures(stage, result, step)
         if pending:
-            self.save(stage, state, step, metrics, pending=len(result.batch.rollouts))
+            self.save(stage, state, step, metrics, pending=sequences)
         else:
-            self.finish(stage, state, step, metrics, len(result.batch.rollouts))
+            self.finish(stage, state, step, metrics, sequences)
         return state
 
     async def evaluated(self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float]) -> bool:
@@ -139,10 +146,6 @@ class Trainer:
         """
         if self.stopped == SIGNAL:
             return stage.evaluates(step)
-        if self.processes.count > 1 and self.saves(
-            stage, step
-        ):  # a signal cannot end an evaluation on the devices of several hosts
-            self.save(stage, state, step, metrics, pending=0)
         try:
             work = self.evaluate(stage, state, step)
             metrics |= await (work if self.processes.count > 1 else self.preemption.unless(work))
@@ -157,14 +160,16 @@ class Trainer:
         """Ends a step that learned from `sequences`: its metrics move the controllers, are written, and the run is saved."""
         metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
         stage.adapt(step, metrics, sequences)
-        self.write(step, metrics)
+        with self.writing():
+            self.writers.write(step, metrics)
         self.stopped = self.stopped or self.ends(2 * step + 1)
         self.save(stage, state, step, metrics)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes the metrics of a step; a disk that is full ends the run."""
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Ends the run resumably where what it writes meets a disk that is full; the checkpoints from before are whole."""
         try:
-            self.writers.write(step, metrics)
+            yield
         except OSError as error:
             self.stop(error)
 
@@ -227,16 +232,18 @@ class Trainer:
         self.before = {"stage": stage.number, "step": step, "best": self.best, **stage.host()}
         if pending is not None:
             self.before["pending"] = {"metrics": dict(metrics), "sequences": pending}
-        trees = {"state": state, **stage.frozen.params}
-        try:
-            self.checkpoints.save(step, trees, self.before, last=self.saves(stage, step), best=improved)
-        except OSError as error:  # the checkpoints from before are whole
-            self.stop(error)
+        due = self.saves(stage, step)
+        with self.writing():
+            if self.left == step and pending is None:
+                self.checkpoints.amend(step, self.before)
+            self.checkpoints.save(step, {"state": state, **stage.frozen.params}, self.before, last=due, best=improved)
+        if pending is not None and due:
+            self.left = step
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
     def open(self, config: str) -> int | None:
-        """Opens the writers and the frozen parameters under adapters; returns the step after which the run resumes, or None."""
+        """Compares the run with its folder and opens the frozen parameters under adapters; returns the step that it goes on after, or None."""
         restored = self.processes.broadcast(self.checkpoints.latest())
         host = {} if restored is None else self.checkpoints.host(restored)
         self.pending, self.text = host.get("pending"), config
@@ -245,13 +252,8 @@ class Trainer:
             self.compare(restored, host.get("stage", 0))
             base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
             self.bases = {} if base is None else {"policy": base}
-        writers = self.config.writers if self.processes.main else ()
         if restored is None:
             self.note(None, 0)
-        written = restored if restored is None or self.pending is None else restored - 1
-        self.writers = Writers.open(writers, self.run_dir, written, self.config.starts[-1])
-        if config and restored is None:
-            self.writers.text("config", f"```\n{config}\n```")
         return restored
 
     def compare(self, restored: int | None, number: int) -> None:
@@ -267,13 +269,17 @@ class Trainer:
             raise ValueError(refusal)
 
     def note(self, restored: int | None, number: int) -> None:
-        """Writes what reproduces the run, and which settings changed; a checkpoint that is refused is refused before."""
+        """Writes what reproduces the run and which settings changed, and opens the writers; what is refused is refused before."""
         if not self.processes.main:
             return
         for change in self.changed:
             print(f"changed after step {restored}: {change}", flush=True)
         settings.note(self.run_dir, self.config, self.changed, restored, number)
         provenance(self.run_dir, self.config.seed, self.text)
+        written = restored if restored is None or self.pending is None else restored - 1
+        self.writers = Writers.open(self.config.writers, self.run_dir, written, self.config.starts[-1])
+        if self.text and restored is None:
+            self.writers.text("config", f"```\n{self.text}\n```")
 
     async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
         """Yields each stage from that of the checkpoint on, and the step after which it goes on; sets `self.state` to its first state."""
@@ -294,7 +300,7 @@ class Trainer:
             if start == 0:
                 self.writers.write(0, await self.evaluate(stage, self.state, 0))
             if self.pending is not None:
-                pending, self.pending = self.pending, None
+                pending, self.pending, self.left = self.pending, None, start
                 if not await self.caught_up(stage, start, pending):
                     return
             self.began = self.began or time.monotonic()
@@ -348,7 +354,8 @@ class Trainer:
             self.stop(stop)
             if self.before is not None and self.before["step"] != self.checkpoints.latest():
                 trees = {"state": self.state, **stage.frozen.params}
-                self.checkpoints.save(self.before["step"], trees, self.before)
+                with self.writing():
+                    self.checkpoints.save(self.before["step"], trees, self.before)
 
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files; where one fails, the others are closed all the same."""

@@ -63,6 +63,24 @@ def test_a_signal_in_an_evaluation_saves_what_was_learned_and_leaves_the_evaluat
     assert tiny_run.rows(run_dir) == whole
 
 
+def test_an_evaluation_that_was_left_at_the_end_of_a_run_is_made_once(whole, tmp_path):
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            tiny_run.command(run_dir, **EVALUATED), cwd=tiny_run.ROOT, stdout=output, stderr=output,
+            env=tiny_run.environment() | {"REWARD_S": "0.1"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while place(run_dir) != ("evaluating", 5) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == STOPPED, log.read_text()
+    second, third = (tiny_run.launch(run_dir, **EVALUATED) for _ in range(2))
+    assert second.returncode == 0 and "resuming from step 5" in second.stdout, second.stderr
+    assert third.returncode == 0 and "holds a finished run" in third.stderr and "resuming" not in third.stdout
+    assert tiny_run.rows(run_dir) == whole
+
+
 def test_a_reward_that_always_fails_ends_the_run_resumably_with_its_own_message(tmp_path):
     run_dir = tmp_path / "run"
     done = subprocess.run(
@@ -96,6 +114,9 @@ def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp
     limit = {"train.Run.stop_after_s": 0.0}
     assert tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit).returncode == 0
     before = (run_dir / "config.gin").read_text()
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2}\n')
+    written = (run_dir / "metrics.jsonl").read_text()
     other = {"grpo.GRPO.kl_coef": 0.9}
     refused = tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit, **other)
     assert refused.returncode == 1
@@ -105,6 +126,7 @@ def test_a_resume_with_other_settings_is_refused_and_leaves_the_folder_alone(tmp
     refused = tiny_run.launch(run_dir, **tiny_run.RL_ALONE, **limit, **data)
     assert refused.returncode == 1 and "the data of stage 'rl' is another one" in refused.stderr
     assert (run_dir / "config.gin").read_text() == before and not (run_dir / "changes.jsonl").exists()
+    assert (run_dir / "metrics.jsonl").read_text() == written, "rows after the checkpoint too"
     command = [*tiny_run.command(run_dir, **tiny_run.RL_ALONE, **other), "--resume_as_new"]
     done = subprocess.run(
         command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=300
