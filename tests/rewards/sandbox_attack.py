@@ -6,7 +6,9 @@ import secrets
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,15 @@ def offered() -> list[Any]:
     return [pytest.param((users[name], mode), id=f"{mode}-{name}") for name, mode in kinds]
 
 
-def environment() -> dict[str, str]:
+@contextmanager
+def environment() -> Iterator[dict[str, str]]:
+    """Variables under which any user imports the sandbox: its pyseccomp is a copy, since a venv may be its owner's alone."""
     import pyseccomp
 
-    return {"PATH": os.defpath + ":/usr/sbin:/sbin", "PYTHONPATH": f"{ROOT}:{Path(pyseccomp.__file__).parent}"}
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        os.chmod(shutil.copy(pyseccomp.__file__, folder), 0o644)
+        yield {"PATH": os.defpath + ":/usr/sbin:/sbin", "PYTHONPATH": f"{ROOT}:{folder}"}
 
 
 @pytest.fixture(scope="module", params=offered())
@@ -77,7 +84,7 @@ def attack(request: pytest.FixtureRequest) -> Iterator[Attack]:
     user, mode = request.param
     command = [*user, python_of(user), "-B", "-c", SERVER, mode]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, cwd="/", env=environment(), **pipes) as server:
+    with environment() as env, subprocess.Popen(command, text=True, cwd="/", env=env, **pipes) as server:
         assert server.stdin is not None and server.stdout is not None
         began = json.loads(server.stdout.readline())
         if began != mode:
