@@ -17,7 +17,7 @@ LISTED = 2**18
 
 def check(family: object) -> None:
     """Raises ValueError where an option that the families share is out of its range."""
-    components.one_of(family, ("train", "heldout"), "split")
+    components.choices(family)
     components.at_least(family, 1, "size")
     for name, interval in (("heldout_share", "(0, 1)"), ("noise", "[0, 1]")):
         if hasattr(family, name):

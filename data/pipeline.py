@@ -110,7 +110,7 @@ class Encoder:
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("drop", "left", "error"), "truncation")
+        components.choices(self)
         components.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
     def counts(self) -> dict[str, int]:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Literal, NoReturn, Protocol, get_args, get_origin, runtime_checkable
 
 # Packages whose `__init__` re-exports classes, by which gin files name them.
 FACES = ("jaxrl_llm.train", "jaxrl_llm.samplers.embedded", "jaxrl_llm.samplers.vllm")
@@ -57,6 +57,13 @@ def one_of(component: object, allowed: Collection[object], *names: str) -> None:
     for name in names:
         if getattr(component, name) not in allowed:
             refuse(component, name, f"one of {tuple(allowed)}")
+
+
+def choices(component: Any) -> None:
+    """Refuses fields whose type is a Literal that does not have their values."""
+    for field in fields(component):
+        if get_origin(field.type) is Literal:
+            one_of(component, get_args(field.type), field.name)
 
 
 def listed(component: object, example: str, *names: str) -> None:

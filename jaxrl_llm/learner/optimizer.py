@@ -73,7 +73,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps")
-        components.one_of(self, ("constant", "linear", "cosine"), "schedule")
+        components.choices(self)
 
     def rate(self, updates: int) -> optax.Schedule:
         """Learning rate by update, for a run of `updates` updates."""

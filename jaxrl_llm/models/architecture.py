@@ -111,7 +111,7 @@ class Capture:
     final_norm: bool = False
 
     def __post_init__(self) -> None:
-        components.one_of(self, SITES, "site")
+        components.choices(self)
 
     def check(self, layers: int) -> None:
         """Raises ValueError where a model of `layers` layers does not have this layer."""

@@ -64,7 +64,7 @@ class Classifier:
     name: str = "classifier"
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("response", "pair", "chat"), "sees")
+        components.choices(self)
         if self.minimum is not None and self.maximum is not None and self.minimum > self.maximum:
             raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
 

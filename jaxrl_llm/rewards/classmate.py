@@ -130,7 +130,7 @@ class ClassmateCoT:
                 f"ClassmateCoT.reward_type must be one of {DEFINED} (got {self.reward_type!r}{', which ' * bool(known)}{known})"
             )
         components.one_of(self, CONDITIONS, "condition")
-        components.one_of(self, (1, -1), "sign")
+        components.choices(self)
         if not self.classmates and self.condition != "no_classmate":
             raise ValueError(
                 "ClassmateCoT.classmates is empty: name one, or set ClassmateCoT.condition = 'no_classmate'"

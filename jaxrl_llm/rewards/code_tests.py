@@ -39,7 +39,7 @@ class CodeTests:
     least: float = 0.99
 
     def __post_init__(self) -> None:
-        components.one_of(self, PATHS, "kind")
+        components.choices(self)
         components.above(self, 0, "test_limit_s")
         components.within(self, "[0, 1]", "least")
 

@@ -21,8 +21,6 @@ from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.distinctness import Distinctness
 from jaxrl_llm.rewards.wrap import Failed, none_judged
 
-NEGATIVE = ("refuse", "group_minimum", "sigmoid", "raw")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Darling:
@@ -53,8 +51,7 @@ class Darling:
     correct_above: float = 0.5
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("product", "sum"), "combine")
-        components.one_of(self, NEGATIVE, "negative")
+        components.choices(self)
         if self.normalise and self.combine == "product":
             raise ValueError(
                 "Darling.normalise centres what is added: set Darling.combine = 'sum', or normalise = False"

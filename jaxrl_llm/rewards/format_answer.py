@@ -42,7 +42,7 @@ class FormatAnswer:
     maths: Maths = field(default_factory=Maths)
 
     def __post_init__(self) -> None:
-        components.one_of(self, FORMS, "form")
+        components.choices(self)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns part "format_answer" = log/format x log/answer, 0 or 1 [G]; invalid where the answer could not be judged."""

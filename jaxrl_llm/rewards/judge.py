@@ -53,7 +53,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         components.one_of(self, PARSERS, "parser")
-        components.one_of(self, ("response", "output", "thought"), "sees")
+        components.choices(self)
         if "judged" not in fields(self._template):
             raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
 

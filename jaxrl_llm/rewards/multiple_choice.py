@@ -62,7 +62,7 @@ class MultipleChoice:
             not re.fullmatch(r"[A-Z]{2,}", self.letters) or len(set(self.letters)) < len(self.letters)
         ):
             raise ValueError(f"MultipleChoice.letters must be two or more different capitals (got {self.letters!r})")
-        components.one_of(self, ("last", "first"), "take")
+        components.choices(self)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns part "multiple_choice" [G], 1, `wrong` or 0, invalid where the reference is not a choice; and "log/choice" [G], the

@@ -53,7 +53,7 @@ class Classify:
     batch: int = 32
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("tokens", "words", "pair"), "form")
+        components.choices(self)
         if self.form == "tokens" and not self.tokenizer:
             raise ValueError("Classify.form = 'tokens' needs Classify.tokenizer, the classifier's folder or id")
         components.at_least(self, 5, "budget")

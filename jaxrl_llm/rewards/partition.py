@@ -15,8 +15,6 @@ from jaxtyping import Bool, Int
 from jaxrl_llm import components
 from jaxrl_llm.rewards.pairs import Pair, Pairwise
 
-LINKAGES = ("single", "complete", "greedy")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Partition:
@@ -36,7 +34,7 @@ class Partition:
     short_words: int = 5
 
     def __post_init__(self) -> None:
-        components.one_of(self, LINKAGES, "linkage")
+        components.choices(self)
         components.within(self, "[0, 1)", "threshold")
         components.at_least(self, 0, "short_words")
 

@@ -36,7 +36,7 @@ class ReasoningGym:
     _pool: Pool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("whole", "tag"), "answer")
+        components.choices(self)
         warm = (__name__, "load")
         pool = Pool(workers=self.workers, limit_s=self.limit_s, memory_gb=self.memory_gb, warm=warm)
         object.__setattr__(self, "_pool", pool)

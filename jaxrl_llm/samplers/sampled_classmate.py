@@ -63,7 +63,7 @@ class SampledClassmate:
     _state: "_State" = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("own", "policy", "served"), "weights")
+        components.choices(self)
         if (self.source is None) == (self.weights == "own") or (
             self.source is not None and self.source.lora is not None
         ):

@@ -105,6 +105,7 @@ class Stage:
     show_tokens: int = 1024
 
     def __post_init__(self) -> None:
+        components.choices(self)
         components.at_least(self, 1, "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "score_every")
         components.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every")
         if self.prompts_per_step % self.minibatches:

@@ -61,8 +61,7 @@ class HfClassifier:
     _loaded: Any = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("logit", "probability"), "output")
-        components.one_of(self, ("start", "end"), "keep")
+        components.choices(self)
         components.one_of(self, (1, -1), "sign")
         components.at_least(self, 1, "max_tokens", "batch")
         object.__setattr__(self, "_loaded", _Loaded(self))

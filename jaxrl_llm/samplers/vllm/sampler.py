@@ -27,7 +27,7 @@ from jaxrl_llm.samplers.vllm.fleet_update import Limits
 from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_ready
 from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address, default_folder
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
-from jaxrl_llm.samplers.vllm.server_update import PAUSES, Inflight, Server
+from jaxrl_llm.samplers.vllm.server_update import Inflight, Server
 
 
 @dataclass(eq=False, kw_only=True)
@@ -151,8 +151,8 @@ class VllmSampler:
             components.refuse(self, "urls", "addresses like http://HOST:PORT")
         if is_stored(self.publication or "") and not (self.publication or "").partition("://")[2].strip("/"):
             components.refuse(self, "publication", "a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH")
-        components.one_of(self, PAUSES, "inflight")
-        if self.transfer not in ("orbax", "cuda_ipc") or (self.transfer == "cuda_ipc" and self.proxied):
+        components.choices(self)
+        if self.transfer == "cuda_ipc" and self.proxied:
             raise ValueError(
                 f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
                 f"with proxied={self.proxied})"
