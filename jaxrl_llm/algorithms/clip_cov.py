@@ -16,32 +16,27 @@ from jax import Array
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.penalties import covariance, draw
-from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClipCov(GroupRelative):
+class ClipCov(GRPO):
     """PPO's clip with a share of the high-covariance tokens left out.
 
     Attributes:
       share: share of all tokens that is left out; at least one token.
       covariance_min: smallest covariance of a token that may be left out.
       covariance_max: largest covariance of a token that may be left out.
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
     """
 
     share: float = 2e-4
     covariance_min: float = 1.0
     covariance_max: float = 5.0
-    clip_low: float = 0.2
     clip_high: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        components.within(self, "(0, 1]", "clip_low")
-        components.above(self, 0, "clip_high")
         components.within(self, "(0, 1]", "share")
         if not self.covariance_min < self.covariance_max:
             components.refuse(self, "covariance_min", f"below covariance_max={self.covariance_max}")
@@ -53,6 +48,6 @@ class ClipCov(GroupRelative):
         return {"left_out": draw(eligible, count, sequences.old_logprobs, sequences.sampler_logprobs)}
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        losses, metrics = surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)
+        losses, metrics = super().surrogate(tokens)
         left_out = tokens.aux["left_out"] & ~metrics["ratio/clip_fraction"]
         return jnp.where(left_out, 0.0, losses), {**metrics, "clip_cov/left_out_fraction": left_out}

@@ -43,8 +43,7 @@ class Correction:
     normalize: bool = False
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("token", "sequence", "geometric"), "level")
-        components.one_of(self, ("truncate", "mask"), "mode")
+        components.choices(self)
         components.within(self, f"[0, {self.ratio_max})", "ratio_min")
 
     def weights(
@@ -95,8 +94,7 @@ class Rejection:
     divergence_max: float = 0.5
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("k1", "k2", "k3"), "statistic")
-        components.one_of(self, ("token", "sum", "mean", "max"), "level")
+        components.choices(self)
         if self.statistic == "k1" and self.level == "max":
             raise ValueError(
                 "Rejection.level='max' needs a statistic without sign: set correction.Rejection.statistic to k2 or k3"

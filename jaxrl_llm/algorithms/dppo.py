@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.policy_gradient import GroupRelative
+from jaxrl_llm.algorithms.grpo import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,6 @@ class DPPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        components.one_of(self, ("tv", "kl"), "divergence")
         components.above(self, 0, "low", "high", "ratio_max")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:

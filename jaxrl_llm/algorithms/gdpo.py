@@ -16,14 +16,15 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms import advantages, surrogate
+from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.masked import masked_mean, masked_var, whiten
-from jaxrl_llm.algorithms.policy_gradient import Estimate, Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
-class GDPO(Grouped):
+class GDPO(GRPO):
     """Group reward-decoupled normalisation policy optimisation.
 
     Attributes:
@@ -33,24 +34,17 @@ class GDPO(Grouped):
       normalize: what the sum is normalised over: "tokens", "sequences" or "none".
       span: token range that `span_parts` count for; empty for the whole response.
       span_parts: names of the parts that count for the span alone.
-      clip_low: how far below 1 the ratio still has a gradient.
-      clip_high: how far above 1 the ratio still has a gradient.
     """
 
     parts: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
-    std: bool = True
     normalize: Literal["tokens", "sequences", "none"] = "tokens"
     span: str = ""
     span_parts: tuple[str, ...] = ()
-    clip_low: float = 0.2
     clip_high: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        components.within(self, "(0, 1]", "clip_low")
-        components.above(self, 0, "clip_high")
-        components.one_of(self, ("tokens", "sequences", "none"), "normalize")
         if self.weights and len(self.weights) != len(self.parts):
             components.refuse(self, "weights", f"one number for each of parts={self.parts}, or empty")
         if bool(self.span) != bool(self.span_parts):
@@ -93,6 +87,3 @@ class GDPO(Grouped):
             deviation = jnp.sqrt(masked_var(total, sequences.counted, ddof=1))
             total = (total - masked_mean(total, sequences.counted)) / (deviation + 1e-6)
         return advantages.to_tokens(total, sequences.learned)
-
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high)

@@ -13,8 +13,8 @@ from jax import Array
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.grpo import GroupRelative
 from jaxrl_llm.algorithms.masked import Aggregation
-from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.policy_gradient import Estimate, Grouped
+from jaxrl_llm.algorithms.grpo import Grouped
+from jaxrl_llm.algorithms.policy_gradient import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,6 @@ class GPG(Grouped):
 
     std: bool = False
     signal: Literal["group", "reward"] = "group"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        components.one_of(self, ("group", "reward"), "signal")
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)

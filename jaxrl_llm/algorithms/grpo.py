@@ -11,11 +11,68 @@ each paper's own settings.
 
 from dataclasses import dataclass
 
-from jaxrl_llm.algorithms.policy_gradient import Clipped, GroupRelative
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrl_llm.algorithms import advantages
+from jaxrl_llm.algorithms.advantages import Singleton
+from jaxrl_llm.algorithms.batch import Sequences
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, PolicyGradient
+
+
+def relative(reward: Array, sequences: Sequences, *, std: bool, singleton: Singleton) -> Array:
+    """Returns GRPO's advantage A_i of the float32 [S] rewards at every learned token, [S, T]."""
+    stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
+    return advantages.to_tokens(
+        advantages.group_relative(reward, stats, std=std, singleton=singleton), sequences.learned
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPO(GroupRelative, Clipped):
-    """Group-relative policy optimisation."""
+class GRPO(Clipped):
+    """Group-relative policy optimisation.
 
+    Attributes:
+      std: divide by the group's standard deviation (n - 1).
+      singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").
+    """
+
+    std: bool = True
+    singleton: Singleton = "zero"
     clip_high: float = 0.28
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1 if self.singleton == "raw" else 2
+
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        return Estimate(relative(jnp.sum(rewards, axis=1), sequences, std=self.std, singleton=self.singleton))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(PolicyGradient):
+    """A policy gradient that compares the rollouts of a group, and is not GRPO.
+
+    Attributes:
+      singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").
+    """
+
+    singleton: Singleton = "zero"
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1 if self.singleton == "raw" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupRelative(Grouped):
+    """GRPO's advantage for algorithms with a surrogate that is not PPO's.
+
+    Attributes:
+      std: divide by the group's standard deviation (n - 1).
+    """
+
+    std: bool = True
+
+    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
+        return Estimate(relative(jnp.sum(rewards, axis=1), sequences, std=self.std, singleton=self.singleton))

@@ -14,24 +14,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
+from jaxrl_llm.algorithms.grpo import GRPO, relative
+from jaxrl_llm.algorithms.policy_gradient import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
-class GRPOWithClassmate(Grouped, Clipped):
+class GRPOWithClassmate(GRPO):
     """GRPO with further rewards that count for one span alone.
 
     Attributes:
       span: token range that all rewards count for.
       main_parts: names of the parts that count for all tokens, with weight 1.
-      std: divide by the group's standard deviation (n - 1).
     """
 
     span: str = "thought"
     main_parts: tuple[str, ...] = ("main",)
     std: bool = False
+    clip_high: float = 0.2
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,12 +52,6 @@ class GRPOWithClassmate(Grouped, Clipped):
                 f"(got {sorted(unknown)})"
             )
         main = sum((sequences.parts[name] for name in self.main_parts), start=jnp.zeros_like(sequences.reward))
-        whole, own = self._relative(jnp.sum(rewards, axis=1), sequences), self._relative(main, sequences)
-        return Estimate(jnp.where(sequences.spans[self.span], whole, own))
-
-    def _relative(self, reward: Array, sequences: Sequences) -> Array:
-        """g(r) at every learned token."""
-        reward = jnp.where(sequences.counted, reward, 0.0)
-        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
-        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
-        return advantages.to_tokens(credit, sequences.learned)
+        main = jnp.where(sequences.counted, main, 0.0)
+        own = relative(main, sequences, std=self.std, singleton=self.singleton)
+        return Estimate(jnp.where(sequences.spans[self.span], super().estimate(sequences, rewards).advantages, own))

@@ -12,12 +12,12 @@ from jax import Array
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.masked import Aggregation
-from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)
-class GSPO(GroupRelative):
+class GSPO(GRPO):
     """Group sequence policy optimisation.
 
     Attributes:
@@ -31,10 +31,9 @@ class GSPO(GroupRelative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        components.within(self, "(0, 1]", "clip_low")
-        components.above(self, 0, "clip_high")
         if self.aggregation != "seq-mean-token-mean":
             components.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
-        return surrogate.clip(surrogate.sequence_ratio(tokens), tokens.advantages, self.clip_low, self.clip_high)
+        ratio = surrogate.sequence_ratio(tokens)
+        return surrogate.clip(ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

@@ -15,8 +15,8 @@ from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import absolute
+from jaxrl_llm.algorithms.grpo import GroupRelative
 from jaxrl_llm.algorithms.penalties import covariance, highest
-from jaxrl_llm.algorithms.policy_gradient import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)

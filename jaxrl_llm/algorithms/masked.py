@@ -4,13 +4,12 @@ Values outside the mask never matter, not even NaN: they are replaced before any
 too. Sums are accumulated in float32, or in float64 where the values are.
 """
 
-from typing import Literal, get_args
+from typing import Literal
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "constant"]
-AGGREGATIONS: tuple[str, ...] = get_args(Aggregation)
 
 
 def masked_sum(x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:

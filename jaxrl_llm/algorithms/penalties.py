@@ -32,7 +32,7 @@ class Overlong:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        components.one_of(self, ("linear", "mask"), "how")
+        components.choices(self)
         components.at_least(self, 1, "max_length")
         components.within(self, "(0, 1]", "buffer")
 

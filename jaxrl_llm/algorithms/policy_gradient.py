@@ -10,7 +10,7 @@ more than a token's own sequence (group statistics, whitening, selections of tok
 step, so splitting a batch changes nothing.
 """
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -19,13 +19,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms import advantages, surrogate
-from jaxrl_llm.algorithms.advantages import Singleton, group_sum, on_last_token
+from jaxrl_llm.algorithms import surrogate
+from jaxrl_llm.algorithms.advantages import group_sum, on_last_token
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
-from jaxrl_llm.algorithms.divergence import ESTIMATORS, AdaptiveKL, Estimator, divergence
-from jaxrl_llm.algorithms.masked import AGGREGATIONS, Aggregation, aggregate, masked_mean, masked_sum
-from jaxrl_llm.algorithms.objective import Objective
+from jaxrl_llm.algorithms.divergence import AdaptiveKL, Estimator, divergence
+from jaxrl_llm.algorithms.masked import Aggregation, aggregate, masked_mean, masked_sum
 from jaxrl_llm.algorithms.penalties import Overlong, highest
 from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
 from jaxrl_llm.protocols import Learns
@@ -46,7 +45,7 @@ class Estimate(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Objective):
+class PolicyGradient(ABC):
     """The shared part of a policy-gradient algorithm.
 
     Attributes:
@@ -81,9 +80,7 @@ class PolicyGradient(Objective):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kl_by_source", tuple((str(n), float(f)) for n, f in self.kl_by_source))  # hashable
-        components.one_of(self, AGGREGATIONS, "aggregation")
-        components.one_of(self, ESTIMATORS, "kl_estimator")
-        components.one_of(self, ("loss", "reward"), "kl_in")
+        components.choices(self)
         components.at_least(self, 1, "constant_length")
         components.at_least(self, 0, "kl_coef")
         if self.kl_controller is not None and self.kl_coef == 0:
@@ -103,6 +100,10 @@ class PolicyGradient(Objective):
     def needs(self) -> frozenset[str]:
         reference = {"reference"} if self.kl_coef > 0 else set()
         return frozenset(reference | ({"entropy"} if self.entropy_coef or self.entropy_share < 1 else set()))
+
+    @property
+    def group_size_at_least(self) -> int:
+        return 1
 
     @property
     def selects(self) -> bool:
@@ -284,41 +285,5 @@ class Clipped(PolicyGradient):
         components.above(self, 0, "clip_high")
         components.above(self, 1 + self.clip_high, "clip_dual")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: Tokens) -> tuple[Array, MetricStreams]:
         return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Grouped(PolicyGradient):
-    """A policy gradient that compares the rollouts of a group.
-
-    Attributes:
-      singleton: advantage of a group of one: 0 ("zero") or its reward ("raw").
-    """
-
-    singleton: Singleton = "zero"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        components.one_of(self, ("zero", "raw"), "singleton")
-
-    @property
-    def group_size_at_least(self) -> int:
-        return 1 if self.singleton == "raw" else 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class GroupRelative(Grouped):
-    """GRPO's advantage, (r - mean_G r) / (std_G r + 1e-6), at every token (https://arxiv.org/abs/2402.03300).
-
-    Attributes:
-      std: divide by the group's standard deviation (n - 1).
-    """
-
-    std: bool = True
-
-    def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
-        reward = jnp.sum(rewards, axis=1)
-        stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
-        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
-        return Estimate(advantages.to_tokens(credit, sequences.learned))

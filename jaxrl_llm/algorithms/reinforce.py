@@ -11,10 +11,10 @@ from typing import Literal
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.policy_gradient import Estimate, GroupRelative
+from jaxrl_llm.algorithms.grpo import GroupRelative
+from jaxrl_llm.algorithms.policy_gradient import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +29,6 @@ class Reinforce(GroupRelative):
     std: bool = False
     baseline: bool = True
     objective: Literal["logprob", "ratio"] = "logprob"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        components.one_of(self, ("logprob", "ratio"), "objective")
 
     @property
     def group_size_at_least(self) -> int:

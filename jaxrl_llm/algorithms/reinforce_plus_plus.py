@@ -17,8 +17,9 @@ from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import Estimator
+from jaxrl_llm.algorithms.grpo import Grouped, relative
 from jaxrl_llm.algorithms.masked import whiten
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, Grouped
+from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,10 +46,7 @@ class ReinforcePlusPlus(Grouped, Clipped):
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         if self.baseline:
-            reward = jnp.sum(rewards, axis=1)
-            stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
-            credit = advantages.settle_singletons(stats.centered, reward, stats.size, self.singleton)
-            returns = advantages.to_tokens(credit, sequences.learned)
+            returns = relative(jnp.sum(rewards, axis=1), sequences, std=False, singleton=self.singleton)
         else:
             returns = advantages.returns_to_go(rewards, sequences.learned, self.gamma)
         return Estimate(whiten(returns, sequences.learned))

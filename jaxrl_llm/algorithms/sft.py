@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
-from jaxrl_llm.algorithms.masked import AGGREGATIONS, Aggregation, aggregate, masked_sum
+from jaxrl_llm.algorithms.masked import Aggregation, aggregate, masked_sum
 from jaxrl_llm.algorithms.objective import Objective
 from jaxrl_llm.protocols import Learns
 
@@ -27,7 +27,7 @@ class SFT(Objective):
     constant_length: int = 1024
 
     def __post_init__(self) -> None:
-        components.one_of(self, AGGREGATIONS, "aggregation")
+        components.choices(self)
         components.at_least(self, 1, "constant_length")
 
     @property

@@ -40,8 +40,7 @@ class TokenNoiser:
 
     def __post_init__(self) -> None:
         components.within(self, "(0, 1)", "epsilon")
-        components.one_of(self, ("sampled", "expected"), "noise")
-        components.one_of(self, ("paper", "reference_code"), "weights")
+        components.choices(self)
 
     @property
     def learns_from(self) -> Learns:

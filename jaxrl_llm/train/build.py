@@ -101,10 +101,10 @@ def loader_of(
         whole = config.algorithm.learns_from == "documents"  # their chunks join rows, so that each process needs all
         groups = part_of(processes, lambda: given_groups(config, encoder, processes.part(rows, whole=whole), seed))
         groups = processes.part(groups) if whole else groups
-        return OfflineGroups(stream=SharedStream(groups, processes, seed=seed), rows=count)
+        return OfflineGroups(stream=stream_of(groups, processes, seed), rows=count)
     if processes.count == collector.generator.processes.count and not config.max_staleness:
         prompts = part_of(processes, lambda: encoder.prompts(processes.part(rows)))
-        return SampledGroups(stream=SharedStream(prompts, processes, seed=seed), collector=collector, prompts=count)
+        return SampledGroups(stream=stream_of(prompts, processes, seed), collector=collector, prompts=count)
     if not processes.main:
         return BroadcastGroups(loader=None, preemption=trainer.preemption)
     loader: GroupLoader
@@ -117,6 +117,11 @@ def loader_of(
     else:
         loader = SampledGroups(stream=stream, collector=collector, prompts=count)
     return loader if processes.count == 1 else BroadcastGroups(loader=loader, preemption=trainer.preemption)
+
+
+def stream_of(part: Sequence[Any], processes: Processes, seed: int) -> PromptStream[Any]:
+    """The stream of all rows, of which this process holds a part; a process alone holds them all."""
+    return SharedStream(part, processes, seed=seed) if processes.count > 1 else PromptStream(part, seed=seed)
 
 
 def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:

@@ -49,6 +49,11 @@ def gspo(s, new):
     return np.maximum(-s.a * ratio, -s.a * np.clip(ratio, 0.9, 1.1))
 
 
+def dual_clipped(rule, dual):
+    """The rule, where a negative advantage counts at most `dual` times."""
+    return lambda s, new: np.where(s.a < 0, np.minimum(rule(s, new), -s.a * dual), rule(s, new))
+
+
 def sapo(s, new):
     tau = np.where(s.a > 0, 1.0, 1.05)
     return -s.a * 4 / tau / (1 + np.exp(-tau * (np.exp(new - s.old) - 1)))
@@ -83,6 +88,7 @@ def dro(s, new):
 
 CASES = {
     "gspo": (GSPO(clip_low=0.1, clip_high=0.1), gspo),
+    "gspo with a dual clip": (GSPO(clip_low=0.1, clip_high=0.1, clip_dual=1.11), dual_clipped(gspo, 1.11)),
     "sapo": (SAPO(), sapo),
     "cispo": (CISPO(clip_high=0.3), cispo),
     "cispo with both bounds": (CISPO(clip_low=0.1, clip_high=0.3), lambda s, new: cispo(s, new, 0.1)),
