@@ -60,7 +60,7 @@ class Work:
 
 
 def measure(work: Work, runs: int) -> dict[str, Any]:
-    """The row of one piece of work: milliseconds (median of `runs`), rate, and memory."""
+    """Returns the row of one piece of work: milliseconds (median of `runs`), rate, and memory."""
     compiled = jax.jit(work.function).lower(*work.args).compile()
     median = timed(lambda: compiled(*work.args), jax.block_until_ready, runs)
     memory, stats = compiled.memory_analysis(), jax.devices()[0].memory_stats()
@@ -116,7 +116,7 @@ def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None, tiles
 def token_stats_functions(
     spec: stats_specs.Spec, arrays: tuple[jax.Array, ...], tiles: Sequence[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(name, forward) of each backend that takes the call, and of `mosaic_gpu` with each of `tiles`."""
+    """Returns (name, forward) of each backend that takes the call, and of `mosaic_gpu` with each of `tiles`."""
     call = stats_api.call_of(*arrays[:2], soft_cap=spec.soft_cap)
     for backend in [b for b in stats_api.BACKENDS if dispatch.supports("token_stats", b, call)]:
         if backend == "reference" and call.tokens * call.vocabulary > 2**28:
@@ -145,7 +145,7 @@ def tiles_of(kind: Callable[..., Any], text: str) -> Any:
 
 
 def gradients(forward: Callable[..., Any], hidden: Any, head: Any, targets: Any, g: Any) -> tuple[Any, Any]:
-    """({output: [T]}, gradients in hidden and head) of log-probs and entropies weighted by g [2, T]."""
+    """Returns ({output: [T]}, gradients in hidden and head) of log-probs and entropies weighted by g [2, T]."""
 
     def loss(hidden: Any, head: Any) -> tuple[jax.Array, Any]:
         out = forward(hidden, head, targets)
@@ -156,7 +156,7 @@ def gradients(forward: Callable[..., Any], hidden: Any, head: Any, targets: Any,
 
 
 def expected(arrays: tuple[jax.Array, ...], g: jax.Array, soft_cap: float | None) -> tuple[Any, Any]:
-    """What `gradients` gives, by `reference` in float32 products, a block of tokens at a time."""
+    """Returns what `gradients` gives, by `reference` in float32 products, a block of tokens at a time."""
     hidden, head, targets = arrays
     forward = functools.partial(stats_api.token_stats, soft_cap=soft_cap, backend="reference")
     size = max(min(2**26 // head.shape[0], len(targets)), 1)
@@ -173,7 +173,7 @@ def expected(arrays: tuple[jax.Array, ...], g: jax.Array, soft_cap: float | None
 
 
 def check(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row a backend: largest errors of the outputs, relative norms of the gradients' errors, and repeatability."""
+    """Yields a row a backend: largest errors of the outputs, relative norms of the gradients' errors, and repeatability."""
     arrays = token_stats_arrays(spec, dtype, file)
     g = jax.random.normal(jax.random.key(1), (2, len(arrays[2])))
     want = expected(arrays, g, spec.soft_cap)
@@ -182,7 +182,7 @@ def check(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[
 
 
 def errors(forward: Callable[..., Any], args: tuple[jax.Array, ...], want: Any) -> dict[str, Any]:
-    """How far `gradients` of the function is from `want`, and whether a second call gives the same bits."""
+    """Returns how far `gradients` of the function is from `want`, and whether a second call gives the same bits."""
     compiled = jax.jit(functools.partial(gradients, forward))
     first, second = compiled(*args), compiled(*args)
     same = all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
@@ -228,7 +228,7 @@ def log_softmax_entropy_work(
 def attention_work(
     spec: attention_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
 ) -> Iterator[Work]:
-    """Attention over packed rows of each backend that takes the call."""
+    """Yields the work of attention over packed rows of each backend that takes the call."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(spec.batch, spec.length, n, spec.width) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
     args = tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes))
@@ -266,7 +266,7 @@ OPS: dict[str, tuple[Callable[..., Iterator[Work]], dict[str, Any]]] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; argparse's exit names a wrong op, spec or dtype."""
+    """Returns the command line; argparse's exit names a wrong op, spec or dtype."""
     parser = command_line.parser("kernels.bench", __doc__)
     parser.add_argument("--op", choices=OPS, default="token_stats")
     parser.add_argument("--spec", default="quickstart", help="shapes of the op's specs.py, with commas")
@@ -322,7 +322,7 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def attempt(row: dict[str, Any], function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """`row` with what the function finds, or with its failure: one backend's does not end the measurements."""
+    """Returns `row` with what the function finds, or with its failure: one backend's does not end the measurements."""
     try:
         return row | function(*args)
     except Exception as error:  # whatever its kind, it is a finding; the exit status tells of it

@@ -44,13 +44,13 @@ _RECORD = jax.make_user_context(default_value=None)
 
 
 def device() -> Any:
-    """The device that kernels are chosen for; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
+    """Returns the device that kernels are chosen for; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
     found = _TARGET.value
     return jax.local_devices()[0] if found is None else found
 
 
 def foreign() -> bool:
-    """True where kernels are chosen for another device than the process's own."""
+    """Returns True where kernels are chosen for another device than the process's own."""
     return _TARGET.value is not None
 
 
@@ -73,23 +73,23 @@ def recording() -> Iterator[list[Choice]]:
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of the device where it is an NVIDIA GPU, or None."""
+    """Returns the compute capability of the device where it is an NVIDIA GPU, or None."""
     major, _, minor = str(getattr(device(), "compute_capability", None) or "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 
 def backend_module(op: str, backend: str) -> ModuleType:
-    """The module of one backend of the kernel `op`; it has `refusal(call)`, which gives the reason why not, or None."""
+    """Returns the module of one backend of the kernel `op`; it has `refusal(call)`, which gives the reason why not, or None."""
     return importlib.import_module(f"jaxrl_llm.kernels.{op}.{backend}")
 
 
 def supports(op: str, backend: str, call: Any) -> bool:
-    """True where the backend takes the call."""
+    """Returns True where the backend takes the call."""
     return backend_module(op, backend).refusal(call) is None
 
 
 def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -> Any:
-    """The module of `backend`, or for None of the first of `backends` that supports the call.
+    """Returns the module of `backend`, or for None the first of `backends` that supports the call.
 
     Raises:
       ValueError: an unknown backend, or none that takes the call; the message has the reason of each.

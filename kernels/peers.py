@@ -32,14 +32,14 @@ def liger_scaled(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
 
 
 def cut_cross_entropy(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """Apple's cut cross-entropy: per-token loss; its backward skips tiles of tiny gradients."""
+    """Returns Apple's cut cross-entropy: per-token loss; its backward skips tiles of tiny gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
     return (linear_cross_entropy(hidden, head, targets, reduction="none"),)
 
 
 def product(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """The bare product by PyTorch, which is cuBLAS: the logits."""
+    """Returns the bare product by PyTorch, which is cuBLAS: the logits."""
     return (hidden @ head.T,)
 
 
@@ -67,7 +67,7 @@ def tensors(spec: Spec, file: str | None) -> tuple[Any, Any, Any]:
 
 
 def measure(function: Callable[..., tuple[Any, ...]], arrays: tuple[Any, ...], full: bool, runs: int) -> dict[str, Any]:
-    """Median milliseconds, rate and peak memory beyond the inputs of one peer and pass."""
+    """Returns the median milliseconds, rate and peak memory beyond the inputs of one peer and pass."""
     import torch
 
     hidden, head, targets = (x.clone().requires_grad_(full and x.is_floating_point()) for x in arrays)

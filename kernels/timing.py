@@ -11,7 +11,7 @@ GROUP_S = 0.03
 
 
 def timed(call: Callable[[], Any], wait: Callable[[Any], Any], runs: int) -> float:
-    """Seconds of one call: the median of `runs` groups, each of calls that are queued for about GROUP_S and then waited for.
+    """Returns the seconds of one call: the median of `runs` groups, each of calls that are queued for about GROUP_S and then waited for.
 
     A group is long against the cost of a launch and of the wait, as a kernel inside a training step is.
     """

@@ -57,7 +57,7 @@ class Gap:
 
 
 def limit(likely: np.ndarray, spread: np.ndarray, layers: int, dtypes: tuple[str, ...]) -> float:
-    """The largest ratio that rounding explains.
+    """Returns the largest ratio that rounding explains.
 
     Args:
       likely: float [P], log-prob of the learner's most likely token at each of P positions, nats.

@@ -28,11 +28,11 @@ class Memory(Protocol):
     """What is needed of a driver."""
 
     def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
-        """The handle, in hexadecimal, and the address of allocation `number` on a device, of at least `size` bytes."""
+        """Returns the handle, in hexadecimal, and the address of allocation `number` on a device, of at least `size` bytes."""
         ...
 
     def opened(self, handle: str) -> Any:
-        """A context manager that maps another process's allocation and gives its address."""
+        """Returns a context manager that maps another process's allocation and gives its address."""
         ...
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
@@ -255,7 +255,7 @@ class Cuda:
         self._call("cuCtxSetCurrent", context)
 
     def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
-        """As `Memory`; OSError where the device has no such memory beside JAX's pool."""
+        """Does as `Memory` says; raises OSError where the device has no such memory beside JAX's pool."""
         self.use(device)
         old, room = self._allocations.pop((device, number), (0, 0))
         if room < size:
@@ -277,7 +277,7 @@ class Cuda:
 
     @contextmanager
     def opened(self, handle: str) -> Iterator[int]:
-        """As `Memory`; OSError where the allocation is gone or its GPU out of reach."""
+        """Does as `Memory` says; raises OSError where the allocation is gone or its GPU out of reach."""
         address = ctypes.c_uint64()
         content = _Handle.from_buffer_copy(bytes.fromhex(handle))
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), content, _ENABLE_PEERS)
@@ -287,7 +287,7 @@ class Cuda:
             self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """As `Memory`."""
+        """Does as `Memory` says."""
         if to_pitch == source_pitch == width:
             self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(width * rows))
             self._call("cuCtxSynchronize")

@@ -101,7 +101,7 @@ class _Weights:
 
 
 def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None = None) -> Any:
-    """What a part of a tensor, of one or two axes, adds to the tensor's checksum: `manifest.partial_sum` in torch.
+    """Returns what a part of a tensor, of one or two axes, adds to the tensor's checksum: `manifest.partial_sum` in torch.
 
     Args:
       part: the part, in `dtype` or a wider type whose values are all of `dtype`.
@@ -136,7 +136,7 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None =
 
 
 def _words(block: Any) -> Any:
-    """The elements' bits as int32; never the tensor's own memory of another meaning."""
+    """Returns the elements' bits as int32; never the tensor's own memory of another meaning."""
     import torch
 
     size = block.element_size()

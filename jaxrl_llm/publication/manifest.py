@@ -85,7 +85,7 @@ class Manifest:
     canary: Canary | None = None
 
     def to_json(self) -> str:
-        """The text of manifest.json."""
+        """Returns the text of manifest.json."""
         return json.dumps({"format": FORMAT} | asdict(self), indent=1)
 
     @staticmethod
@@ -133,7 +133,7 @@ def element_type(name: str) -> np.dtype:
 
 
 def weights_of(positions: Any) -> Any:
-    """The odd weight of each position: uint32 in, uint32 out, NumPy or JAX arrays alike (only operators are used)."""
+    """Returns the odd weight of each position: uint32 in, uint32 out, NumPy or JAX arrays alike (only operators are used)."""
     x = positions ^ (positions >> 16)
     x = x * np.uint32(0x85EBCA6B)
     x = x ^ (x >> 13)
@@ -142,7 +142,7 @@ def weights_of(positions: Any) -> Any:
 
 
 def partial_sum(part: np.ndarray, origin: Sequence[int], shape: Sequence[int]) -> int:
-    """What a box of a tensor adds to the tensor's checksum, 0 <= sum < 2^32.
+    """Returns what a box of a tensor adds to the tensor's checksum, 0 <= sum < 2^32.
 
     Args:
       part: the elements of the box.
@@ -173,10 +173,10 @@ def _positions(first: int, count: int) -> np.ndarray:
 
 
 def checksum(array: np.ndarray) -> str:
-    """The checksum of a whole tensor: eight hexadecimal digits."""
+    """Returns the checksum of a whole tensor: eight hexadecimal digits."""
     return digits(partial_sum(array, (0,) * array.ndim, array.shape))
 
 
 def digits(total: int) -> str:
-    """A sum of partial sums as the manifest writes it."""
+    """Returns a sum of partial sums as the manifest writes it."""
     return f"{total % (1 << 32):08x}"

@@ -23,12 +23,12 @@ RETRIES: Mapping[str, Any] = {"gcs_request_retries": _RETRIES, "s3_request_retri
 
 
 def is_stored(place: str) -> bool:
-    """Whether a place is an address of object storage, and no folder."""
+    """Returns whether a place is an address of object storage, and no folder."""
     return place.startswith(SCHEMES)
 
 
 def spec(address: str) -> Any:
-    """What tensorstore opens a folder by: the address itself, or more where S3 is spoken by another server than Amazon's."""
+    """Returns what tensorstore opens a folder by: the address itself, or more where S3 is spoken by another server than Amazon's."""
     address = f"{address.rstrip('/')}/"
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not address.startswith("s3://") or not endpoint:
@@ -59,7 +59,7 @@ class Store:
             raise self._failed("write", name, error) from error
 
     def versions(self) -> list[str]:
-        """Names of the versions there, whole or not, in order."""
+        """Returns the names of the versions there, whole or not, in order."""
         try:
             keys = self._open("").list().result()
         except Exception as error:

@@ -54,7 +54,7 @@ class Target:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """The box that holds all of a tensor."""
+    """Returns the box that holds all of a tensor."""
     return tuple(slice(0, n) for n in shape)
 
 
@@ -109,7 +109,7 @@ class OrbaxReader:
         return found.value
 
     def open(self, name: str) -> Any:
-        """A future of tensorstore's handle of one tensor."""
+        """Returns a future of tensorstore's handle of one tensor."""
         kvstore: Any = object_store.spec(f"{self._address}/{WEIGHTS}/{name}")
         if self._database:
             base = object_store.spec(f"{self._address}/{WEIGHTS}")
@@ -198,7 +198,7 @@ def _same_names(path: str, what: str, names: set[str], whose: str, others: set[s
 
 
 def in_memory(path: str) -> bool:
-    """Whether a path of this host lies in a file system in its memory (tmpfs)."""
+    """Returns whether a path of this host lies in a file system in its memory (tmpfs)."""
     mounts = Path("/proc/self/mounts")
     if "://" in path or not mounts.exists():
         return False
@@ -208,7 +208,7 @@ def in_memory(path: str) -> bool:
 
 
 def uninitialised(nbytes: int) -> np.ndarray:
-    """A block of memory; what is never written is never touched."""
+    """Returns a block of memory; what is never written is never touched."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -275,7 +275,7 @@ def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None
 def _in_one_block(
     manifest: Manifest, targets: Mapping[str, Target], allocate: Callable[[int], np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Uninitialised memory of each part in one block, which goes back to the system as a whole when they go."""
+    """Returns uninitialised memory for each part in one block, which goes back to the system as a whole when they go."""
     places, size = {}, 0
     for name, target in targets.items():
         shape, dtype = tuple(axis.stop - axis.start for axis in target.box), element_type(manifest.tensors[name].dtype)
@@ -313,7 +313,7 @@ class Stager:
         threading.Thread(target=self._read, args=(job, path, version, targets), daemon=True, name="stage").start()
 
     def read(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        """As `stage`, and returns when `status` is staged or failed."""
+        """Reads as `stage` does, and returns when `status` is staged or failed."""
         self._read(self._begin(path, version, "staging"), path, version, targets)
 
     def _begin(self, path: str, version: int, state: str, error: str = "") -> int:
@@ -341,12 +341,12 @@ class Stager:
         give_memory_back()
 
     def status(self) -> dict[str, Any]:
-        """version, state (idle, staging, staged or failed), error, seconds and bytes."""
+        """Returns version, state (idle, staging, staged or failed), error, seconds and bytes."""
         with self._lock:
             return dict(self._state)
 
     def take(self, version: int) -> StagedVersion:
-        """The staged version; BadVersion where it is not this one, or is not whole."""
+        """Returns the staged version; BadVersion where it is not this one, or is not whole."""
         with self._lock:
             if self._staged is None or self._state["version"] != version:
                 raise BadVersion(

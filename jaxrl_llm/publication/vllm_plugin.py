@@ -46,7 +46,7 @@ class OrbaxWorkerExtension:
         return stager.status()
 
     def stage_status(self) -> dict[str, Any]:
-        """version, state (idle, staging, staged or failed), error, seconds and bytes of this rank; and the mark of the last commit."""
+        """Returns version, state (idle, staging, staged or failed), error, seconds and bytes of this rank; and the mark of the last commit."""
         return self._orbax_stager.status() | {"mark": mark_of(self._orbax_model)}
 
     def commit(self, version: str | int, mark: str = "") -> dict[str, Any]:
@@ -69,7 +69,7 @@ class OrbaxWorkerExtension:
         return self._orbax_answer(lambda: self._orbax_commit(int(version)), mark)
 
     def commit_ipc(self, version: str | int, memory: str, mark: str = "") -> dict[str, Any]:
-        """As `commit`, straight from the GPU memory of a learner on this host, which nothing was staged from.
+        """Commits as `commit` does, straight from the GPU memory of a learner on this host, which nothing was staged from.
 
         Args:
           version: its number.
@@ -156,7 +156,7 @@ class OrbaxWorkerExtension:
         set_version(model, version)
 
     def published_version(self) -> int:
-        """The version in the model, -1 before the first commit and after one that failed midway."""
+        """Returns the version in the model, -1 before the first commit and after one that failed midway."""
         return version_of(self._orbax_model)
 
     @cached_property
@@ -179,7 +179,7 @@ class PinnedBlock:
         self._block = np.empty(0, np.uint8)
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """The block; a new one where the size is another."""
+        """Returns the block; a new one where the size is another."""
         import torch
 
         if len(self._block) == nbytes:
@@ -201,7 +201,7 @@ class PinnedBlock:
 
 
 def stager_for(device: Any) -> Stager:
-    """A stager whose memory suits the device."""
+    """Returns a stager whose memory suits the device."""
     return Stager(PinnedBlock(device)) if device.type == "cuda" else Stager()
 
 
@@ -212,7 +212,7 @@ def _tensor_parallel_alone(parallel: Any) -> None:
 
 
 def version_of(model: Any) -> int:
-    """The published version that a model holds, -1 for none."""
+    """Returns the published version that a model holds, -1 for none."""
     return getattr(model, _VERSION, UNKNOWN)
 
 
@@ -223,12 +223,12 @@ def set_version(model: Any, version: int) -> None:
 
 
 def mark_of(model: Any) -> str:
-    """The mark of the commit that gave a model its weights; empty for none."""
+    """Returns the mark of the commit that gave a model its weights; empty for none."""
     return getattr(model, _MARK, "")
 
 
 def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
-    """The staged version, once every rank has it and the ranks' parts add up to the published tensors.
+    """Returns the staged version, once every rank has it and the ranks' parts add up to the published tensors.
 
     No rank raises before all have spoken, so none is left waiting.
 
@@ -280,7 +280,7 @@ def sum_over_ranks(numbers: list[int]) -> list[int]:
 def whole_tensors(
     parts: Mapping[str, np.ndarray], targets: Mapping[str, Target], device: Any
 ) -> Iterator[tuple[str, Any]]:
-    """torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
+    """Yields torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
 
     Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all.
     """
@@ -296,7 +296,7 @@ def whole_tensors(
 
 
 def torch_tensor(array: np.ndarray) -> Any:
-    """A NumPy array as torch's, sharing memory."""
+    """Returns a NumPy array as a torch tensor that shares its memory."""
     import torch
 
     if array.dtype == ml_dtypes.bfloat16:
@@ -353,7 +353,7 @@ def reached_tensors(
 
 
 def _sum_of_part(name: str, whole: Any, tensor: cuda_ipc.RemoteTensor, target: Target) -> int:
-    """The sum that this rank's part of an arrived tensor has; BadVersion where the whole is not what was published."""
+    """Returns the sum that this rank's part of an arrived tensor has; BadVersion where the whole is not what was published."""
     said = int(tensor.checksum, 16)
     if target.whole:  # the model's own tensor is compared with it after the load
         return said
@@ -372,7 +372,7 @@ def wait_for(device: Any) -> None:
 
 
 def repack_tied_head(model: Any) -> None:
-    """On CPU vLLM multiplies by a packed copy of the output head; a reload leaves the copy of a tied head as it was."""
+    """Packs a tied head anew: on a CPU vLLM multiplies by a packed copy of the output head; a reload leaves the copy of a tied head as it was."""
     for module in model.modules():
         if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

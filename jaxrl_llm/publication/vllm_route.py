@@ -73,7 +73,7 @@ def _asked(content: Any) -> tuple[Any, Any]:
 
 
 async def _drawn(engine: Any, prompt: Any, settings: Any) -> Any:
-    """The finished request."""
+    """Returns the request once it is finished."""
     answers = [answer async for answer in engine.generate(prompt, settings, f"jaxrl-{uuid.uuid4().hex}")]
     return answers[-1]
 
@@ -85,7 +85,7 @@ async def _left(request: Any) -> None:
 
 
 def _said(one: Any) -> dict[str, Any]:
-    """A sample in the words of the route."""
+    """Returns a sample in the words of the route."""
     tokens, spans = list(one.token_ids), getattr(one, "weight_versions", None)
     return {
         "index": one.index, "token_ids": tokens, "logprobs": _logprobs(one.logprobs, tokens),
@@ -95,7 +95,7 @@ def _said(one: Any) -> dict[str, Any]:
 
 
 def _logprobs(found: Any, tokens: list[int]) -> list[float]:
-    """Log-probs of the tokens that were drawn, from one of vLLM's two containers."""
+    """Returns the log-probs of the tokens that were drawn, from one of vLLM's two containers."""
     if hasattr(found, "start_indices"):  # at each position the token that was drawn comes first
         each = [found.logprobs[i] for i in found.start_indices]
     else:

@@ -13,7 +13,7 @@ from jaxrl_llm.publication.reader import Target, whole_box
 
 
 def targets_of(model: Any) -> dict[str, Target]:
-    """By Hugging Face name, in the order of the model's layers: the shape, and the part that this rank loads.
+    """Returns, by Hugging Face name and in the order of the model's layers, the shape and the part that this rank loads.
 
     Args:
       model: the torch module that vLLM serves (`worker.model_runner.get_model()`).
@@ -25,7 +25,7 @@ def targets_of(model: Any) -> dict[str, Target]:
 
 
 def held_by(model: Any) -> dict[str, Any | None]:
-    """By Hugging Face name, this rank's part of each tensor as the model holds it now: a view of vLLM's parameter.
+    """Returns, by Hugging Face name, this rank's part of each tensor as the model holds it now: a view of vLLM's parameter.
 
     vLLM stacks what it fuses along the rows, in the order of the names, and a padded vocabulary begins with its own rows. None where
     the parameter has not the rows and columns of its parts: vLLM packs matrices for a CPU and drops them.
@@ -77,7 +77,7 @@ def _parts_of_layer(
 
 
 def _rows(rows: int, start: int, stop: int, columns: int | None, counted: bool = True) -> Target:
-    """Some rows of a matrix, or some elements of a bias where `columns` is None."""
+    """Returns some rows of a matrix, or some elements of a bias where `columns` is None."""
     shape = (rows,) if columns is None else (rows, columns)
     return Target(shape=shape, box=(slice(start, stop), *whole_box(shape[1:])), counted=counted)
 

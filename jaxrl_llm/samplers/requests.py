@@ -22,7 +22,7 @@ _BROKEN = "\ufffd"  # what decoders write for the first bytes of an unfinished c
 def stop_length(
     tokens: np.ndarray, checked: int, strings: Sequence[str], min_tokens: int, decode: Decode
 ) -> int | None:
-    """Fewest tokens whose text holds a stop string, or None.
+    """Returns the fewest tokens whose text holds a stop string, or None.
 
     Args:
       tokens: int32 [T], the response so far.
@@ -86,7 +86,7 @@ class Request:
         return min(self.settings.max_tokens, self.max_length - len(self.prefixes[index]))
 
     def drafts(self, index: int) -> list["Draft"]:
-        """The n sequences of prefix `index`, empty as yet."""
+        """Returns the n sequences of prefix `index`, empty as yet."""
         return [Draft(request=self, index=index, sample=sample) for sample in range(self.n)]
 
     def finish(self, draft: "Draft", finish: Finish) -> None:
@@ -129,7 +129,7 @@ class Draft:
         return self._tokens[: self.count]
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int | np.ndarray, decode: Decode) -> bool:
-        """Appends drawn tokens [T], all of one version or each of its own; True where a stop string ended the response,
+        """Appends drawn tokens [T], all of one version or each of its own; returns True where a stop string ended the response,
         whose later tokens are dropped."""
         checked, self.count = self.count, self.count + len(tokens)
         self._tokens[checked : self.count] = tokens
@@ -143,7 +143,7 @@ class Draft:
         return stop is not None
 
     def ended_by_id(self) -> bool:
-        """Whether the last token is a stop id that counts."""
+        """Returns whether the last token is a stop id that counts."""
         settings = self.request.settings
         return (
             self.count >= max(settings.min_tokens, 1) and int(self._tokens[self.count - 1]) in settings.stop_token_ids

@@ -118,7 +118,7 @@ class SampledClassmate:
     # -- as a classmate ------------------------------------------------------------------------------------------------
 
     async def answers(self, asked: Sequence[Asked], samples: int) -> list[list[Answer] | None]:
-        """`samples` answers to each thought, in the order of `asked`; None where one leaves no room for an answer.
+        """Returns `samples` answers to each thought, in the order of `asked`; None where one leaves no room for an answer.
 
         Raises:
           ValueError: before `start`.
@@ -134,11 +134,11 @@ class SampledClassmate:
         return found
 
     def decode(self, tokens: np.ndarray) -> str:
-        """The text of ids of the policy's vocabulary."""
+        """Returns the text of ids of the policy's vocabulary."""
         return self._state.running.theirs.decode(tokens, skip_special_tokens=True)
 
     def prefix(self, asked: Asked) -> np.ndarray:
-        """What the classmate goes on from, int32 [T] in its own vocabulary."""
+        """Returns what the classmate goes on from, int32 [T] in its own vocabulary."""
         running = self._state.running
         opening = "" if self.opened else self.opening
         if running.same:
@@ -171,7 +171,7 @@ class SampledClassmate:
     # -- calls that are sampled together -------------------------------------------------------------------------------
 
     async def _sampled(self, call: Sequence[tuple[np.ndarray, int]], n: int) -> list[list[Completion]]:
-        """The completions of each (prefix, seed) of a call."""
+        """Returns the completions of each (prefix, seed) of a call."""
         state = self._state
         future: asyncio.Future[list[list[Completion]]] = asyncio.get_running_loop().create_future()
         state.waiting.append(Call(call, n, future))

@@ -63,7 +63,7 @@ def attention(
     max_segments: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "B T H C"]:
-    """Softmax attention where a query sees the keys of its own segment at positions up to its own.
+    """Computes softmax attention where a query sees the keys of its own segment at positions up to its own.
 
     Args:
       q: queries; H is a multiple of K, and query head h reads key head h // (H // K).

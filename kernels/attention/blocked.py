@@ -35,12 +35,12 @@ class Places(NamedTuple):
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call: there is none."""
+    """Returns None: every call is supported."""
     return None
 
 
 def block_of(call: Call) -> int:
-    """Tokens of a block: the most of BLOCKS whose scores fit BLOCK_SCORES."""
+    """Returns the tokens of a block: the most of BLOCKS whose scores fit BLOCK_SCORES."""
     rows = 4 * call.batch * call.heads
     return next((n for n in BLOCKS if rows * n * n <= BLOCK_SCORES), BLOCKS[-1])
 
@@ -53,7 +53,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Attention as `reference` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as `reference` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
     size = block_of(call)
     q, k, v = (_padded(x, size) for x in (q, k, v))
     places = Places(*(_padded(x, size) for x in (*positions, *segments)))
@@ -63,17 +63,17 @@ def attend(
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
-    """`x` with zeros up to a whole number of blocks; segment 0 is padding."""
+    """Returns `x` with zeros up to a whole number of blocks; segment 0 is padding."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
 
 
 def _block(x: Any, index: Any, size: int) -> Any:
-    """Tokens [index * size, (index + 1) * size) of every array of `x`."""
+    """Returns the tokens [index * size, (index + 1) * size) of every array of `x`."""
     return jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, index * size, size, axis=1), x)
 
 
 def _keys(call: Call, places: Places, i: jax.Array, size: int) -> tuple[Any, Any]:
-    """The range of blocks of keys that the queries of block `i` see something of."""
+    """Returns the range of blocks of keys that the queries of block `i` see something of."""
     blocks = places.k_segments.shape[1] // size
     if call.max_segments is None:
         return 0, blocks
@@ -85,7 +85,7 @@ def _keys(call: Call, places: Places, i: jax.Array, size: int) -> tuple[Any, Any
 
 
 def _scores(call: Call, q: jax.Array, k: jax.Array, places: Places, at: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    """(scores [B, K, G, Tb, Sb], which of them count) of a block of queries and a block of keys."""
+    """Returns (scores [B, K, G, Tb, Sb], which of them count) of a block of queries and a block of keys."""
     size = q.shape[1]
     (qp, qs), (kp, ks) = (
         _block((places.q_positions, places.q_segments), at[0], size),
@@ -164,7 +164,7 @@ def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
 
 
 def _added(total: jax.Array, part: jax.Array, start: Any) -> jax.Array:
-    """`total` with `part` added to its tokens from `start` on."""
+    """Returns `total` with `part` added to its tokens from `start` on."""
     old = jax.lax.dynamic_slice_in_dim(total, start, part.shape[1], axis=1)
     return jax.lax.dynamic_update_slice_in_dim(total, old + part, start, axis=1)
 

@@ -23,7 +23,7 @@ FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if reason := unfit(call, MOST_WIDTH):
         return reason
     if jax.__version_info__[:2] not in VERSIONS:
@@ -32,7 +32,7 @@ def refusal(call: Call) -> str | None:
 
 
 def unfit(call: Call, most_width: int) -> str | None:
-    """Why cuDNN cannot take packed rows of this platform, dtype and shape, or None."""
+    """Returns why cuDNN cannot take packed rows of this platform, dtype and shape, or None."""
     if call.platform != "gpu":
         return f"it runs on CUDA GPUs, not on {call.platform}"
     if call.dtype not in ("bfloat16", "float16"):
@@ -45,7 +45,7 @@ def unfit(call: Call, most_width: int) -> str | None:
 
 
 def absent(least: tuple[int, int], who: str) -> str | None:
-    """Why the device has no cuDNN for `who`, of compute capability `least` or later, or None."""
+    """Returns why the device has no cuDNN for `who`, of compute capability `least` or later, or None."""
     found = dispatch.capability()
     if found is None:
         return "it runs on CUDA GPUs alone"
@@ -66,7 +66,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Attention of packed rows; `positions` count up within each segment, as `max_segments` promises."""
+    """Computes attention of packed rows; `positions` count up within each segment, as `max_segments` promises."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     assert call.max_segments is not None  # refused otherwise
@@ -93,7 +93,7 @@ def attend(
 def segment_table(
     segments: Int[Array, "B T"], max_segments: int
 ) -> tuple[Int[Array, "B offsets"], Int[Array, "B segments"]]:
-    """(offsets [B, M + 1], lengths [B, M]) of the segments of each row in order, -1 where there are fewer than M.
+    """Returns (offsets [B, M + 1], lengths [B, M]) of the segments of each row in order, -1 where there are fewer than M.
 
     M is `max_segments`, but at least 2: with 1, cuDNN's interface ignores the offsets.
     """

@@ -21,7 +21,7 @@ LEAST_TOKENS = 128  # of a segment in the mean
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if reason := cudnn.unfit(call, MOST_WIDTH):
         return reason
     if call.max_segments is not None and call.max_segments * LEAST_TOKENS > max(call.queries, LEAST_TOKENS):
@@ -42,7 +42,7 @@ def attend(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T H C"]:
-    """Attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
+    """Computes attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
 
     Args:
       q: queries.
@@ -60,7 +60,7 @@ def attend(
 
     @jax.checkpoint
     def turn(arrays: tuple[jax.Array, ...], offset: jax.Array, length: jax.Array) -> jax.Array:
-        """The output [B, T, H, C] of one segment a row, and zeros elsewhere."""
+        """Returns the output [B, T, H, C] of one segment a row, and zeros elsewhere."""
         own = (within < length[:, None])[:, :, None, None]
         # Zeros beyond the segment keep what cuDNN leaves unwritten there out of every gradient.
         moved = (jnp.where(own, _rolled(x, -offset), 0) for x in arrays)
@@ -84,5 +84,5 @@ def attend(
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _rolled(x: Float[Array, "T heads C"], by: Int[Array, ""]) -> Float[Array, "T heads C"]:
-    """Each row moved `by` tokens around; the gradient is moved back."""
+    """Returns each row, moved `by` tokens around; the gradient is moved back."""
     return jnp.roll(x, by, axis=0)

@@ -17,7 +17,7 @@ MOST_SCORES = 64 * 2**20  # bytes
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     scores = 4 * call.batch * call.heads * call.queries * call.keys
     if scores > MOST_SCORES:
         return f"its scores would take {scores / 2**20:.0f} MiB, more than {MOST_SCORES // 2**20}"
@@ -31,7 +31,7 @@ def allowed(
     k_segments: Int[Array, "B S"],
     window: int | None,
 ) -> Bool[Array, "B T S"]:
-    """True where a query sees a key: same non-zero segment, key not later, and within the window."""
+    """Returns True where a query sees a key: same non-zero segment, key not later, and within the window."""
     distance = q_positions[:, :, None] - k_positions[:, None, :]
     mask = (q_segments[:, :, None] == k_segments[:, None, :]) & (q_segments[:, :, None] != 0) & (distance >= 0)
     return mask if window is None else mask & (distance < window)
@@ -45,7 +45,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Attention as the module states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as the module states it; softmax in float32, products in the dtype of `q` with float32 sums."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     mask = allowed(*positions, *segments, call.window)[:, None, None]  # [B, 1, 1, T, S]

@@ -21,7 +21,7 @@ LANES = 128
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if call.platform != "tpu":
         return f"it runs on TPUs, not on {call.platform}"
     if call.max_segments is None or call.queries != call.keys:
@@ -43,7 +43,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T H C"]:
-    """Attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
+    """Computes attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
 
     Args:
       q: queries.

@@ -49,7 +49,7 @@ def decode_attention(
     window: int | None = None,
     backend: str | None = None,
 ) -> Float[Array, "S H C"]:
-    """Softmax attention of each slot's query over the entries 0..position of its cache, scores scaled by C ** -0.5.
+    """Computes softmax attention of each slot's query over the entries 0..position of its cache, scores scaled by C ** -0.5.
 
     Args:
       q: a query a slot; H is a multiple of K, and query head h reads key head h // (H // K).

@@ -10,7 +10,7 @@ MASKED = -1e30
 
 
 def refusal(call: Call) -> str | None:
-    """None: every call is supported."""
+    """Returns None: every call is supported."""
     return None
 
 
@@ -22,7 +22,7 @@ def attend(
     positions: Int[Array, " S"],
     call: Call,
 ) -> Float[Array, "S H C"]:
-    """As `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Attends as `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
     k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(q.dtype) for x in (keys, values))
     grouped = q.reshape(len(q), call.kv_heads, -1, call.width)
     scores = jnp.einsum("skgc,stkc->skgt", grouped, k, preferred_element_type=jnp.float32) * call.width**-0.5

@@ -27,7 +27,7 @@ LEAST_ROWS = 16
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA GPUs (got {call.platform})"
     if dispatch.capability() is None:
@@ -49,7 +49,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "S H C"]:
-    """As `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Attends as `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
     slots, width, group = len(q), call.width, call.heads // call.kv_heads
     grouped = q.reshape(slots, call.kv_heads, group, width)
     out: jax.Array = pl.pallas_call(

@@ -1,4 +1,8 @@
-"""Computes log-prob and entropy of logits that exist already: one function has several backends."""
+"""Computes log-prob and entropy of logits that exist already: one function has several backends.
+
+No part of a run calls it: token_stats needs no logits, and the embedded sampler needs no entropy. It serves programs that have logits,
+and `kernels.bench` measures it.
+"""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +45,7 @@ def log_softmax_entropy(
     temperature: float = 1.0,
     backend: str | None = None,
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """Log-prob of the targets and entropy of softmax(logits / temperature), differentiable in the logits by both.
+    """Returns the log-prob of the targets and the entropy of softmax(logits / temperature), differentiable in the logits by both.
 
     Args:
       logits: bfloat16, float16 or float32; -inf takes an entry out of the softmax.
@@ -73,7 +77,7 @@ def log_softmax_entropy(
 
 
 def call_of(logits: Float[Array, "T V"], temperature: float) -> Call:
-    """What backends are asked about: the static description of a call of log_softmax_entropy."""
+    """Returns what backends are asked about: the static description of a call of log_softmax_entropy."""
     return Call(
         platform=dispatch.device().platform,
         dtype=logits.dtype.name,

@@ -11,14 +11,14 @@ from jaxrl_llm.kernels.log_softmax_entropy.api import Call
 
 
 def refusal(call: Call) -> str | None:
-    """None: every call is supported."""
+    """Returns None: every call is supported."""
     return None
 
 
 def compute(
     logits: Float[Array, "T V"], targets: Int[Array, " T"], call: Call
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """(logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
+    """Returns (logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
     keep = targets != -1
     known = (targets >= 0) & (targets < logits.shape[1])
     z = jnp.where(keep[:, None], logits, 0).astype(jnp.float32)

@@ -59,7 +59,7 @@ TILES = Tiles()
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA GPUs (got {call.platform})"
     if dispatch.capability() is None:
@@ -72,7 +72,7 @@ def refusal(call: Call) -> str | None:
 def compute(
     logits: Float[Array, "T V"], targets: Int[Array, " T"], call: Call, tiles: Tiles | None = None
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """(logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
+    """Returns (logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
     out: tuple[jax.Array, jax.Array] = _compute(call, False, tiles or TILES, logits, targets)
     return out
 
@@ -97,7 +97,7 @@ _compute.defvjp(_forward, _backward)
 
 
 def row_sums(logits: Float[Array, "T V"], call: Call, tiles: Tiles, interpret: bool) -> tuple[Float[Array, " T"], ...]:
-    """Each row's maximum, sum of e and sum of e d / temperature."""
+    """Returns each row's maximum, sum of e and sum of e d / temperature."""
     rows, columns = logits.shape
     width = min(tiles.width, pl.next_power_of_2(columns))
     row = pl.BlockSpec((None,), lambda i: (i,))
@@ -116,7 +116,7 @@ def row_sums(logits: Float[Array, "T V"], call: Call, tiles: Tiles, interpret: b
 
 
 def _bare_exp2(x: jax.Array) -> jax.Array:
-    """2^x by the GPU's instruction alone; exp2 elsewhere scales its argument to reach results below 2^-126."""
+    """Returns 2^x by the GPU's instruction alone; exp2 elsewhere scales its argument to reach results below 2^-126."""
     (out,) = triton.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],

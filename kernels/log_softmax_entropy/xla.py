@@ -19,14 +19,14 @@ FLOOR = -1e30
 
 
 def refusal(call: Call) -> str | None:
-    """None: every call is supported."""
+    """Returns None: every call is supported."""
     return None
 
 
 def compute(
     logits: Float[Array, "T V"], targets: Int[Array, " T"], call: Call
 ) -> tuple[Float[Array, " T"], Float[Array, " T"]]:
-    """(logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
+    """Returns (logprob, entropy); skipped rows (target -1) are 0, other targets outside V give NaN log-probs."""
     out: tuple[jax.Array, jax.Array] = _compute(call, logits, targets)
     return out
 
@@ -49,7 +49,7 @@ def _forward(call: Call, logits: jax.Array, targets: jax.Array) -> tuple[Any, An
 
 
 def outputs(call: Call, logits: jax.Array, targets: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-    """((logprob, entropy), what `backward` needs) from each row's maximum, sum of e and sum of e x.
+    """Returns ((logprob, entropy), what `backward` needs) from each row's maximum, sum of e and sum of e x.
 
     x = (logit - maximum) / temperature, e = exp x; the sums of skipped rows must be finite, `e`'s positive.
     """
@@ -67,7 +67,7 @@ def outputs(call: Call, logits: jax.Array, targets: jax.Array, sums: tuple[jax.A
 
 
 def backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, None]:
-    """Gradient of the logits from the cotangents of (logprob, entropy) and what `outputs` kept."""
+    """Returns the gradient of the logits from the cotangents of (logprob, entropy) and what `outputs` kept."""
     logits, targets, maximum, log_total, entropy = saved
     keep, known = targets != -1, (targets >= 0) & (targets < logits.shape[1])
     g_logprob = jnp.where(known, cotangents[0], 0.0)[:, None] / call.temperature

@@ -31,7 +31,7 @@ def token_stats(
     backend: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Statistics of softmax((cap(hidden @ head.T) + bias) / temperature); `reference` states each one.
+    """Computes statistics of softmax((cap(hidden @ head.T) + bias) / temperature); `reference` states each one.
 
     Differentiable in hidden, head and bias by every output. Sums are float32; products are taken in the dtype of
     `hidden`. Under `checkify` (user checks) a target outside V is an error; elsewhere its logprob is NaN.
@@ -90,7 +90,7 @@ def call_of(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Call:
-    """What backends are asked about: the static description of a call of token_stats."""
+    """Returns what backends are asked about: the static description of a call of token_stats."""
     return Call(
         platform=dispatch.device().platform if mesh is None else mesh.devices.flat[0].platform,
         dtype=hidden.dtype.name,

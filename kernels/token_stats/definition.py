@@ -51,19 +51,19 @@ class Call:
 
 
 def product(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, "T V"]:
-    """h . w_v in the dtype of `hidden`, with float32 sums."""
+    """Returns h . w_v in the dtype of `hidden`, with float32 sums."""
     dimensions = (((1,), (1,)), ((), ()))
     return jax.lax.dot_general(hidden, head.astype(hidden.dtype), dimensions, preferred_element_type=jnp.float32)
 
 
 def logits(raw: Float[Array, "T V"], bias: Float[Array, " V"] | None, call: Call) -> Float[Array, "T V"]:
-    """The float32 logits z of the module's equation from the products h . w_v."""
+    """Returns the float32 logits z of the module's equation from the products h . w_v."""
     z = raw if call.soft_cap is None else call.soft_cap * jnp.tanh(raw / call.soft_cap)
     return z if bias is None else z + bias.astype(jnp.float32)
 
 
 def noise(words: UInt32[Array, "2"], tokens: Int[Array, " T"], entries: Int[Array, " V"]) -> Float[Array, "T V"]:
-    """Uniform numbers in (0, 1), a function of the words, the token's index and the vocabulary entry alone.
+    """Returns uniform numbers in (0, 1), a function of the words, the token's index and the vocabulary entry alone.
 
     Tiles, shards and the backward pass therefore see the same numbers (Threefry, Salmon et al. 2011).
     """

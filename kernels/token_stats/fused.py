@@ -86,7 +86,7 @@ def compute(
     call: Call,
     mesh: Mesh | None,
 ) -> dict[str, Float[Array, " T"]]:
-    """The statistics of hidden, head and targets (`arrays`) by the backend's tiles, over `mesh` where it is given."""
+    """Returns the statistics of hidden, head and targets (`arrays`) by the backend's tiles, over `mesh` where it is given."""
     hidden, head, targets = arrays
     if mesh is not None:
         tokens, entries = _ways(mesh, TOKEN_AXES), _ways(mesh, (VOCABULARY_AXIS,))
@@ -133,7 +133,7 @@ def _stats_forward(
 
 
 def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """The head as it crosses the mesh: in the dtype of its products, which may be half as wide."""
+    """Returns the head as it crosses the mesh: in the dtype of its products, which may be half as wide."""
     if mesh is None or head.dtype == hidden.dtype:
         return head
     # Cast where it lies, before it is gathered.
@@ -142,7 +142,7 @@ def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Arr
 
 
 def _scattered(head: jax.Array, mesh: Mesh | None) -> bool:
-    """Whether the head's width is split over WIDTH_AXIS."""
+    """Returns whether the head's width is split over WIDTH_AXIS."""
     ways = 1 if mesh is None else mesh.shape.get(WIDTH_AXIS, 1)
     return ways > 1 and head.shape[1] % ways == 0
 
@@ -170,7 +170,7 @@ _stats.defvjp(_stats_forward, _stats_backward)
 
 
 def _axes(mesh: Mesh | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """The mesh axes that split tokens and vocabulary, None where nothing does."""
+    """Returns the mesh axes that split tokens and vocabulary, None where nothing does."""
     if mesh is None:
         return None, None
     tokens = tuple(axis for axis in TOKEN_AXES if mesh.shape.get(axis, 1) > 1)
@@ -198,7 +198,7 @@ def _inputs(arrays: tuple[Any, ...], tokens: Any, entries: Any) -> Inputs:
 
 
 def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays: Any) -> tuple[Any, Any, Any]:
-    """Outputs, the statistics that the backward needs, and what the backend saved, of one shard."""
+    """Returns the outputs, the statistics that the backward needs, and what the backend saved, of one shard."""
     inputs = _inputs(arrays, tokens, entries)
     vocabulary, local_entries = arrays[1].shape[0], arrays[1].shape[0]
     sums, saved = _sums(backend, inputs, call)
@@ -226,14 +226,14 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
 
 
 def _shares(call: Call) -> tuple[int, int]:
-    """(number, tokens) of the even shares of a call; where they do not divide it, the last begins before its turn."""
+    """Returns (number, tokens) of the even shares of a call; where they do not divide it, the last begins before its turn."""
     most = max(min(SHARE.tokens, SHARE.elements // call.width) // SHARE.unit, 1) * SHARE.unit
     number = -(-call.tokens // most)
     return number, call.tokens if number == 1 else -(-call.tokens // (number * SHARE.unit)) * SHARE.unit
 
 
 def _share(inputs: Inputs, first: Any, call: Call) -> tuple[Inputs, Call]:
-    """The call of the share from `first` on; skipped rows of the hidden states are made 0, whatever they hold."""
+    """Returns the call of the share from `first` on; skipped rows of the hidden states are made 0, whatever they hold."""
     parts, size = _shares(call)
     hidden, targets = (jax.lax.dynamic_slice_in_dim(x, first, size) for x in (inputs.hidden, inputs.targets))
     hidden = jnp.where((targets != -1)[:, None], hidden, 0)
@@ -242,7 +242,7 @@ def _share(inputs: Inputs, first: Any, call: Call) -> tuple[Inputs, Call]:
 
 
 def _sums(backend: Any, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], Any]:
-    """The backend's sums of each token, and what it saved of a call of one share."""
+    """Returns the backend's sums of each token, and what it saved of a call of one share."""
     parts, size = _shares(call)
     if parts == 1:
         return backend.forward(*_share(inputs, 0, call))
@@ -255,7 +255,7 @@ def _sums(backend: Any, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array
 def _local_backward(
     backend: Any, call: Call, axes: tuple[Any, Any, bool], arrays: Any, stats: Tree, saved: Any, cotangents: Tree
 ) -> tuple[Any, Any, Any]:
-    """Gradients of hidden, head and bias of one shard, summed over the shards that share them.
+    """Returns the gradients of hidden, head and bias of one shard, summed over the shards that share them.
 
     Args:
       axes: those that split the tokens, that which splits the entries, and whether the head's gradient is scattered.
@@ -299,7 +299,7 @@ def _local_backward(
 
 
 def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
-    """The statistics from the sums over the whole vocabulary; differences are taken from the maximum for accuracy."""
+    """Returns the statistics from the sums over the whole vocabulary; differences are taken from the maximum for accuracy."""
     maximum, total = sums["maximum"], sums["total"]
     log_total = jnp.log(total)
     out = {}
@@ -320,7 +320,7 @@ def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
 
 
 def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str, jax.Array]:
-    """The numbers [T] of the module's equation, a = constant, b = slope, c = square; all 0 where a row is skipped."""
+    """Returns the numbers [T] of the module's equation, a = constant, b = slope, c = square; all 0 where a row is skipped."""
     keep = inputs.targets != -1
     g = {name: jnp.where(keep, cotangents[name], 0.0) / call.temperature for name in call.outputs}
     rows = {"maximum": stats["maximum"], "log_total": stats["log_total"], "constant": jnp.zeros_like(stats["maximum"])}
@@ -344,7 +344,7 @@ def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str
 
 
 def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, jax.Array]:
-    """Sums that were taken relative to their own maximum, relative to a larger one."""
+    """Returns the sums that were taken relative to their own maximum, relative to a larger one."""
     shift = (sums["maximum"] - maximum) / call.temperature
     scale = jnp.exp(shift)
     out = {**sums, "maximum": maximum, "total": sums["total"] * scale}
@@ -356,14 +356,14 @@ def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, ja
 
 
 def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
-    """The sums of the entries of `a` and of `b` together, of those that both have."""
+    """Returns the sums of the entries of `a` and of `b` together, of those that both have."""
     maximum = jnp.maximum(a["maximum"], b["maximum"])
     a, b = rescale(a, maximum, call), rescale(b, maximum, call)
     return {name: maximum if name == "maximum" else a[name] + b[name] for name in a if name in b}
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why no kernel in the accelerator's own memory takes the call, whatever its shapes, or None."""
+    """Returns the reason why no kernel in the accelerator's own memory takes the call, whatever its shapes, or None."""
     if call.dtype != "bfloat16":
         return f"it takes bfloat16 (got {call.dtype})"
     if call.biased or call.soft_cap is not None or call.chunk is not None:
@@ -374,7 +374,7 @@ def refusal(call: Call) -> str | None:
 
 
 def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:
-    """h . w of each token's target among the shard's first `entries`, in float32; 0 where it is not there."""
+    """Returns h . w of each token's target among the shard's first `entries`, in float32; 0 where it is not there."""
     index = inputs.targets - inputs.first_entry
     here = (index >= 0) & (index < entries)
     rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
@@ -383,20 +383,20 @@ def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:
 
 
 def logit_sums(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, " T"]:
-    """Each token's sum of h . w over the head's entries, by one product with the entries' sum."""
+    """Returns each token's sum of h . w over the head's entries, by one product with the entries' sum."""
     total = head.sum(axis=0, dtype=jnp.float32)
     return jnp.matmul(hidden.astype(jnp.float32), total, precision=jax.lax.Precision.HIGHEST)
 
 
 def put(dhead: jax.Array, part: jax.Array, first: Any, call: Call) -> jax.Array:
-    """`dhead` with the gradient `part` of the entries from `first` on, added where other shares of tokens have theirs."""
+    """Returns `dhead` with the gradient `part` of the entries from `first` on, added where other shares of tokens have theirs."""
     if call.parts > 1:
         part = part + jax.lax.dynamic_slice_in_dim(dhead, first, part.shape[0])
     return jax.lax.dynamic_update_slice(dhead, part.astype(dhead.dtype), (first, 0))
 
 
 def over_buffers(add: Callable[..., Any], carry: Any, entries: int, unit: int, most: int) -> Any:
-    """`add(first, number, carry)` over even shares of the entries, whole units of them, of at most `most` if a unit is."""
+    """Calls `add(first, number, carry)` over even shares of the entries, whole units of them, of at most `most` if a unit is."""
     units = -(-entries // unit)
     size = -(-units // -(-units // max(most // unit, 1))) * unit
     full, rest = divmod(entries, size)

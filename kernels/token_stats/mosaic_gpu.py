@@ -114,14 +114,14 @@ class Plan:
         return group * self.group + lax.rem(within, size), split, first, end
 
     def over_items(self, cluster: Any, run: Callable[..., Any], state: Any) -> Any:
-        """`run(item, state)` over the items of the cluster."""
+        """Calls `run(item, state)` over the items of the cluster."""
         items = self.blocks * self.splits
         mine = lax.div(items - cluster + self.clusters - 1, self.clusters)
         return lax.fori_loop(0, mine, lambda i, s: run(self.item(cluster + i * self.clusters), s), state)
 
 
 def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
-    """The plan for `tokens` rows, a multiple of a cluster's, times `count` tiles of the vocabulary."""
+    """Returns the plan for `tokens` rows, a multiple of a cluster's, times `count` tiles of the vocabulary."""
     chip = tiles.multiprocessors or dispatch.device().core_count
     clusters = max(chip // tiles.cluster, 1)
     blocks = tokens // (tiles.cluster * 2 * tiles.rows)
@@ -139,7 +139,7 @@ def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if call.platform != "gpu":
         return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
     if dispatch.capability() != (9, 0):
@@ -163,7 +163,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """The statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as `reference` states them."""
     return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
 
 
@@ -178,7 +178,7 @@ class Kernels:
     tiles: Tiles
 
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
-        """Sums over the shard's vocabulary of each token."""
+        """Returns the sums over the shard's vocabulary of each token."""
         covered = _covered(inputs, call, self.tiles)
         hidden, head = _operands(inputs, self.tiles)
         work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
@@ -196,7 +196,7 @@ class Kernels:
     def backward(
         self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
+        """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
         hidden, head = _operands(inputs, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
@@ -242,7 +242,7 @@ def _covered(inputs: Inputs, call: Call, tiles: Tiles) -> int:
 
 
 def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
-    """The entries from `covered` on."""
+    """Returns the entries from `covered` on."""
     part = inputs._replace(
         head=inputs.head[covered:],
         bias=None if inputs.bias is None else inputs.bias[covered:],
@@ -253,7 +253,7 @@ def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
 
 
 def _ragged(head: jax.Array) -> bool:
-    """Whether TMA cannot take the whole head: it moves groups of 8 rows."""
+    """Returns whether TMA cannot take the whole head: it moves groups of 8 rows."""
     return head.shape[0] % 8 > 0
 
 
@@ -265,7 +265,7 @@ def _operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
 
 
 def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:
-    """The rows of COEFFICIENTS, in units of base 2, and the targets' places in the shard, both of `tokens` rows."""
+    """Returns the rows of COEFFICIENTS, in units of base 2, and the targets' places in the shard, both of `tokens` rows."""
     scaled = {"log_total": LOG2E, "slope": 1 / LOG2E}
     found = {name: rows[name] * scaled.get(name, 1.0) for name in COEFFICIENTS if name in rows}
     more = (0, tokens - inputs.targets.shape[0])
@@ -274,7 +274,7 @@ def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, ja
 
 
 def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[str, jax.Array]:
-    """Sums over the plan's tiles by the kernel, from one row of partial sums a share of the vocabulary."""
+    """Returns the sums over the plan's tiles by the kernel, from one row of partial sums a share of the vocabulary."""
     names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
     rows, tokens = work.tiles.rows, hidden.shape[0]
     scale = LOG2E / call.temperature
@@ -308,14 +308,14 @@ def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[st
 
 
 def _reduced(sums: Tree, call: Call) -> dict[str, jax.Array]:
-    """Sums [splits, T] over the first axis."""
+    """Returns the sums [splits, T] over the first axis."""
     maximum = sums["maximum"].max(axis=0)
     summed = fused.rescale(sums, maximum, call)
     return {name: maximum if name == "maximum" else x.sum(axis=0) for name, x in summed.items()}
 
 
 def _add_tile(z: Any, carry: Any, scale: float, width: int) -> Any:
-    """The running sums with a tile of logits, taken a slice at a time so that few registers are live."""
+    """Returns the running sums with a tile of logits, taken a slice at a time so that few registers are live."""
     before, *sums = carry
     maximum = jnp.maximum(before, z.max(axis=1))
     shift = (before - maximum) * scale
@@ -345,7 +345,7 @@ def _logit_gradients(
     call: Call,
     work: Plan,
 ) -> jax.Array:
-    """dz [T, count * columns] in the dtype of `hidden`, of the tiles from `start` on."""
+    """Returns dz [T, count * columns] in the dtype of `hidden`, of the tiles from `start` on."""
     names = tuple(coefficients)
     tiles, rows = work.tiles, work.tiles.rows
     scale = LOG2E / call.temperature
@@ -390,7 +390,7 @@ def _logit_gradients(
 
 
 def _gradient(z: Any, c: Tree, place: Any, scale: float) -> Any:
-    """dz of `fused` of some columns of logits; `place` is the target's column among them."""
+    """Returns dz of `fused` of some columns of logits; `place` is the target's column among them."""
 
     def row(name: str) -> Any:
         return _across(c[name], z.shape[1])
@@ -424,7 +424,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], work: Plan) -> Callable[..., Any]:
-    """A kernel on the plan's grid; `body` takes inputs, output, `scratch`, then the stream's buffers and barriers."""
+    """Returns a kernel on the plan's grid; `body` takes inputs, output, `scratch`, then the stream's buffers and barriers."""
     tiles = work.tiles
     shared = tiles.cluster > 1
     head_tile = (tiles.depth, tiles.columns) if tiles.head_columns else (tiles.columns, tiles.depth)
@@ -505,7 +505,7 @@ def _stream(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: Any)
 
 
 def _multiply(step: Any, wg: Any, work: Plan, stream: Any) -> Any:
-    """The logits [rows, columns] of one tile for the warpgroup, from the pieces `step` and on."""
+    """Returns the logits [rows, columns] of one tile for the warpgroup, from the pieces `step` and on."""
     hidden, head, full, free = stream
     tiles = work.tiles
 

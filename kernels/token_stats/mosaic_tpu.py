@@ -64,7 +64,7 @@ TILES = Tiles()
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     if call.platform != "tpu":
         return f"it runs on TPUs (got {call.platform})"
     if reason := fused.refusal(call):
@@ -83,7 +83,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """The statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as `reference` states them."""
     return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
 
 
@@ -100,7 +100,7 @@ class Kernels:
     interpret: bool = False
 
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
-        """Sums over the shard's vocabulary of each token."""
+        """Returns the sums over the shard's vocabulary of each token."""
         names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
         out = self._run(inputs, (), call, names)
         sums = {name: x[: call.tokens, 0] for name, x in zip(names, out)}
@@ -115,7 +115,7 @@ class Kernels:
     def backward(
         self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Gradients of hidden (float32), head (put into `dhead`) and bias (0: a mesh's padding)."""
+        """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (0: a mesh's padding)."""
         names = tuple(rows)
         targets = (inputs.targets - inputs.first_entry)[:, None]
         numbers = jnp.stack([rows[name] for name in names], axis=1)
@@ -134,7 +134,7 @@ class Kernels:
         return dhidden, dhead, None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
 
     def _run(self, inputs: Inputs, names: Any, call: Call, out: Any, numbers: tuple[jax.Array, ...] = ()) -> Any:
-        """The kernel of the sums named `out`, or of dz of `out` = (first entry, entries)."""
+        """Returns the kernel of the sums named `out`, or of dz of `out` = (first entry, entries)."""
         tiles, width = self.tiles, call.width
         piece = tiles.piece(width)
         hidden = jnp.pad(inputs.hidden, ((0, -call.tokens % tiles.rows), (0, 0)))
@@ -213,7 +213,7 @@ class _Place:
             sums[...] += products
 
     def inside(self) -> Any:
-        """True at the entries of the vocabulary; the last block may reach beyond it."""
+        """Returns True at the entries of the vocabulary; the last block may reach beyond it."""
         column = lax.broadcasted_iota(jnp.int32, (self.tiles.rows, self.tiles.columns), 1)
         return self.first_column() + column < self.call.vocabulary
 

@@ -17,7 +17,7 @@ from jaxrl_llm.kernels.token_stats.definition import Call, logits, noise, produc
 
 
 def refusal(call: Call) -> str | None:
-    """The reason why this backend cannot take the call, or None."""
+    """Returns the reason why this backend cannot take the call, or None."""
     return "it runs on one device; give no mesh" if call.shards > 1 else None
 
 
@@ -30,7 +30,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """The statistics named by `call.outputs`; skipped rows (target -1) are 0, targets outside V give NaN log-probs."""
+    """Returns the statistics named by `call.outputs`; skipped rows (target -1) are 0, targets outside V give NaN log-probs."""
     keep = targets != -1
     z = logits(product(jnp.where(keep[:, None], hidden, 0), head), bias, call)
     shifted = (z - jax.lax.stop_gradient(z.max(axis=1, keepdims=True))) / call.temperature

@@ -37,7 +37,7 @@ BUDGETS = {"cpu": Budget(tokens=1024, elements=2**20, kept=2**21), "gpu": ACCELE
 
 
 def refusal(call: Call) -> str | None:
-    """None: every call is supported."""
+    """Returns None: every call is supported."""
     return None
 
 
@@ -50,17 +50,17 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """The statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as `reference` states them."""
     return fused.compute(sys.modules[__name__], (hidden, head, targets), bias, words, call, mesh)
 
 
 def one_tile(call: Call) -> bool:
-    """True where the logits of the call are kept in memory."""
+    """Returns True where the logits of the call are kept in memory."""
     return call.chunk is None and call.tokens * call.vocabulary <= BUDGETS[call.platform].kept
 
 
 def tile_sizes(call: Call) -> tuple[int, int]:
-    """Tokens and vocabulary entries of a tile: even shares, so that no tile is nearly empty."""
+    """Returns the tokens and vocabulary entries of a tile: even shares, so that no tile is nearly empty."""
     budget = BUDGETS[call.platform]
     blocks = -(-call.tokens // budget.tokens)
     tokens = -(-call.tokens // blocks)
@@ -72,7 +72,7 @@ def tile_sizes(call: Call) -> tuple[int, int]:
 
 
 def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], jax.Array | None]:
-    """Sums over the shard's vocabulary of each token, and the products of a call of one tile."""
+    """Returns the sums over the shard's vocabulary of each token, and the products of a call of one tile."""
     if one_tile(call):
         raw = product(inputs.hidden, inputs.head)
         return _sums(raw, inputs, call), raw
@@ -93,7 +93,7 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], jax.Array
 def backward(
     inputs: Inputs, rows: Tree, saved: jax.Array | None, call: Call, dhead: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Gradients of hidden (float32), head (put into `dhead`) and bias (float32)."""
+    """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (float32)."""
     if saved is not None:
         dhidden, dw, dbias = _gradients(saved, inputs, rows, call)
         return dhidden, fused.put(dhead, dw, 0, call), dbias
@@ -152,7 +152,7 @@ def _block(blocks: tuple[jax.Array, jax.Array], inputs: Inputs, i: Any, size: in
 
 
 def _entries(inputs: Inputs, start: Any, entries: int) -> Inputs:
-    """The inputs with the `entries` vocabulary entries from `start` on."""
+    """Returns the inputs with the `entries` vocabulary entries from `start` on."""
 
     def cut(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else jax.lax.dynamic_slice_in_dim(x, start, entries)
@@ -166,7 +166,7 @@ def _entries(inputs: Inputs, start: Any, entries: int) -> Inputs:
 
 
 def _noise(inputs: Inputs) -> jax.Array:
-    """The noise of a tile before its normalisation: 0 at the target and at entries out of the softmax."""
+    """Returns the noise of a tile before its normalisation: 0 at the target and at entries out of the softmax."""
     tokens = jnp.arange(inputs.hidden.shape[0]) + inputs.first_token
     entries = jnp.arange(inputs.head.shape[0]) + inputs.first_entry
     used = entries != inputs.targets[:, None]
@@ -175,7 +175,7 @@ def _noise(inputs: Inputs) -> jax.Array:
 
 
 def _no_sums(tokens: int, call: Call) -> dict[str, jax.Array]:
-    """The sums over no entries."""
+    """Returns the sums over no entries."""
     names = ["total", "target"] if "logprob" in call.outputs else ["total"]
     of = {"entropy": ["first"], "sum_p2": ["square"], "uniform_logprob": ["logit_sum"]}
     of["noise_logprob"] = ["noise_sum", "noise_total"]
@@ -184,7 +184,7 @@ def _no_sums(tokens: int, call: Call) -> dict[str, jax.Array]:
 
 
 def _sums(raw: jax.Array, inputs: Inputs, call: Call) -> dict[str, jax.Array]:
-    """The sums over the entries of one tile."""
+    """Returns the sums over the entries of one tile."""
     z = logits(raw, inputs.bias, call)
     maximum = z.max(axis=1)
     centred = (z - maximum[:, None]) / call.temperature

@@ -174,6 +174,9 @@ def serve(app: FastAPI, host: str, port: int) -> None:
 class Batcher:
     """Gathers the items of several requests into batches that one thread works on.
 
+    It is written by hand for three things: the items of callers who have gone are left out, items are refused where too many wait,
+    and where a batch fails, only the items that fail alone get the error.
+
     Args:
       work: items -> as many results; runs in the thread.
       size: most items of a batch.

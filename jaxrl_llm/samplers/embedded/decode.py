@@ -35,7 +35,7 @@ class Choice(NamedTuple):
 
     @classmethod
     def empty(cls, slots: int) -> "Choice":
-        """Host arrays of the plain softmax for `slots` slots."""
+        """Returns host arrays of the plain softmax for `slots` slots."""
         one = np.ones(slots, np.float32)
         return cls(one, np.zeros(slots, np.int32), one.copy(), np.zeros(slots, np.float32), one.copy())
 
@@ -46,23 +46,23 @@ class Choice(NamedTuple):
 
 
 def filters(settings: SamplingParams) -> bool:
-    """Whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
+    """Returns whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
     return settings.temperature > 0 and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
 
 
 def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """Logits of tokens seen before: divided by the penalty where positive, multiplied by it where negative."""
+    """Divides the logits of tokens seen before by the penalty where they are positive, and multiplies them by it where negative."""
     scaled = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
     return jnp.where(seen, scaled, logits)
 
 
 def tempered(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """Logits over the temperature; greedy rows are left as they are."""
+    """Divides the logits by the temperature; greedy rows stay as they are."""
     return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
 def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]:
-    """Tempered logits with -inf outside the support that top-k, top-p and min-p leave; greedy rows keep all."""
+    """Returns the tempered logits with -inf outside the support that top-k, top-p and min-p leave; greedy rows keep all."""
     vocabulary = logits.shape[-1]
     ordered = -jnp.sort(-logits, axis=-1)
     rank = jnp.arange(vocabulary)
@@ -81,7 +81,7 @@ def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]
 
 
 def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S V"]:
-    """Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours."""
+    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours."""
     return jax.vmap(lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), (vocabulary,), jnp.float32))(
         keys, drawn
     )
@@ -95,7 +95,7 @@ def draw(
     *,
     cut: bool,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """One token of each slot, and its log-prob under the distribution that it was drawn from.
+    """Draws one token of each slot; returns it and its log-prob under the distribution that it was drawn from.
 
     Args:
       logits: float32 of the next token.
@@ -137,7 +137,7 @@ class Slots(NamedTuple):
 
     @classmethod
     def empty(cls, slots: int, stop_ids: int) -> "Slots":
-        """`slots` free slots, with room for `stop_ids` stop ids each."""
+        """Returns `slots` free slots, with room for `stop_ids` stop ids each."""
         counters = {name: np.zeros(slots, np.int32) for name in cls._fields[:6]}
         return cls(
             **counters,
@@ -161,7 +161,7 @@ class Chunk(NamedTuple):
 def empty(
     *, policy: Policy, slots: int, length: int, penalised: bool, dtype: str | None = None
 ) -> tuple[Cache, Bool[Array, "S V"]]:
-    """An empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
+    """Returns an empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
     vocabulary = policy.architecture.vocabulary_size if penalised else 0
     seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
     return _constrained(policy, policy.cache(slots, length, dtype)), seen
@@ -169,7 +169,7 @@ def empty(
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))
 def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None) -> Cache:
-    """Keys and values of right-padded prompts."""
+    """Returns the keys and values of right-padded prompts."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
     return policy.extend(params, cache, tokens, positions, fresh=True)[1]
@@ -204,7 +204,7 @@ def place(
 def decode(
     params: Params, cache: Cache, seen: Bool[Array, "S W"], slots: Slots, *, policy: Policy, steps: int, cut: bool
 ) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
-    """Up to `steps` draws of each slot that is not done; ends early where all are.
+    """Draws up to `steps` tokens of each slot that is not done; ends early where all are.
 
     The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
     """
@@ -246,7 +246,7 @@ def decode(
 
 
 def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
-    """What `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
+    """Returns what `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
     partitioner, size = policy.partitioner, policy.architecture
     shape = (size.layers, slots, length, size.kv_heads, size.head_width)
     sharding = partitioner.sharding(CACHE_AXES, shape)
@@ -258,12 +258,12 @@ def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) ->
 def lowered(
     policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
 ) -> jax.stages.Lowered:
-    """The decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
+    """Returns the decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
     return decode.lower(params, *shapes(policy, slots, length, dtype), policy=policy, steps=steps, cut=False)
 
 
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
-    """The key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
+    """Returns the key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
 
 

@@ -40,7 +40,7 @@ def check_shapes(policy: Policy, params: Params) -> None:
 
 
 def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
-    """`params` in the policy's compute dtype, laid out for decoding.
+    """Returns `params` in the policy's compute dtype, laid out for decoding.
 
     Norm scales stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
     own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
@@ -76,7 +76,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
 
 
 def deleted(params: Params) -> bool:
-    """Whether the learner donated a shared buffer since it was published."""
+    """Returns whether the learner donated a shared buffer since it was published."""
     return any(x.is_deleted() for x in jax.tree.leaves(params))
 
 
@@ -199,7 +199,7 @@ class Engine:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and times since the last call; occupancy is the share of slot-steps that gave a kept token."""
+        """Returns counters and times since the last call; occupancy is the share of slot-steps that gave a kept token."""
         done, self._counters = self._counters, Counters()
         return {
             "sampler/generated_tokens": float(done.generated),
@@ -272,7 +272,7 @@ class Engine:
         self._counters.seconds += time.perf_counter() - started
 
     def _next_block(self, batch: SlotBatch) -> list[Prefix]:
-        """The next waiting prefixes, up to `prefill_tokens` and up to the first that the batch does not hold."""
+        """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that the batch does not hold."""
         block: list[Prefix] = []
         longest = 0
         while self._waiting:
@@ -302,13 +302,13 @@ class Engine:
         self._free = free_bytes(self.policy.partitioner.mesh.local_devices)
 
     def _fitting(self, wanted: Capacity) -> Capacity:
-        """The capacity with as many slots as a device has room for."""
+        """Returns the capacity with as many slots as a device has room for."""
         if wanted not in self._fitted:
             self._fitted[wanted] = fitting(self.policy, wanted, self._free, self.cache)
         return self._fitted[wanted]
 
     def _fits(self, batch: SlotBatch) -> bool:
-        """Whether the batch holds the request at the head of the queue, with the slots that there is room for at its length."""
+        """Returns whether the batch holds the request at the head of the queue, with the slots that there is room for at its length."""
         if not self._waiting:
             return False
         held, wanted = batch.capacity, self._capacity({self._waiting[0][0]})
@@ -370,7 +370,7 @@ class EmbeddedSampler:
         components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
-        """The running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
+        """Returns the running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
 
         Raises:
           ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions.

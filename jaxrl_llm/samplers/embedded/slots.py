@@ -28,7 +28,7 @@ _STOP_IDS = 4  # room for stop ids in every batch
 
 
 def bucket(size: int, unit: int = 1) -> int:
-    """The smallest unit x 2^k that holds `size`."""
+    """Returns the smallest unit x 2^k that holds `size`."""
     return unit << max(0, -(-size // unit) - 1).bit_length()
 
 
@@ -50,7 +50,7 @@ class Capacity:
 
     @classmethod
     def of(cls, requests: Sequence[Request], *, max_slots: int, shards: int) -> "Capacity":
-        """The smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
+        """Returns the smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
         slots = bucket(sum(request.sequences for request in requests), shards)
         length = bucket(max(request.length for request in requests), _SHORTEST)
         return cls(
@@ -98,14 +98,14 @@ class SlotBatch:
         return self._block is not None or any(draft is not None for draft in self._drafts)
 
     def free(self) -> list[int]:
-        """Free slots; those whose request was given up are freed here."""
+        """Returns the free slots; those whose request was given up are freed here."""
         for slot, draft in enumerate(self._drafts):
             if draft is not None and not draft.request.open:
                 self._release(slot)
         return [slot for slot, draft in enumerate(self._drafts) if draft is None]
 
     def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
-        """Rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
+        """Returns the rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
         length = min(bucket(longest, _SHORTEST), self.capacity.length)
         return bucket(rows, self.policy.partitioner.batch_shards), length
 
@@ -196,7 +196,7 @@ _log = logging.getLogger(__name__)
 
 
 def free_bytes(devices: Sequence[Any]) -> int | None:
-    """Bytes that the fullest of the devices has left, of all processes; None where the backend keeps no account, as a CPU's."""
+    """Returns the bytes that the fullest device of all processes has left; None where the backend keeps no account, as a CPU's."""
     stats = [device.memory_stats() or {} for device in devices]
     known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
     if not known:
@@ -210,7 +210,7 @@ def free_bytes(devices: Sequence[Any]) -> int | None:
 
 
 def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) -> int:
-    """Bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
+    """Returns the bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
     size, slots = policy.architecture, capacity.slots
     vocabulary = (slots, size.vocabulary_size)
     entries = (size.layers, slots, capacity.length, size.kv_heads, size.head_width)
@@ -224,7 +224,7 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
 
 
 def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
-    """`wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
+    """Returns `wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
 
     Raises:
       MemoryError: not even one slot a shard fits.

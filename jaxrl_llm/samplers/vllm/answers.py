@@ -100,7 +100,7 @@ class Ask:
 
 
 def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: int) -> list[int]:
-    """The version of each of the last `count` tokens of a sample: a stream's spans reach back to its first token."""
+    """Returns the version of each of the last `count` tokens of a sample: a stream's spans reach back to its first token."""
     if not spans:
         return [version] * count
     found = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]

@@ -136,7 +136,7 @@ class VllmClient:
         return Published(path=place, version=version, canary=manifest.canary, memory=memory)
 
     def _down(self, error: Exception) -> Exception:
-        """What a failure of all servers, or of publishing, is for whoever runs this."""
+        """Returns the exception by which a failure of all servers, or of publishing, is told to the run."""
         if not self._served_once or isinstance(error, SamplerDown):
             return error
         return SamplerDown(
@@ -215,7 +215,7 @@ class VllmClient:
                 closing.push_async_callback(self._fleet.close)
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and times since the last call, and those of the last publication."""
+        """Returns counters and times since the last call, and those of the last publication."""
         if self._open:
             self._clock(0)
         values = {
@@ -291,7 +291,7 @@ class VllmClient:
         await self._draw_all(parts, empty)
 
     async def _draw_all(self, parts: Sequence[list[Draft]], empty: int = 0) -> None:
-        """`_draw` of each part at the same time; where one fails, the others end."""
+        """Calls `_draw` for each part at the same time; where one fails, the others end."""
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
@@ -300,7 +300,7 @@ class VllmClient:
             raise failed.exceptions[0] from None
 
     async def _served(self) -> Fleet:
-        """The fleet, once it knows of the version that requests are to be answered by."""
+        """Returns the fleet, once it knows of the version that requests are to be answered by."""
         await self._begun.wait()
         if self._closed:
             raise RuntimeError("the sampler is closed")
@@ -311,7 +311,7 @@ class VllmClient:
         return self._fleet
 
     def _ask(self, drafts: Sequence[Draft]) -> Ask:
-        """The request for what is missing of drafts with equally many tokens.
+        """Returns the request for what is missing of drafts with equally many tokens.
 
         The tokens before `min_tokens` are asked for alone: there, no stop counts, and vLLM's own `min_tokens` would take the
         stop ids out of the distribution.
@@ -337,7 +337,7 @@ class VllmClient:
         return Ask(tokens=tokens, sampling=sampling)
 
     def _take(self, draft: Draft, piece: Piece, asked: int) -> bool:
-        """Adds what was drawn; True where the draft is finished."""
+        """Adds what was drawn; returns True where the draft is finished."""
         count = len(piece.tokens)
         self._generated += count
         stopped = draft.extend(
@@ -366,6 +366,6 @@ class VllmClient:
 
 
 def _still_there(params: Params) -> bool:
-    """Whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
+    """Returns whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     return jax.process_count() == 1 and not any(leaf.is_deleted() for leaf in leaves)

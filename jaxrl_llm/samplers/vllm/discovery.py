@@ -52,7 +52,7 @@ class Discovery:
         return bool(self.file or self.dns)
 
     async def look(self) -> list[str]:
-        """The addresses of all servers there are now, at least one.
+        """Returns the addresses of all servers that there are now, at least one.
 
         Raises:
           OSError: the file or the name cannot be read, or holds no address.

@@ -103,7 +103,7 @@ class Fleet:
         self._leaving[server] = asyncio.create_task(self._let_go(server, within_s))
 
     def leaves(self, url: str) -> bool:
-        """Whether a server of that address is on its way out."""
+        """Returns whether a server of that address is on its way out."""
         return any(server.http.url == url for server in self._leaving)
 
     async def _let_go(self, server: Server, within_s: float) -> None:
@@ -129,7 +129,7 @@ class Fleet:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def ask(self, ask: Ask, home: bytes, oldest: int) -> list[Piece]:
-        """What one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
+        """Returns what one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
 
         Args:
           ask: the request.
@@ -153,7 +153,7 @@ class Fleet:
         raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
 
     async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
-        """What a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
+        """Returns what a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
         pieces = [Piece() for _ in range(ask.n)]
         epoch, earlier = server.epoch, max(0, len(server.committed) - 1)
         try:
@@ -179,7 +179,7 @@ class Fleet:
         return pieces
 
     async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> bool:
-        """The request, which ends too where the server is set aside; False where a pause held it and it was cut off."""
+        """Carries out the request, which ends too where the server is set aside; returns False where a pause held it and it was cut off."""
         flight = asyncio.ensure_future(_confirmed(server, ask, pieces))
         server.flights.add(flight)
         try:
@@ -204,7 +204,7 @@ class Fleet:
                 raise ServerFault(server.cause)
 
     def _blame(self, server: Server, error: ServerFault) -> None:
-        """A failed server is set aside; a slow one after some requests in a row."""
+        """Sets a failed server aside, and a slow one after some requests in a row."""
         if isinstance(error, TooSlow):
             self.counters["slow"] += 1
             server.strikes += 1
@@ -283,7 +283,7 @@ class Fleet:
     # -- servers that failed -------------------------------------------------------------------------------------------
 
     def _set_aside(self, server: Server, error: Exception) -> Exception:
-        """No requests until it holds the newest weights again; what is in flight there is asked elsewhere."""
+        """Gives a server no requests until it holds the newest weights again; what is in flight there is asked elsewhere."""
         server.cause = str(error)
         if server.ready:
             self.counters["set_aside"] += 1
@@ -375,7 +375,7 @@ def _check_versions(server: Server, pieces: list[Piece], served: set[int]) -> No
 
 
 def _cut(piece: Piece, suspect: int | None) -> int:
-    """Ends a piece where its server failed, without tokens of a suspect version; the number of tokens left."""
+    """Ends a piece where its server failed, without tokens of a suspect version; returns the number of tokens left."""
     kept = next((i for i, version in enumerate(piece.versions) if version == suspect), len(piece.tokens))
     if piece.finish is None or kept < len(piece.tokens):
         piece.finish = "abort"

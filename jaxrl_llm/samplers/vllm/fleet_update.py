@@ -182,7 +182,7 @@ class Updates:
                 held.pop().release()
 
     def busy(self, server: Server) -> bool:
-        """Whether an update of the server goes on."""
+        """Returns whether an update of the server goes on."""
         job = self.under_way.get(server)
         return server.lock.locked() or (job is not None and not job.done())
 

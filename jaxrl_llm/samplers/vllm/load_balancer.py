@@ -45,7 +45,7 @@ class LoadBalancer:
         return sum(n for queue in self._waiting.values() for n, _, turn in queue if not turn.done())
 
     async def turn(self, n: int, home: bytes, oldest: int) -> Server:
-        """A server with room for n sequences, in the order of asking; `release` gives the room back.
+        """Returns a server with room for n sequences, in the order of asking; `release` gives the room back.
 
         Args:
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
@@ -64,7 +64,7 @@ class LoadBalancer:
             raise
 
     def release(self, server: Server, n: int) -> None:
-        """The room of a request that has ended."""
+        """Gives back the room of a request that has ended."""
         server.load -= n
         self.dispatch()
 
@@ -85,14 +85,14 @@ class LoadBalancer:
                 del self._waiting[oldest]
 
     def serving(self, oldest: int | None = None) -> list[Server]:
-        """Servers that take requests: of the newest version, or not older than `oldest` where versions are mixed."""
+        """Returns the servers that take requests: of the newest version, or not older than `oldest` where versions are mixed."""
         open_ones = [s for s in self.servers if s.ready and not s.shut]
         if self.mixed and oldest is not None:
             return [s for s in open_ones if s.http.version >= oldest]
         return [] if self.newest is None else [s for s in open_ones if s.http.version == self.newest]
 
     def _choose(self, n: int, home: bytes, oldest: int) -> Server | None:
-        """The prefix's own server unless it is much busier than the least loaded; None where all are full.
+        """Returns the prefix's own server, unless it is much busier than the least loaded; None where all are full.
 
         Servers that are still in their update will take their share, so those that are through with it leave them theirs for as
         long as an update takes.
@@ -113,7 +113,7 @@ class LoadBalancer:
         return chosen
 
     def fail(self, error: Exception) -> None:
-        """Everyone who waits gets the error."""
+        """Gives everyone who waits the error."""
         while self._waiting:
             for _, _, turn in self._waiting.popitem()[1]:
                 if not turn.done():

@@ -120,7 +120,7 @@ class LocalServers:
         return self.python or sys.executable
 
     def environment_of(self, number: int) -> dict[str, str]:
-        """The environment of server `number`, but for its key."""
+        """Returns the environment of server `number`, but for its key."""
         given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
         path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]
         found = {
@@ -134,7 +134,7 @@ class LocalServers:
         return found | {name: str(value) for name, value in self.environment.items()}
 
     def release(self) -> tuple[int, int]:
-        """vLLM's version there, (major, minor).
+        """Returns vLLM's version there, (major, minor).
 
         Raises:
           FileNotFoundError: that Python is not there, or has no vLLM.
@@ -283,7 +283,7 @@ class LocalServer:
 
 
 async def all_ready(servers: Sequence[LocalServer]) -> None:
-    """`ready` of all of them at once; raises what the first that failed raises."""
+    """Waits until all of them are ready, all at once; raises what the first that failed raises."""
     try:
         async with asyncio.TaskGroup() as group:
             for server in servers:
@@ -296,7 +296,7 @@ _chosen: set[int] = set()  # ports that `free_port` has given
 
 
 def free_port() -> int:
-    """A port of loopback that nothing listens on, another one at each call: vLLM would share one with the server beside it."""
+    """Returns a port of loopback that nothing listens on, another one at each call: vLLM would share one with the server beside it."""
     while True:
         with socket.socket() as probe:
             probe.bind((HOST, 0))

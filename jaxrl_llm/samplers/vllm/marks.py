@@ -31,16 +31,16 @@ class Marks:
     _next: asyncio.Future[set[str]] | None = field(default=None, init=False)
 
     def new(self) -> str:
-        """A mark for a commit that begins now."""
+        """Returns a mark for a commit that begins now."""
         self.coming = uuid.uuid4().hex
         return self.coming
 
     def settle(self) -> None:
-        """The commit went well."""
+        """Notes that the commit went well."""
         self.held, self.coming = self.coming, ""
 
     def forget(self) -> None:
-        """Nothing is known of the server's weights any more."""
+        """Notes that nothing is known of the server's weights any more."""
         self.held = self.coming = ""
 
     async def confirm(self) -> None:
@@ -57,7 +57,7 @@ class Marks:
             )
 
     async def _found(self) -> set[str]:
-        """The marks of the server's ranks; those who wait share the next question, which begins when the present one is answered."""
+        """Returns the marks of the server's ranks; those who wait share the next question, which begins when the present one is answered."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask(self._asking))
         return await asyncio.shield(self._next)

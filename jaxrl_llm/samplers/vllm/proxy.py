@@ -69,7 +69,7 @@ class Proxy:
             )
 
     def application(self) -> web.Application:
-        """The routes, each behind the token."""
+        """Returns the routes, each behind the token."""
         app = web.Application(
             client_max_size=_LARGEST_BODY,
             middlewares=[serving.middleware(self.patience), self._check_token, serving.guard(None)],
@@ -173,7 +173,7 @@ class Proxy:
         return answer
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        """What vLLM counts; the learner looks whether it goes on."""
+        """Returns what vLLM counts; the learner looks whether it goes on."""
         return await self._ask(request, "GET", "/metrics")
 
     async def _json(self, request: web.Request) -> Mapping[str, Any]:

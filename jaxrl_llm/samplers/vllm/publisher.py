@@ -129,14 +129,14 @@ class Publisher:
             shutil.rmtree(path, ignore_errors=True)
 
     def place(self, version: int) -> str:
-        """Where samplers find a version."""
+        """Returns where samplers find a version."""
         return f"{self.address}/{self._path(version).name}" if self.address else str(self._path(version))
 
     def _path(self, version: int) -> Path:
         return self.folder / f"v{version:08d}"
 
     def described(self) -> str:
-        """Where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
+        """Returns where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
     async def prune(self, spared: Collection[int] = ()) -> None:
@@ -231,14 +231,14 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:
-    """Where a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
+    """Returns where a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
     if publication is None or is_stored(publication):
         return run_dir.absolute() / "publication"
     return Path(publication).expanduser().absolute() / f"{run_dir.name}-{os.stat(run_dir).st_ino}"
 
 
 def default_address(publication: str | None, run_dir: Path) -> str:
-    """Where a run's versions are copied to: a folder of the run's own in object storage; empty where `publication` is none."""
+    """Returns where a run's versions are copied to: a folder of the run's own in object storage; empty where `publication` is none."""
     if publication is None or not is_stored(publication):
         return ""
     mark = hashlib.blake2b(f"{socket.gethostname()}:{run_dir.absolute()}".encode(), digest_size=4).hexdigest()
@@ -246,7 +246,7 @@ def default_address(publication: str | None, run_dir: Path) -> str:
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a.b": x} as {"a": {"b": x}}: orbax names the arrays of a nested dict by its keys joined with dots."""
+    """Turns {"a.b": x} into {"a": {"b": x}}: orbax names the arrays of a nested dict by its keys joined with dots."""
     tree: dict[str, Any] = {}
     for name, x in tensors.items():
         *folders, last = name.split(".")
@@ -259,7 +259,7 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))
 def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (samplers.manifest)."""
+    """Returns every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (publication.manifest)."""
     del policy  # two policies of one shape compile apart
     tensors = {name: x.astype(dtype) for name, x in hf_format.export(params).items()}
     return tensors, {name: word_sum(x) for name, x in tensors.items()}
@@ -269,7 +269,7 @@ def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, A
 def scored(
     params: Params, row: Int[Array, " T"], *, policy: Policy
 ) -> tuple[Float[Array, " T"], Int[Array, " T"], Float[Array, " T"], Float[Array, " T"]]:
-    """What the policy says after each token of one sequence, at temperature 1.
+    """Returns what the policy says after each token of one sequence, at temperature 1.
 
     Args:
       params: of the policy.

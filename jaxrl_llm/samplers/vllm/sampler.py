@@ -166,7 +166,7 @@ class VllmSampler:
             )
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
-        """The running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
+        """Returns the running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
 
         Raises:
           FileNotFoundError: no vLLM where local servers are to be started.
@@ -217,7 +217,7 @@ class VllmSampler:
         )  # fmt: skip
 
     def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
-        """What publishes by the other transfer: both are there for local servers of one learner's process on a GPU."""
+        """Returns what publishes by the other transfer: both are there for local servers of one learner's process on a GPU."""
         if self.transfer == "orbax" and not (self.spawn and jax.default_backend() == "gpu"):
             return None
         if jax.process_count() > 1:
@@ -258,7 +258,7 @@ class VllmSampler:
         return os.environ[self.api_key_variable]
 
     def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
-        """The local servers, not started yet, with the folder of their model written."""
+        """Returns the local servers, not started yet, with the folder of their model written."""
         folder = (run_dir / "vllm").absolute()
         model = folder / "model"
         model.mkdir(parents=True, exist_ok=True)
@@ -277,7 +277,7 @@ class VllmSampler:
 
 
 def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
-    """The ids of the canary's text, int32 [T]; of a tokenizer without its characters, fixed random ids; empty for no text."""
+    """Returns the ids of the canary's text, int32 [T]; of a tokenizer without its characters, fixed random ids; empty for no text."""
     if not text:
         return np.zeros(0, np.int32)
     try:

@@ -115,7 +115,7 @@ class VllmHttp:
         self.lists = await self._refusal(self.tokens) == 400
 
     async def _refusal(self, route: str) -> int:
-        """The status that an empty request is refused with: 404 where there is no such route, 400 or 422 where there is."""
+        """Returns the status with which an empty request is refused: 404 where there is no such route, 400 or 422 where there is."""
         try:
             await self._call("POST", route, {}, limit_s=_CONNECT_S)
         except Refused as refused:
@@ -159,7 +159,7 @@ class VllmHttp:
     async def score(
         self, tokens: Sequence[int], likely: Sequence[int], listed: int
     ) -> tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]:
-        """What the server says of a text of T tokens at temperature 1; raises as `generate` does.
+        """Returns what the server says of a text of T tokens at temperature 1; raises as `generate` does.
 
         Args:
           tokens: the text's T token ids.
@@ -183,11 +183,11 @@ class VllmHttp:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
 
     def _by_lists(self, ask: Ask) -> bool:
-        """Whether our own route answers it."""
+        """Returns whether our own route answers it."""
         return self.lists and not ask.stream and "prompt_logprobs" not in ask.sampling
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        """The request in the words of the endpoint."""
+        """Returns the request in the words of the endpoint."""
         common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
         tokens = [int(token) for token in ask.tokens]
         if self.route != COMPLETIONS or self._by_lists(ask):
@@ -227,7 +227,7 @@ class VllmHttp:
         await self._step("stage", "/stage", path=path, version=version)
 
     async def stage_status(self) -> list[dict[str, Any]]:
-        """How far each rank is: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
+        """Returns how far each rank is, as version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
         return await self._step("stage_status", "/stage_status")
 
     async def commit(self, version: int, mark: str) -> list[dict[str, Any]]:
@@ -235,7 +235,7 @@ class VllmHttp:
         return await self._step("commit", "/commit", version=version, mark=mark)
 
     async def commit_memory(self, version: int, mark: str, memory: str) -> list[dict[str, Any]]:
-        """As `commit`, of weights that nothing staged: they lie in GPU memory of a process on the server's host."""
+        """Commits weights that nothing staged, as `commit` does: they lie in GPU memory of a process on the server's host."""
         return await self._step("commit_ipc", "/commit_ipc", version=version, mark=mark, memory=memory)
 
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
@@ -244,7 +244,7 @@ class VllmHttp:
         await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
 
     async def progress(self) -> float | None:
-        """Tokens that the server has read and drawn since its start; None where it does not count them."""
+        """Returns the number of tokens that the server has read and drawn since its start; None where it does not count them."""
         try:
             said = await self._call("GET", "/metrics", limit_s=_CONNECT_S)
         except Refused:
@@ -264,7 +264,7 @@ class VllmHttp:
             await self._call("POST", "/update_weight_version", {"new_version": str(version)}, limit_s=self.control_s)
 
     async def _step(self, method: str, route: str, **arguments: Any) -> list[dict[str, Any]]:
-        """A method of the worker extension on every rank, directly or by the proxy's route of that name."""
+        """Calls a method of the worker extension on every rank, directly or by the proxy's route of that name."""
         try:
             if self.proxied:
                 text = await self._call("POST", route, arguments, limit_s=self.control_s)
@@ -288,7 +288,7 @@ class VllmHttp:
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _call(self, verb: str, route: str, body: Any = None, *, limit_s: float) -> str:
-        """The text of an answer with status 200."""
+        """Returns the text of an answer with status 200."""
         with self._faults(route, limit_s):
             async with self.session.request(verb, self.url + route, json=body, timeout=_timeout(limit_s)) as answer:
                 await self._good(answer, verb, route)
@@ -320,7 +320,7 @@ def _timeout(limit_s: float) -> aiohttp.ClientTimeout:
 
 
 def _release(url: str, text: str) -> tuple[int, int]:
-    """(major, minor) of what /version says."""
+    """Returns (major, minor) of what /version says."""
     try:
         major, minor = str(json.loads(text)["version"]).split(".")[:2]
         return int(major), int(minor)

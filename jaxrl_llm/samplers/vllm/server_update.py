@@ -68,11 +68,11 @@ class Progress:
     looks: int = 0
 
     def rest(self) -> None:
-        """Nothing is in flight, or nothing is to be drawn."""
+        """Notes that nothing is in flight, or that nothing is to be drawn."""
         self.tokens = None
 
     def stalled(self, tokens: float, limit_s: float) -> bool:
-        """Notes the number; True where it was the same for so long."""
+        """Notes the number of tokens; returns True where it was the same for so long."""
         now = time.monotonic()
         self.looks += 1
         if tokens != self.tokens:
@@ -177,7 +177,7 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
 
 
 def streamed(server: Server, inflight: Inflight) -> bool:
-    """Whether a server's tokens are taken as they are drawn, because nothing else tells their versions."""
+    """Returns whether a server's tokens are taken as they are drawn, because nothing else tells their versions."""
     return inflight in ("recompute", "stale_kv") and not server.http.spans
 
 
