@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm import command_line
 from jaxrl_llm.data.similar_pairs import Labelled, SimilarPairs
 from jaxrl_llm.data.tokenizer import PretrainedTokenizer
+from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.models.reward_models import HFPairs, HFRewardModel
 from jaxrl_llm.rewards.monitor import detection
 from jaxrl_llm.rewards.pairs import Pairwise
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cls", default=HFPairs.cls, help="the token that opens a pair")
     parser.add_argument("--sep", default=HFPairs.sep, help="the token that ends each text")
     arguments = parser.parse_args(argv)
+    compilation_cache.keep()
     tokenizer = PretrainedTokenizer(path=arguments.model)
     classifier = HFPairs(
         model=HFRewardModel(folder=arguments.model), tokenizer=tokenizer, cls=arguments.cls, sep=arguments.sep

@@ -74,8 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and runs it; returns the exit code."""
     arguments = parse_arguments(argv)
     xla_flags.apply()
-    if problem := compilation_cache.apply():
-        print(f"warning: {problem}", file=sys.stderr)
+    compilation_cache.keep()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log

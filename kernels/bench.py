@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.distributed import compilation_cache, xla_flags
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
@@ -337,6 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     xla_flags.apply()
     args = parse(argv)
+    compilation_cache.keep()
     rows = []
     for row in rows_of(args):
         rows.append(row)

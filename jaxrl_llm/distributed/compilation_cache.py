@@ -1,4 +1,4 @@
-"""Keeps compiled programs between starts, in the user's cache folder; set before JAX is imported, which reads it once.
+"""Keeps compiled programs between starts, in the user's cache folder: every command that compiles calls `keep` first.
 
 Each folder is of one version of JAX and of its plugins on one kind of machine: programs for CPUs contain the instructions of
 the one that compiled them. JAX's own key adds the program, XLA's flags and the accelerator. The variables of JAX stand where
@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import stat
+import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
@@ -20,6 +21,17 @@ LEAST_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNREAD_S = 30 * 24 * 3600.0  # after which a program is deleted
 OFF = ("0", "false", "no", "off", "n", "f")
+
+
+def keep() -> None:
+    """Keeps the programs that this process and its children compile; says on standard error why, where they cannot be kept."""
+    already = os.environ.get(DIR)
+    if problem := apply():
+        print(f"warning: {problem}", file=sys.stderr)
+    jax = sys.modules.get("jax")
+    if jax is not None and os.environ.get(DIR) != already:  # it read its variables when it was imported
+        jax.config.update("jax_compilation_cache_dir", os.environ[DIR])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[LEAST_S]))
 
 
 def apply(environment: MutableMapping[str, str] | None = None) -> str:

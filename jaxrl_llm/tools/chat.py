@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_llm import command_line
 from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
@@ -78,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=int, default=128, help="most tokens of an answer")
     parser.add_argument("--max_length", type=int, default=2048, help="most tokens of the talk")
     arguments = parser.parse_args(argv)
+    compilation_cache.keep()
     if not arguments.folder.is_dir():
         raise FileNotFoundError(f"{arguments.folder} is no folder: give a Hugging Face folder or a run folder")
     settings = SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.models.hf_weights import save, save_adapters
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.train.build import new_key
@@ -61,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args(argv)
+    compilation_cache.keep()
     if arguments.out.exists():
         raise FileExistsError(f"{arguments.out} exists: give a new folder")
     found = saved(arguments.run, step=arguments.step, best=arguments.best)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.train.load import TrainedModel
 
@@ -53,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--row_tokens", type=int, default=1024, help="positions of a row (default 1024)")
     parser.add_argument("--output", type=Path, required=True, help="the .npz to write")
     arguments = parser.parse_args(argv)
+    compilation_cache.keep()
     text = "\n".join(file.read_text(encoding="utf-8") for file in arguments.text)
     found = states(arguments.folder, text, arguments.tokens, arguments.row_tokens)
     np.savez(arguments.output, **found)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
@@ -305,6 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--grow", action="store_true", help="the run's batch is that of one chip, and grows with them")
     parser.add_argument("--compare", metavar="FILE", help="rows that `bench --output` wrote")
     arguments = parser.parse_args(argv)
+    compilation_cache.keep()
     if bool(arguments.gin_file) == bool(arguments.compare):
         parser.error("give --gin_file or --compare, one of the two")
     chips = arguments.chips.split(",")

@@ -1,7 +1,10 @@
 """Compiled programs are kept between starts in a folder of the user, the machine and the version, and never trusted blindly."""
 
+import ast
+import importlib
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -116,3 +119,60 @@ def test_a_second_start_compiles_nothing_and_one_that_finds_broken_programs_comp
     third = plan(environment)
     assert (third.returncode, third.stdout) == (0, first.stdout)
     assert "Error reading persistent compilation cache entry" in third.stderr
+
+
+# The commands that compile programs, with words that each accepts; `launch` is tested above.
+COMPILES = {
+    "kernels.bench": ["--op=attention"], "tools.bench": [], "tools.chat": [str(tiny_run.ROOT)], "tools.doctor": [],
+    "tools.export": [".", "--out=model"], "tools.hidden_states": [".", "text", "--output=x.npz"], "tools.phase_times": [],
+    "tools.plan": ["--gin_file=gin/quickstart.gin"], "eval.pair_accuracy": ["--model=m", "--pairs=p"],
+}  # fmt: skip
+READS_ALONE = {"eval.reports.phase_switch", "metrics.profiling"}  # arrays of checkpoints and traces
+HERE = {"kernels": "kernels", "eval": "eval", "data": "data", "jaxrl_llm": ""}
+
+
+class Kept(Exception):
+    """The command keeps its programs."""
+
+
+@pytest.mark.parametrize("command", COMPILES)
+def test_every_command_that_compiles_keeps_its_programs(command, monkeypatch):
+    module = importlib.import_module(f"jaxrl_llm.{command}")
+
+    def keep():
+        raise Kept
+
+    monkeypatch.setattr(compilation_cache, "keep", keep)
+    with pytest.raises(Kept):
+        module.main(COMPILES[command])
+
+
+def test_no_other_command_imports_jax():
+    found = set()
+    for folder, name in HERE.items():
+        for file in (tiny_run.ROOT / folder).rglob("*.py"):
+            tree = ast.parse(file.read_text())
+            guards = [node for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)]
+            imports = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+            if guards and "jax" in imports:
+                parts = file.relative_to(tiny_run.ROOT / folder).with_suffix("").parts
+                found.add(".".join([*filter(None, [name]), *parts]))
+    assert {"tools.doctor", "tools.bench"} <= found <= COMPILES.keys() | READS_ALONE
+
+
+PROGRAM = """
+import jax, jax.numpy as jnp
+from jaxrl_llm.distributed import compilation_cache
+compilation_cache.keep()
+jax.jit(lambda x: jnp.sin(x) @ x)(jnp.ones((8, 8))).block_until_ready()
+"""
+
+
+def test_programs_are_kept_where_jax_was_imported_before(tmp_path):
+    environment = {**tiny_run.environment(), "XDG_CACHE_HOME": str(tmp_path)}
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        environment.pop(name, None)
+    command = [sys.executable, "-c", PROGRAM]
+    subprocess.run(command, cwd=tiny_run.ROOT, env=environment, check=True, timeout=120)
+    (folder,) = (tmp_path / BASE).iterdir()
+    assert list(folder.glob("jit__lambda*-cache"))

@@ -2,7 +2,6 @@
 
 import json
 
-import jax
 import pytest
 
 from jaxrl_llm.metrics import flops, profiling
@@ -18,19 +17,6 @@ TINY = [
 def rows(capsys, *flags, code=0):
     assert bench.main([*TINY, *flags]) == code
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory):
-    """One folder of compiled programs for all tests: a step's update is the update that is measured alone."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in names}
-    folder = before["jax_compilation_cache_dir"] or str(tmp_path_factory.mktemp("programs"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
-        yield
-    for name, value in before.items():
-        jax.config.update(name, value)
 
 
 def test_an_update_is_counted_by_the_convention_and_traced(capsys, tmp_path):
