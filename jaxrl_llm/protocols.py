@@ -99,6 +99,15 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
+class Retiring(Protocol):
+    """A sampler that holds weights on the learner's devices, and can give their memory back before the next ones are made."""
+
+    def retire(self) -> None:
+        """Frees the weights that are served; nothing is sampled until the next publication."""
+        ...
+
+
+@runtime_checkable
 class SamplerFactory(Protocol):
     """The component that gin builds; it starts a Sampler for a policy."""
 

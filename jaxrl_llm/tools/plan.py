@@ -29,6 +29,7 @@ from jaxrl_llm.tools import cost_model, memory
 from jaxrl_llm.tools.memory import GIB
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import describe
+from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -156,7 +157,11 @@ def _memory(stage: Stage, policy: Policy, shards: int) -> str:
 def _reference(stage: Stage, policy: Policy) -> int:
     """Bytes of the reference on one device, where the stage keeps it there."""
     held = "reference" in stage.needs and not stage.offload_reference
-    return memory.size(policy.abstract()) if held else 0
+    return memory.size(_reference_shapes(stage, policy)) if held else 0
+
+
+def _reference_shapes(stage: Stage, policy: Policy) -> Any:
+    return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
 
 
 def peaks(run: Run | Harness) -> Iterable[str]:
@@ -199,7 +204,7 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
             phases["publish"] = state + (merged if weights else 0)
             weights = weights or merged
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
-        phases["score"] += memory.size(policy.abstract())
+        phases["score"] += memory.size(_reference_shapes(stage, policy))
     also = weights + _reference(stage, policy)
     if stage.teacher is not None and "teacher" in stage.algorithm.needs:
         also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())

@@ -199,7 +199,7 @@ def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
         teacher = score.Teacher.open(opened, learner)
     return FrozenModels(
         policy=trainer.policy, base=trainer.bases.get("policy"), refers="reference" in config.needs,
-        offloads=config.offload_reference, teacher=teacher, auxiliary=auxiliary_models(config, trainer),
+        offloads=config.offload_reference, dtype=config.reference_dtype or trainer.policy.compute_dtype, teacher=teacher, auxiliary=auxiliary_models(config, trainer),
     )  # fmt: skip
 
 

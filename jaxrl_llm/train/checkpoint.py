@@ -1,16 +1,19 @@
 """Atomic checkpoints of everything that a bit-exact resume needs, written by orbax.
 
-A checkpoint holds the train state, the frozen models, and a JSON of the host's state: stage and step, the data stream's
-position, controllers, best evaluation; the groups of a run that samples ahead are bytes beside it. An interrupted save leaves no
+A checkpoint holds the train state, the frozen models that change, and a JSON of the host's state: stage and step, the data stream's
+position, controllers, best evaluation; the groups of a run that samples ahead are bytes beside it. A stage's reference, which never
+changes, is written once, and its checkpoints name it by its checksums. An interrupted save leaves no
 checkpoint, and the last complete one is found. The JSON holds a checksum of every array, of these bytes and of itself, which are compared
 when a checkpoint is read.
 """
 
 import contextlib
+import hashlib
 import json
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from jaxrl_llm.distributed.tree_sums import Damaged
 
 _PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there
 _MOVED = ("best", "controls")  # what an evaluation moves of the host's state
+_REFERENCE = "reference"  # a stage's reference, and what its checkpoints say of it
 _TORN = ".orbax-checkpoint-tmp"  # part of the names of folders that are still being written
 
 
@@ -50,6 +54,8 @@ class Checkpointing:
 class Checkpoints:
     """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP.
 
+    The reference of a stage that begins after STEP is under RUN/reference/STEP.
+
     Args:
       run_dir: the run folder.
       config: when to save, and what to keep.
@@ -60,6 +66,10 @@ class Checkpoints:
     def __init__(self, run_dir: Path, config: Checkpointing, *, deferred: bool = False) -> None:
         self.config, self._deferred = config, deferred
         self.folder = (run_dir / "checkpoints").absolute()
+        self._references = (run_dir / _REFERENCE).absolute()
+        self._held: dict[
+            int, dict[str, str]
+        ] = {}  # {first step: what checkpoints say} of the references that this start wrote or read
         self._evaluated = run_dir / "evaluated.json"
         self._last = _manager(self.folder, config.keep)
         self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
@@ -139,6 +149,49 @@ class Checkpoints:
             with _written(manager, f"checkpoint {step}"):
                 manager.save(step, args=ocp.args.Composite(**args))
 
+    def keep(self, offset: int, tree: Any) -> dict[str, Any]:
+        """Stores the reference of the stage that begins after step `offset`, unless this start has; returns what its checkpoints say of it.
+
+        It is on disk at the return, so that no checkpoint names one that is not there. What an earlier start left, which broke off before
+        its first checkpoint, is replaced. Raises OSError where it cannot be written.
+        """
+        if offset not in self._held:
+            host = tree_sums.signed({}, {_REFERENCE: tree})
+            args = {_REFERENCE: ocp.args.StandardSave(tree), "host": ocp.args.JsonSave(host)}
+            manager = _manager(self._references, None)
+            with _written(manager, "the reference"), contextlib.closing(manager):
+                if offset in manager.all_steps():
+                    manager.delete(offset)
+                manager.save(offset, args=ocp.args.Composite(**args))
+                manager.wait_until_finished()
+            self._held[offset] = _said(tree_sums.opened(host, self._references)[1], tree)
+        return {_REFERENCE: self._held[offset]}
+
+    def kept(self, offset: int, said: dict[str, str], shapes: Callable[[str], Any]) -> Any:
+        """Reads the reference that a checkpoint names.
+
+        Args:
+          offset: the step after which the stage begins.
+          said: what the checkpoint says of the reference.
+          shapes: dtype -> the shapes and shardings of a reference whose weights have it.
+
+        Raises:
+          ValueError: it is not there, is another one than the checkpoint's, or damaged.
+        """
+        where = f"{self._references}/{offset}"
+        if not Path(where).is_dir():
+            raise Damaged(
+                f"the reference {where}, which the checkpoint needs, is not there: put it back, or set RUN_DIR to another folder"
+            )
+        with contextlib.closing(_manager(self._references, None)) as manager:
+            tree = restore(manager, offset, {_REFERENCE: shapes(said["dtype"])})[_REFERENCE]
+            if said != _said(_host(manager, offset)[1], tree):
+                raise Damaged(
+                    f"the reference {where} is another one than the checkpoint's: put its own back, or set RUN_DIR to another folder"
+                )
+        self._held[offset] = said
+        return tree
+
     def wait(self) -> None:
         """Returns when every save is on disk."""
         for manager in self._managers:
@@ -152,7 +205,16 @@ class Checkpoints:
                 closing.callback(_written(manager)(manager.close))
 
 
-def _manager(folder: Path, keep: int) -> ocp.CheckpointManager:
+def _said(sums: Mapping[str, str], tree: Any) -> dict[str, str]:
+    """What checkpoints say of a reference: the dtype of most of its bytes, and a hash of the checksums of all."""
+    dtypes = Counter[str]()
+    for x in jax.tree.leaves(tree):
+        dtypes[x.dtype.name] += x.nbytes
+    text = json.dumps(dict(sums), sort_keys=True)
+    return {"dtype": dtypes.most_common(1)[0][0], "sums": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
     # Removes what an interrupted save left. Orbax would do so in the background, and fail the next save where something is gone already.
     for torn in folder.glob(f"*{_TORN}*") if jax.process_index() == 0 else ():
         shutil.rmtree(torn, ignore_errors=True)

@@ -230,6 +230,9 @@ def _dtypes(run: Any, policy: Policy) -> Iterator[str]:
     if isinstance(policy, AdaptedPolicy):
         yield f"frozen base {policy.lora.base_dtype}"
     yield f"compute {policy.compute_dtype}"
+    held = {s.reference_dtype or policy.compute_dtype for s in run.stages if "reference" in s.needs}
+    if held and policy is policy.plain:
+        yield "reference " + " or ".join(sorted(held))
     kinds = {(s.optimizer.moments_dtype, s.optimizer.second_moment_dtype) for s in run.stages}
     yield "moments " + " or ".join(" and ".join(dict.fromkeys(kind)) for kind in sorted(kinds))
     if isinstance(run.sampler, EmbeddedSampler):

@@ -1,7 +1,7 @@
 """Frozen models, which a stage uses but does not train: its reference, its teacher, and the auxiliary models of rewards.
 
-A model that follows the policy holds a copy of its weights, made at the stage's beginning or after a later step. The copies
-are part of a checkpoint, so that a resumed run has the same ones.
+A model that follows the policy holds a copy of its weights, made at the stage's beginning or after a later step. The reference, which
+never changes, is stored once in the run folder; the other copies are part of each checkpoint. A resumed run has the same ones.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,20 @@ from jaxrl_llm.train.stage import Stage
 REFERENCE = "reference"
 
 
+def reference_shapes(policy: Policy, dtype: str) -> Params:
+    """Shapes and shardings of a reference of the policy's weights in `dtype`.
+
+    The norms' scales stay float32, as the layers use them, and so do adapters, which are small.
+    """
+    if policy is not policy.plain:
+        return policy.abstract()
+
+    def shape(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+
+    return jax.tree_util.tree_map_with_path(shape, policy.abstract())
+
+
 @dataclass(kw_only=True, eq=False)
 class FrozenModels:
     """The frozen models of a stage.
@@ -30,16 +44,17 @@ class FrozenModels:
       base: frozen parameters under the policy's adapters, or None.
       refers: whether the stage needs the reference policy.
       offloads: whether the reference stays in host memory, and moves to the device while a step is scored.
+      dtype: element type of the reference's weights; its norms' scales, and adapters, stay float32.
       teacher: scores what the policy samples, where the algorithm needs it.
       auxiliary: the auxiliary models of rewards, started.
-      params: {"reference": parameters, "companion_0": the first auxiliary model's copy, where it follows the policy, ...}, as a
-        checkpoint holds them.
+      params: {"reference": parameters, "companion_0": the first auxiliary model's copy, where it follows the policy, ...}.
     """
 
     policy: Policy
     base: Params | None = None
     refers: bool = False
     offloads: bool = False
+    dtype: str = "float32"
     teacher: Teacher | None = None
     auxiliary: Sequence[AuxiliaryModel] = ()
     params: dict[str, Params] = field(default_factory=dict)
@@ -62,18 +77,36 @@ class FrozenModels:
 
     @property
     def abstract(self) -> dict[str, Any]:
-        """Shapes and shardings of `params`, to restore a checkpoint into."""
-        shapes = {name: self.policy.abstract() for name in self.following}
-        if self.refers:
-            whole = self.policy.abstract()
-            shapes[REFERENCE] = offload.shapes_on_host(whole) if self.offloads else whole
-        return shapes
+        """Shapes and shardings of the copies that each checkpoint holds."""
+        return {name: self.policy.abstract() for name in self.following}
+
+    @property
+    def saved(self) -> dict[str, Params]:
+        """The copies that each checkpoint holds: all but the reference."""
+        return {name: copy for name, copy in self.params.items() if name != REFERENCE}
+
+    def reference_of(self, dtype: str) -> Params:
+        """Shapes and shardings of a stored reference of `dtype`."""
+        shapes = reference_shapes(self.policy, dtype)
+        return offload.shapes_on_host(shapes) if self.offloads else shapes
 
     def begin(self, params: Params) -> None:
         """Copies the policy's parameters at the beginning of a stage."""
         if self.refers:
-            self.params[REFERENCE] = offload.to_host(params) if self.offloads else jax.tree.map(jnp.copy, params)
+            self.refer(params, shared=True)
         self.params |= {name: jax.tree.map(jnp.copy, params) for name in self.following}
+
+    def refer(self, params: Params, *, shared: bool = False) -> None:
+        """Takes parameters as the reference, in its dtype and memory; those that are `shared` with the learner are copied."""
+
+        def kept(x: jax.Array, shape: jax.ShapeDtypeStruct) -> jax.Array:
+            if x.dtype != shape.dtype:
+                x = offload.to_device(x).astype(shape.dtype)
+            elif shared and not self.offloads:
+                x = jnp.copy(x)
+            return offload.to_host(x) if self.offloads else x
+
+        self.params[REFERENCE] = jax.tree.map(kept, params, reference_shapes(self.policy, self.dtype))
 
     async def refresh(self, params: Params, steps: int) -> None:
         """Gives the auxiliary models the weights that are due after `steps` steps of the stage."""

@@ -51,6 +51,9 @@ class Stage:
       packing: the shape of a micro-batch.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
       offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
+      reference_dtype: element type of the reference policy's weights, "float32" or "bfloat16". None is the policy's compute dtype: the
+        weights are rounded to it in each product, so that the reference's log-probs are those of float32 weights, bit for bit, and a
+        bfloat16 run holds and stores half the bytes.
       score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
         steps need none, unless the algorithm or the reward reads token stats.
       evaluations: held-out datasets whose prompts the policy answers.
@@ -93,6 +96,7 @@ class Stage:
     packing: Packing = field(default_factory=Packing)
     old_logprobs: Literal["learner", "sampler"] = "learner"
     offload_reference: bool = False
+    reference_dtype: Literal["float32", "bfloat16"] | None = None
     score_every: int = 1
     evaluations: Sequence[Evaluation] = ()
     held_out: Dataset | None = None

@@ -22,7 +22,7 @@ from jaxrl_llm.metrics import diagnostics, rollout_rows
 from jaxrl_llm.protocols import Down, GroupLoader, Params
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.train.evaluation import HeldOut
-from jaxrl_llm.train.frozen_models import FrozenModels
+from jaxrl_llm.train.frozen_models import REFERENCE, FrozenModels
 from jaxrl_llm.train.phases import WHOLE, Phase
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.stage import Stage
@@ -375,4 +375,6 @@ class StageTrainer:
             self.loader.restore(host["feed"])
         if not as_new:
             self.controls = dict(host["controls"])
-        self.frozen.params = {n: t for n, t in trees.items() if n != "state"}
+        self.frozen.params = {n: t for n, t in trees.items() if n not in ("state", REFERENCE)}
+        if REFERENCE in trees:
+            self.frozen.refer(trees[REFERENCE])

@@ -19,11 +19,12 @@ from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import Writers
-from jaxrl_llm.protocols import AuxiliaryModel, Down, Sampler
+from jaxrl_llm.protocols import AuxiliaryModel, Down, Retiring, Sampler
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
+from jaxrl_llm.train.frozen_models import REFERENCE
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.step import StageTrainer, StepResult
 
@@ -181,6 +182,8 @@ class Trainer:
     async def _serve(self, state: TrainState, version: int) -> None:
         """Publishes the policy of `state` as `version`, where the sampler serves another version."""
         if self.sampler.version != version:
+            if self.policy is not self.policy.plain and isinstance(self.sampler, Retiring):
+                pass  # before the sum of base and adapters is made anew
             weights = self.policy.merged(state.policy, self.bases.get("policy"))
             await self.sampler.publish(weights, version)
 
@@ -236,9 +239,25 @@ class Trainer:
         with self.writing():
             if self.left == step and pending is None:
                 self.checkpoints.amend(step, self.before)
-            self.checkpoints.save(step, {"state": state, **stage.frozen.params}, self.before, last=due, best=improved)
+            self.write(stage, step, state, self.before, last=due, best=improved)
         if pending is not None and due:
             self.left = step
+
+    def write(
+        self,
+        stage: StageTrainer,
+        step: int,
+        state: TrainState,
+        host: dict[str, Any],
+        *,
+        last: bool = True,
+        best: bool = False,
+    ) -> None:
+        """Writes a checkpoint, and before the first one of a stage its reference, which all of them share."""
+        trees = {"state": state, **stage.frozen.saved}
+        if stage.frozen.refers and (last or best):
+            host = host | self.checkpoints.keep(stage.offset, stage.frozen.params[REFERENCE])
+        self.checkpoints.save(step, trees, host, last=last, best=best)
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
@@ -321,7 +340,12 @@ class Trainer:
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
         host = self.checkpoints.whole_host(step)
-        trees = self.checkpoints.restore(step, stage.abstract)
+        abstract = stage.abstract
+        if stage.frozen.refers and REFERENCE not in host:  # an earlier version's checkpoints hold it themselves
+            abstract[REFERENCE] = stage.frozen.reference_of("float32")
+        trees = self.checkpoints.restore(step, abstract)
+        if stage.frozen.refers and REFERENCE in host:
+            trees[REFERENCE] = self.checkpoints.kept(stage.offset, host[REFERENCE], stage.frozen.reference_of)
         stage.resume(host, trees, as_new=self.config.resume_as_new)
         self.best = self.checkpoints.best_until(step)
         print(f"resuming from step {step} of {self.checkpoints.folder}", flush=True)
@@ -353,9 +377,8 @@ class Trainer:
         except (Stopping, Down) as stop:
             self.stop(stop)
             if self.before is not None and self.before["step"] != self.checkpoints.latest():
-                trees = {"state": self.state, **stage.frozen.params}
                 with self.writing():
-                    self.checkpoints.save(self.before["step"], trees, self.before)
+                    self.write(stage, self.before["step"], self.state, self.before)
 
     async def close(self) -> None:
         """Stops the sampler and the rewards' processes and closes files; where one fails, the others are closed all the same."""

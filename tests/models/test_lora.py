@@ -1,8 +1,10 @@
 """Adapters alone learn: the base stays bit-equal, adapted and merged weights agree, and PEFT's files hold the same product."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -10,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny_run
+from builders import Words
 from learner_cases import (
     MODEL,
     SFT_CASE,
@@ -24,11 +27,13 @@ from safetensors.numpy import load_file, save_file
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.learner.batch import bare, to_device
 from jaxrl_llm.learner.learner import Learner
-from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models import hf_weights, lora
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.sources import PolicySource
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import export
 from jaxrl_llm.train import load
+from jaxrl_llm.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -275,6 +280,32 @@ def test_a_source_gives_the_same_base_again_and_adapters_apart() -> None:
         assert all((x == y).all() for x, y in zip(jax.tree.leaves(base), jax.tree.leaves(want), strict=True))
     assert leaves(source.params(policy, jax.random.key(4))).keys() == leaves(policy.abstract()).keys()
     assert plain.base(plain.policy(policy.partitioner), jax.random.key(4)) is None
+
+
+def test_a_publication_holds_one_sum_of_base_and_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of the version before is given back before the next is made; what no adapter changes is the base's own."""
+    learner, base = make()
+    policy = learner.policy
+    sampler = EmbeddedSampler().start(policy.plain, Words(), max_length=16)
+    run: Any = SimpleNamespace(sampler=sampler, policy=policy, bases={"policy": base})
+    versions = [SimpleNamespace(policy=noisy(policy)) for _ in range(2)]
+    held = lambda: sum(x.nbytes for x in jax.live_arrays())  # noqa: E731
+    whole = lora._sum
+    most: list[int] = []
+
+    def counted(*given: Any) -> jax.Array:
+        made = whole(*given)
+        most.append(held())
+        return made
+
+    asyncio.run(Trainer._serve(run, versions[0], 0))
+    monkeypatch.setattr(lora, "_sum", counted)
+    before = held()
+    asyncio.run(Trainer._serve(run, versions[1], 1))
+    adapted = 4 * 2 * (32 * 32 + 32 * 32 + 48 * 32)  # bytes of q_proj, o_proj and down_proj of two layers in float32
+    assert len(most) == 3 and max(most) <= before == held()
+    sampler.retire()
+    assert before - held() == adapted
 
 
 @pytest.mark.xdist_group("whole_run")

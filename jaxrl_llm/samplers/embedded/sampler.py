@@ -182,14 +182,18 @@ class Engine:
           ValueError: where `params` are not those of the policy; the version before is served on.
         """
         check_shapes(self.policy, params)
-        self._params = None
-        for array in self._own:
-            array.delete()
-        self._own = []
+        self.retire()
         new = self.serve(params)
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
         self._own = [array for array, given in pairs if array is not given]
         self._params, self.version = new, version
+
+    def retire(self) -> None:
+        """Frees the weights that are served; the next ones are about to be made, and nothing is sampled until they are published."""
+        self._params = None
+        for array in self._own:
+            array.delete()
+        self._own = []
 
     async def close(self) -> None:
         """Ends what is running: its listeners get a RuntimeError. Frees the weights."""
