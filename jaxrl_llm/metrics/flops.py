@@ -30,6 +30,27 @@ PEAKS: dict[str, float] = {
     "TPU v6e": 918e12,
 }
 
+# Bytes/s of a device's memory, from the same data sheets; of the A100 with 80 GB, which has the faster memory of the two.
+BANDWIDTHS: dict[str, float] = {
+    "NVIDIA H100 PCIe": 2.0e12,
+    "NVIDIA H100": 3.35e12,
+    "NVIDIA H200": 4.8e12,
+    "NVIDIA A100": 2.039e12,
+    "TPU v4": 1.228e12,
+    "TPU v5 lite": 0.819e12,
+    "TPU v5e": 0.819e12,
+    "TPU v5p": 2.765e12,
+    "TPU v5": 2.765e12,
+    "TPU v6 lite": 1.64e12,
+    "TPU v6e": 1.64e12,
+}
+
+# Shares of peak or bandwidth that kinds of work reach, measured on one H200 with Qwen2.5-1.5B's shape (docs/speed.md); "launch" is in seconds.
+RATES: dict[str, float] = {
+    "products": 0.70, "logprob update": 0.62, "logprob": 0.70, "attention": 0.50, "attention backward": 0.385,
+    "memory": 0.83, "decode": 0.23, "launch": 4e-6,
+}  # fmt: skip
+
 
 @runtime_checkable
 class Sizes(Protocol):
@@ -94,6 +115,12 @@ def update(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, h
 def peak(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is unknown (a CPU)."""
     return next((flops for start, flops in PEAKS.items() if device_kind.startswith(start)), None)
+
+
+def intensity(device_kind: str) -> float:
+    """FLOPs of bfloat16 that a device does at its peak in the time of a byte; the least of the known ones where it is unknown."""
+    known = {start: PEAKS[start] / bandwidth for start, bandwidth in BANDWIDTHS.items()}
+    return next((x for start, x in known.items() if device_kind.startswith(start)), min(known.values()))
 
 
 def mfu(flops: float, seconds: float, devices: int, device_peak: float) -> float:

@@ -57,11 +57,7 @@ CHIPS: Mapping[str, Chip] = {
     "v6e": Chip(peak=918e12, memory=32e9, bandwidth=1.64e12, link=224e9, group=256, network=12e9, dollars=2.7),
 }
 
-# Shares of peak or bandwidth, measured on one H200 with Qwen2.5-1.5B's shape (docs/speed.md); "launch" is in seconds.
-RATES: Mapping[str, float] = {
-    "products": 0.70, "logprob update": 0.62, "logprob": 0.70, "attention": 0.50, "attention backward": 0.385,
-    "memory": 0.83, "decode": 0.23, "launch": 4e-6,
-}  # fmt: skip
+RATES: Mapping[str, float] = flops.RATES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.lora import LoRA
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.sources import PolicySource
@@ -93,9 +94,10 @@ def test_an_ampere_gpu_takes_segments_one_at_a_time_and_blocks_of_the_vocabulary
     assert found == "attention cudnn_segments, token_stats xla, decode_attention triton on NVIDIA A100-SXM4-80GB"
 
 
-@pytest.mark.parametrize("device", [H200, A100])
-def test_long_rows_in_float32_on_a_gpu_are_refused_with_the_setting_that_allows_them(device):
-    run, policy = run_of(dtype="float32")
+# An A100 does fewer FLOPs in the time of a byte, so that scores in memory cost it less.
+@pytest.mark.parametrize(("device", "row_tokens"), [(H200, 16384), (A100, 65536)], ids=["H200", "A100"])
+def test_long_rows_in_float32_on_a_gpu_are_refused_with_the_setting_that_allows_them(device, row_tokens):
+    run, policy = run_of(dtype="float32", row_tokens=row_tokens)
     with dispatch.target(device):
         with pytest.raises(
             ValueError, match=r"attention would run as 'blocked'.*not float32: set Policy's compute_dtype"
@@ -117,11 +119,29 @@ def test_the_estimate_of_a_slowdown_is_the_stated_one():
     """The FLOPs of a token by hand: 28 layers and the head, and attention over half of 1,024 tokens."""
     run, policy = run_of(dtype="float32", row_tokens=1024)
     call = SimpleNamespace(max_segments=4, queries=1024, width=128)
-    found = describe.slowdown(dispatch.Choice(op="attention", backend="blocked", call=call, refused={}), run, policy)
-    weights = 28 * (1536 * (2 * 1536 + 2 * 256 + 3 * 8960)) + 151936 * 1536
-    part = 28 * 4 * 1536 * 512  # every layer sees half of 1,024 tokens in the mean
-    k = 6 * 150 / 128
-    assert found == pytest.approx((2 * weights + k * part) / (2 * weights + part), rel=1e-12)
+    layers = 28 * (1536 * (2 * 1536 + 2 * 256 + 3 * 8960))
+    rest = 6 * layers / 989e12 / 0.70 + 8 * 151936 * 1536 / 989e12 / 0.62  # seconds of a token on an H200
+    part = 28 * 4 * 1536 * 512 / 989e12 * (1 / 0.50 + 2.5 / 0.385)  # every layer sees half of 1,024 tokens in the mean
+    passes = 14 * 4 * 28 * 12 / 4.8e12 / 0.83  # of float32 scores, twelve heads, for each pair of tokens
+    with dispatch.target(H200):
+        for backend, pairs in (("blocked", 512), ("reference", 1024)):
+            choice = dispatch.Choice(op="attention", backend=backend, call=call, refused={})
+            assert describe.slowdown(choice, run, policy) == pytest.approx(
+                (rest + passes * pairs) / (rest + part), rel=1e-12
+            )
+
+
+def test_plain_attention_is_as_much_slower_as_was_measured_on_an_h200():
+    """Forward at 4,096 tokens and heads of 128: cuDNN made 412 TFLOP/s, plain JAX 49."""
+    passes = describe.FORWARD * describe.SCORE_BYTES * 4096 / (flops.RATES["memory"] * flops.BANDWIDTHS["NVIDIA H200"])
+    cudnn = 4 * 128 * 4096 / 2 / 412e12
+    assert passes / cudnn == pytest.approx(412 / 49, rel=0.05)
+
+
+def test_a_device_without_figures_is_taken_to_have_the_least_flops_for_a_byte():
+    assert flops.intensity("NVIDIA H200") == pytest.approx(989 / 4.8)
+    assert flops.intensity("NVIDIA GeForce RTX 4090") == flops.intensity("NVIDIA A100-SXM4-80GB")
+    assert flops.intensity("NVIDIA A100-SXM4-80GB") == pytest.approx(312 / 2.039)
 
 
 def test_the_dtypes_of_every_part_are_named():
