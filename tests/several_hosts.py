@@ -70,7 +70,7 @@ with joined(Hosts(wait_s=2, lost_s=30), coordinator_arguments(os.environ, False)
     time.sleep(20)
 """
 
-# Process 0 alone has groups that were sampled ahead, and all processes save and read a checkpoint.
+# Process 0 alone has groups that were sampled ahead, and all processes save and read a checkpoint, and the reference that it names.
 SAVING = """
 import os, pathlib, sys, jax, numpy as np
 from jax.experimental import multihost_utils
@@ -84,9 +84,14 @@ with joined(Hosts(wait_s=60, lost_s=30), coordinator_arguments(os.environ, False
     x = multihost_utils.host_local_array_to_global_array(np.ones(3, np.float32), mesh, jax.P())
     checkpoints = Checkpoints(pathlib.Path(sys.argv[1]), Checkpointing(), deferred=True)
     for step in (1, 2):
-        checkpoints.save(step, {"state": {"x": x}}, {"feed": feed, "step": step})
+        said = checkpoints.keep(0, {"w": x})
+        checkpoints.save(step, {"state": {"x": x}}, {"feed": feed, "step": step, **said})
     checkpoints.wait()
     assert checkpoints.latest() == 2 and checkpoints.host(2)["step"] == 2
+    named = checkpoints.host(2)["reference"]
+    assert named["dtype"] == "float32"
+    found = checkpoints.kept(0, named, lambda dtype: {"w": jax.ShapeDtypeStruct((3,), dtype, sharding=x.sharding)})
+    assert np.asarray(found["w"].addressable_data(0)).tolist() == [1.0, 1.0, 1.0]
     (tokens,) = checkpoints.whole_host(2)["feed"]
     assert tokens.dtype == np.int32 and tokens.tolist() == list(range(300_000))
     checkpoints.close()
