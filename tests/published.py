@@ -8,7 +8,15 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, TensorEntry, checksum
+
+# The config.json of the model that tests/samplers/served_model.py plays.
+SERVED: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def write_version(
@@ -18,6 +26,7 @@ def write_version(
     listed: Mapping[str, np.ndarray] | None = None,
     use_zarr3: bool = True,
     use_ocdbt: bool = False,
+    config: Mapping[str, Any] = SERVED,
 ) -> str:
     """Writes `tensors` (arrays of NumPy, or of JAX with their shardings) and a manifest; returns the version's folder.
 
@@ -33,7 +42,7 @@ def write_version(
         for name, a in (tensors if listed is None else listed).items()
     }
     tied = "lm_head.weight" not in entries
-    manifest = Manifest(version=version, model_type="qwen2", tied=tied, tensors=entries)
+    manifest = Manifest(version=version, model_type="qwen2", tied=tied, tensors=entries, forward=forward_of(config))
     (folder / FILE).write_text(manifest.to_json())
     return str(folder)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
-from jaxrl_llm.publication.manifest import element_type
-from jaxrl_llm.publication.reader import BadVersion, Target
+from jaxrl_llm.publication.manifest import Manifest, element_type
+from jaxrl_llm.publication.reader import BadVersion, Target, check_forward
 
 _HANDLE_BYTES = 64
 _ALIGNED = 256  # bytes; where tensors begin
@@ -81,18 +81,20 @@ class RemoteWeights:
     Attributes:
       handles: of the allocations, in hexadecimal.
       tensors: by Hugging Face name.
+      forward: what shapes the policy's forward pass, as the manifest has it.
     """
 
     handles: tuple[str, ...]
     tensors: Mapping[str, RemoteTensor]
+    forward: Mapping[str, Any]
 
 
-def share(arrays: Mapping[str, Any], checksums: Mapping[str, str], memory: Memory, number: int) -> str:
+def share(arrays: Mapping[str, Any], manifest: Manifest, memory: Memory, number: int) -> str:
     """Copies JAX arrays (vectors and matrices, computed already) to where other processes of this host find them.
 
     Args:
       arrays: by Hugging Face name.
-      checksums: of the arrays, as the manifest has them.
+      manifest: of the version.
       memory: copies, and has the allocations.
       number: of the allocation; what it held is overwritten.
 
@@ -121,7 +123,7 @@ def share(arrays: Mapping[str, Any], checksums: Mapping[str, str], memory: Memor
             used[device] = place + -(-size // _ALIGNED) * _ALIGNED
             copies.setdefault(device, []).append((shard.data.unsafe_buffer_pointer(), place, size))
             boxes[start] = [list(used).index(device), place, start, shard.data.shape]
-        entry = {"shape": array.shape, "dtype": str(array.dtype), "checksum": checksums[name]}
+        entry = {"shape": array.shape, "dtype": str(array.dtype), "checksum": manifest.tensors[name].checksum}
         tensors[name] = entry | {"shards": list(boxes.values())}
     handles = []
     for device, parts in copies.items():
@@ -129,7 +131,7 @@ def share(arrays: Mapping[str, Any], checksums: Mapping[str, str], memory: Memor
         handles.append(handle)
         for source, place, size in parts:
             memory.copy(address + place, size, source, size, size, 1)
-    return json.dumps({"handles": handles, "tensors": tensors})
+    return json.dumps({"handles": handles, "tensors": tensors, "forward": dict(manifest.forward)})
 
 
 def parse(text: str) -> RemoteWeights:
@@ -139,6 +141,7 @@ def parse(text: str) -> RemoteWeights:
         return RemoteWeights(
             handles=tuple(str(handle) for handle in content["handles"]),
             tensors={name: _tensor(entry) for name, entry in content["tensors"].items()},
+            forward=dict(content["forward"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as wrong:
         raise BadVersion(f"the description of the learner's memory cannot be read: {wrong!r}") from wrong
@@ -155,8 +158,15 @@ def _tensor(entry: Mapping[str, Any]) -> RemoteTensor:
     )
 
 
-def check(weights: RemoteWeights, targets: Mapping[str, Target]) -> None:
-    """Raises BadVersion where the tensors are not the model's, or shards do not cover them exactly."""
+def check(weights: RemoteWeights, targets: Mapping[str, Target], forward: Mapping[str, Any]) -> None:
+    """Raises BadVersion where the model computes otherwise, the tensors are not its own, or shards do not cover them exactly.
+
+    Args:
+      weights: that the learner describes.
+      targets: what this rank needs, by name.
+      forward: what shapes the forward pass of the server's model.
+    """
+    check_forward("the learner's memory", weights.forward, forward)
     missing, extra = sorted(targets.keys() - weights.tensors.keys()), sorted(weights.tensors.keys() - targets.keys())
     if missing or extra:
         raise BadVersion(f"the learner's memory lacks {missing[:3]} and holds {extra[:3]} too many, against the model")

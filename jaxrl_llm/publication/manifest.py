@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-FORMAT = 2
+FORMAT = 3
 FILE = "manifest.json"
 WEIGHTS = "weights"  # the folder of the orbax checkpoint, beside the manifest
 _BLOCK_BYTES = 1 << 19  # of words that are weighted at a time, so that the products stay in cache
@@ -75,6 +75,7 @@ class Manifest:
       model_type: Hugging Face's name of the architecture ("qwen2").
       tied: whether the output head is the embedding; `lm_head.weight` is then no tensor of its own.
       tensors: every tensor by its Hugging Face name.
+      forward: what of the policy's config.json shapes the forward pass, as `publication.forward` says it.
       canary: a sequence that learner and server are compared on, or None.
     """
 
@@ -82,6 +83,7 @@ class Manifest:
     model_type: str
     tied: bool
     tensors: Mapping[str, TensorEntry]
+    forward: Mapping[str, Any]
     canary: Canary | None = None
 
     def to_json(self) -> str:
@@ -101,6 +103,7 @@ class Manifest:
                 model_type=str(content["model_type"]),
                 tied=bool(content["tied"]),
                 tensors={name: _entry(entry) for name, entry in content["tensors"].items()},
+                forward=dict(content["forward"]),
                 canary=None if canary is None else _canary(canary),
             )
         except (KeyError, TypeError, AttributeError, ValueError) as wrong:

@@ -18,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from jaxrl_llm.publication import object_store
+from jaxrl_llm.publication.forward import differences
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, digits, element_type, partial_sum
 
 Box = tuple[slice, ...]
@@ -173,6 +174,15 @@ def _first_line(failure: Exception) -> str:
     return str(failure).partition("\n")[0][:500]
 
 
+def check_forward(source: str, published: Mapping[str, Any], held: Mapping[str, Any]) -> None:
+    """Raises BadVersion where the server's settings of the forward pass are not those that were published."""
+    if apart := differences(published, held):
+        raise BadVersion(
+            f"{source}: the server's model computes otherwise than the learner's: {apart}; serve the learner's config.json, with no "
+            "--hf-overrides of these"
+        )
+
+
 def check_names(reader: OrbaxReader, version: int, targets: Mapping[str, Target]) -> None:
     """Raises BadVersion where the version, the stored names, the manifest's, or what the model needs do not agree."""
     manifest = reader.manifest
@@ -218,6 +228,7 @@ def read_version(
     targets: Mapping[str, Target],
     cancelled: Callable[[], bool] = lambda: False,
     allocate: Callable[[int], np.ndarray] = uninitialised,
+    forward: Mapping[str, Any] | None = None,
 ) -> StagedVersion:
     """Reads what one rank needs of a version into memory, in the order of `targets`, and checks it.
 
@@ -230,9 +241,15 @@ def read_version(
       targets: what the rank needs, by name.
       cancelled: asked after each tensor; reading ends with BadVersion where it says True.
       allocate: gives a block of so many bytes, which then belongs to the parts.
+      forward: what shapes the forward pass of the model that is read for; None where there is none.
+
+    Raises:
+      BadVersion: the version is torn, damaged, or of a model that computes otherwise.
     """
     reader = OrbaxReader(path)
     check_names(reader, version, targets)
+    if forward is not None:
+        check_forward(path, reader.manifest.forward, forward)
     parts = _in_one_block(reader.manifest, targets, allocate)
     boxes = {name: (target.box, parts[name]) for name, target in targets.items()}
     adding = {}
@@ -292,9 +309,11 @@ UNKNOWN = -1  # the version of weights that the learner did not publish, or of a
 class Stager:
     """Reads versions in the background and keeps the last one until it is committed or dropped."""
 
-    def __init__(self, allocate: Callable[[int], np.ndarray] = uninitialised) -> None:
-        """`allocate` gives the block that a version is read into; it may give the same one again."""
-        self._allocate = allocate
+    def __init__(
+        self, allocate: Callable[[int], np.ndarray] = uninitialised, forward: Mapping[str, Any] | None = None
+    ) -> None:
+        """`allocate` gives the block that a version is read into; it may give the same one again. `forward`: as for `read_version`."""
+        self._allocate, self._forward = allocate, forward
         self._lock = threading.Lock()
         self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
         self._job = 0
@@ -327,7 +346,7 @@ class Stager:
         staged, error, size = None, "", 0
         with self._reading:
             try:
-                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate)
+                staged = read_version(path, version, targets, lambda: self._job != job, self._allocate, self._forward)
                 size = staged.nbytes
             except Exception as failure:
                 error = str(failure) if isinstance(failure, BadVersion) else f"{path}: {failure!r}"

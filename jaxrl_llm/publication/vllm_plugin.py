@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxrl_llm.publication import cuda_ipc, held_weights
+from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.held_weights import Held, WrongWeights
 from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums, whole_box
 from jaxrl_llm.publication.vllm_targets import held_by, targets_of
@@ -111,7 +112,7 @@ class OrbaxWorkerExtension:
             published: dict[str, tuple[str, int]] = {}
             error = ""
             try:
-                tensors = reached_tensors(memory, targets, device, stack, published)
+                tensors = reached_tensors(memory, targets, self._orbax_forward, device, stack, published)
             except Exception as unreached:
                 error = str(unreached) or repr(unreached)
             divided = any(not target.whole for target in targets.values())
@@ -161,7 +162,12 @@ class OrbaxWorkerExtension:
 
     @cached_property
     def _orbax_stager(self) -> Stager:
-        return stager_for(self.device)  # type: ignore[attr-defined]
+        return stager_for(self.device, self._orbax_forward)  # type: ignore[attr-defined]
+
+    @cached_property
+    def _orbax_forward(self) -> dict[str, Any]:
+        """What shapes the forward pass of the served model, as vLLM read it from config.json and from what overrides it."""
+        return forward_of(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
 
     @property
     def _orbax_model(self) -> Any:
@@ -200,9 +206,9 @@ class PinnedBlock:
         return block
 
 
-def stager_for(device: Any) -> Stager:
-    """Returns a stager whose memory suits the device."""
-    return Stager(PinnedBlock(device)) if device.type == "cuda" else Stager()
+def stager_for(device: Any, forward: Mapping[str, Any]) -> Stager:
+    """Returns a stager for a model that computes by `forward`, whose memory suits the device."""
+    return Stager(PinnedBlock(device), forward) if device.type == "cuda" else Stager(forward=forward)
 
 
 def _tensor_parallel_alone(parallel: Any) -> None:
@@ -316,6 +322,7 @@ def gpu_memory(device: Any) -> cuda_ipc.Memory:
 def reached_tensors(
     memory: str,
     targets: Mapping[str, Target],
+    forward: Mapping[str, Any],
     device: Any,
     stack: ExitStack,
     published: dict[str, tuple[str, int]],
@@ -325,17 +332,18 @@ def reached_tensors(
     Args:
       memory: what the learner says of it.
       targets: what this rank needs.
+      forward: what shapes the forward pass of this rank's model.
       device: where the tensors go.
       stack: closes the memory.
       published: gets the element type and the sum of each part as tensors are taken; of a tensor that is divided over ranks the whole
         that arrives is compared with its checksum first, and the part is summed from it.
 
     Raises:
-      BadVersion: they are not the model's.
+      BadVersion: they are not the model's, or it computes otherwise.
       OSError: the memory is out of reach.
     """
     driver, weights = gpu_memory(device), cuda_ipc.parse(memory)
-    cuda_ipc.check(weights, targets)
+    cuda_ipc.check(weights, targets, forward)
     bases = stack.enter_context(cuda_ipc.opened(weights, driver))
 
     def tensors() -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from serving import ON_TWO_CORES, TINY_ON_CPU, Server, serving
-from tiny_qwen2 import weights, write_model
+from tiny_qwen2 import config, weights, write_model
 
 EXTENSION = ("--worker-extension-cls", "faulty.FaultyExtension")
 VERSIONS = 3
@@ -41,7 +41,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     from published import write_version
 
     folder = tmp_path_factory.mktemp("published")
-    return [write_version(folder, version, weights(version)) for version in range(VERSIONS)]
+    return [write_version(folder, version, weights(version), config=config(False)) for version in range(VERSIONS)]
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from published import write_version
 from serving import ON_TWO_CORES, environment
-from tiny_qwen2 import VOCABULARY, weights, write_model
+from tiny_qwen2 import VOCABULARY, config, weights, write_model
 
 TOLERANCE = 1e-4  # nats, float32
 DIVIDED = "model.layers.1.mlp.down_proj.weight"  # by columns: no rank reads it whole
@@ -21,11 +21,11 @@ def found(tmp_path_factory) -> dict:
     """What the engine of two ranks says of versions 0 and 1, and of a version 2 with one changed element."""
     folder = tmp_path_factory.mktemp("divided")
     model = write_model(folder / "model", tied=True)
-    paths = [write_version(folder, version, weights(version, tied=True)) for version in (0, 1)]
+    paths = [write_version(folder, version, weights(version, tied=True), config=config(True)) for version in (0, 1)]
     damaged = weights(2, tied=True)
     damaged[DIVIDED] = damaged[DIVIDED].copy()
     damaged[DIVIDED][5, 200] += 1
-    paths.append(write_version(folder, 2, damaged, weights(2, tied=True)))
+    paths.append(write_version(folder, 2, damaged, weights(2, tied=True), config=config(True)))
     program = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(
         [sys.executable, str(program), str(model), *paths, json.dumps(TOKENS)],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from published import data_files, write_version
 from serving import resident_bytes
-from tiny_qwen2 import VOCABULARY, weights
+from tiny_qwen2 import VOCABULARY, config, weights
 
 TOLERANCE = 1e-4  # nats, float32
 SQUARE = "model.layers.1.self_attn.o_proj.weight"
@@ -73,7 +73,7 @@ def test_a_bad_version_leaves_the_old_weights_serving(server, published, referen
         change(bad)
     else:
         change, message = CHANGES[name]
-        bad = write_version(tmp_path, 1, change(weights(1)))
+        bad = write_version(tmp_path, 1, change(weights(1)), config=config(False))
     status = server.stage(str(bad), 1)
     assert status["state"] == "failed"
     assert message in status["error"]
@@ -86,8 +86,16 @@ def test_a_bad_version_leaves_the_old_weights_serving(server, published, referen
 def test_a_transposed_square_tensor_is_refused(server, published, references, tmp_path):
     server.update(published[0], 0)
     transposed = np.ascontiguousarray(weights(1)[SQUARE].T)
-    path = write_version(tmp_path, 1, weights(1) | {SQUARE: transposed}, weights(1))
+    path = write_version(tmp_path, 1, weights(1) | {SQUARE: transposed}, weights(1), config=config(False))
     assert SQUARE in server.stage(path, 1)["error"]
+    assert gap(server, references(0)) < TOLERANCE
+
+
+def test_a_version_of_another_rotary_base_is_refused(server, published, references, tmp_path):
+    """The server's own base is the one that vLLM read from its config.json."""
+    server.update(published[0], 0)
+    path = write_version(tmp_path, 1, weights(1), config=config(False) | {"rope_theta": 15000.0})
+    assert "rope_theta is 10000.0 here and 15000.0 there" in server.stage(path, 1)["error"]
     assert gap(server, references(0)) < TOLERANCE
 
 

@@ -32,7 +32,7 @@ class ToyPublisher(Publisher):
             tokens=CANARY, logprobs=tuple(float(log[a, b]) for a, b in pairwise(CANARY)),
             likely=likely, likely_logprobs=tuple(float(log[a, b]) for a, b in zip(CANARY, likely)), limit=1e-4,
         )  # fmt: skip
-        manifest = Manifest(version=version, model_type="toy", tied=False, tensors={}, canary=canary)
+        manifest = Manifest(version=version, model_type="toy", tied=False, tensors={}, forward={}, canary=canary)
         path = self.folder / f"v{version:08d}"
         path.mkdir(parents=True, exist_ok=True)
         (path / "manifest.json").write_text(manifest.to_json())

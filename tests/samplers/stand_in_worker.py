@@ -3,10 +3,12 @@
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from published import SERVED
 from served_model import SHAPES, Served
 
 from jaxrl_llm.publication import vllm_plugin
@@ -21,7 +23,7 @@ def weights(seed: int, dtype: type = np.float32) -> dict[str, np.ndarray]:
 class Worker(OrbaxWorkerExtension):
     """A worker whose model is a dict, and with `dtype` tensors too; it can be told to fail after a number of tensors.
 
-    `spoils` changes the model after each load, as a fault of a loader would.
+    `spoils` changes the model after each load, as a fault of a loader would. `config` is what it serves by, read at the first use.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, dtype: torch.dtype | None = None):
@@ -30,8 +32,10 @@ class Worker(OrbaxWorkerExtension):
         self.spoils: Callable[[Served], None] = lambda model: None
         self.device = torch.device("cpu")
         self.model_runner = SimpleNamespace(get_model=lambda: served)
+        self.config: dict[str, Any] = dict(SERVED)
         self.vllm_config = SimpleNamespace(
-            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks)
+            model_config=SimpleNamespace(hf_config=SimpleNamespace(to_dict=lambda: self.config)),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, world_size=ranks),
         )
         self.loaded: dict[str, np.ndarray] = {}
         self.fails_after: int | None = None

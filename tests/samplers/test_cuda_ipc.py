@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from published import SERVED
 from served_model import LAYER, SHAPES, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.publication import cuda_ipc, vllm_plugin
 from jaxrl_llm.publication.cuda_ipc import check, copy_into, opened, parse, share
-from jaxrl_llm.publication.manifest import checksum
+from jaxrl_llm.publication.forward import forward_of
+from jaxrl_llm.publication.manifest import Manifest, TensorEntry, checksum
 from jaxrl_llm.publication.reader import BadVersion
 from jaxrl_llm.publication.vllm_targets import targets_of
 
@@ -48,8 +50,14 @@ class HostMemory:
 SPECS = [PartitionSpec(), PartitionSpec("fsdp"), PartitionSpec(None, "tensor"), PartitionSpec("fsdp", "tensor")]
 
 
-def sums(version: int) -> dict[str, str]:
-    return {name: checksum(a) for name, a in weights(version).items()}
+FORWARD = forward_of(SERVED)
+
+
+def manifest(version: int) -> Manifest:
+    entries = {
+        n: TensorEntry(shape=a.shape, dtype=a.dtype.name, checksum=checksum(a)) for n, a in weights(version).items()
+    }
+    return Manifest(version=version, model_type="qwen2", tied=False, tensors=entries, forward=FORWARD)
 
 
 def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
@@ -64,8 +72,8 @@ def on_devices(version: int, spec: PartitionSpec) -> dict[str, jax.Array]:
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_every_sharding_arrives_whole(spec):
     arrays, memory = on_devices(1, spec), HostMemory()
-    found = parse(share(arrays, sums(1), memory, 0))
-    check(found, targets_of(Served()))
+    found = parse(share(arrays, manifest(1), memory, 0))
+    check(found, targets_of(Served()), FORWARD)
     with opened(found, memory) as bases:
         for name, array in weights(1).items():
             out = np.full(array.shape, np.nan, np.float32)
@@ -78,7 +86,7 @@ KEPT = HostMemory()
 
 
 def changed(change) -> str:
-    content = json.loads(share(on_devices(0, SPECS[1]), sums(0), KEPT, 0))
+    content = json.loads(share(on_devices(0, SPECS[1]), manifest(0), KEPT, 0))
     change(content)
     return json.dumps(content)
 
@@ -99,7 +107,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_a_description_that_is_not_the_models_is_refused(message):
     with pytest.raises(BadVersion, match=message):
-        check(parse(changed(BAD[message])), targets_of(Served()))
+        check(parse(changed(BAD[message])), targets_of(Served()), FORWARD)
 
 
 @pytest.fixture
@@ -111,7 +119,7 @@ def memory(monkeypatch) -> HostMemory:
 
 def test_a_worker_loads_from_the_learners_memory(memory):
     worker, arrays = Worker(), on_devices(1, SPECS[3])
-    answer = worker.commit_ipc("1", share(arrays, sums(1), memory, 0))
+    answer = worker.commit_ipc("1", share(arrays, manifest(1), memory, 0))
     assert (answer["version"], answer["error"]) == (1, "")
     assert list(worker.loaded) == list(SHAPES)
     for name, array in weights(1).items():
@@ -121,18 +129,18 @@ def test_a_worker_loads_from_the_learners_memory(memory):
 
 def test_a_worker_keeps_its_weights_where_the_memory_is_not_the_models_or_out_of_reach(memory):
     worker = Worker()
-    worker.commit_ipc("0", share(on_devices(0, SPECS[0]), sums(0), memory, 0))
+    worker.commit_ipc("0", share(on_devices(0, SPECS[0]), manifest(0), memory, 0))
     answer = worker.commit_ipc("1", changed(BAD["lacks"]))
     assert (answer["version"], "lacks" in answer["error"]) == (0, True)
     memory.out_of_reach = True
-    answer = worker.commit_ipc("1", share(on_devices(1, SPECS[0]), sums(1), memory, 1))
+    answer = worker.commit_ipc("1", share(on_devices(1, SPECS[0]), manifest(1), memory, 1))
     assert (answer["version"], "PEER_ACCESS" in answer["error"]) == (0, True)
     assert worker.reloads == 1
 
 
 def test_no_rank_loads_where_another_does_not_reach_the_memory(memory, monkeypatch):
     workers = [Worker(rank, 2) for rank in range(2)]
-    good = share(on_devices(1, SPECS[1]), sums(1), memory, 1)
+    good = share(on_devices(1, SPECS[1]), manifest(1), memory, 1)
     workers[1].commit_ipc = lambda version, text: as_written(workers[1], version, changed(BAD["lacks"]))
     first, second = on_every_rank(monkeypatch, workers, "commit_ipc", "1", good)
     assert "1 other ranks" in first["error"] and "lacks" in second["error"]
@@ -144,7 +152,7 @@ def test_no_rank_loads_where_another_does_not_reach_the_memory(memory, monkeypat
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_a_model_holds_is_compared_with_the_learners_sums_on_every_rank(memory, monkeypatch, ranks):
     workers = [Worker(rank, ranks, torch.float32) for rank in range(ranks)]
-    text = share(on_devices(1, SPECS[1]), sums(1), memory, 0)
+    text = share(on_devices(1, SPECS[1]), manifest(1), memory, 0)
     for answer in on_every_rank(monkeypatch, workers, "commit_ipc", "1", text):
         assert (answer["version"], answer["error"], answer["checked"], answer["unchecked"]) == (1, "", len(SHAPES), 0)
 
@@ -153,7 +161,7 @@ def test_what_a_model_holds_is_compared_with_the_learners_sums_on_every_rank(mem
 def test_memory_that_the_learner_overwrote_meanwhile_is_refused(memory, monkeypatch, name):
     """The sums are those of version 1, the bytes of `name` version 0's: what a late server would copy."""
     arrays = on_devices(1, SPECS[1]) | {name: on_devices(0, SPECS[1])[name]}
-    text = share(arrays, sums(1), memory, 0)
+    text = share(arrays, manifest(1), memory, 0)
     for ranks in (1, 2):
         workers = [Worker(rank, ranks, torch.float32) for rank in range(ranks)]
         for answer in on_every_rank(monkeypatch, workers, "commit_ipc", "1", text):

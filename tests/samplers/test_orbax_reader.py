@@ -100,7 +100,10 @@ def test_a_transposition_and_swapped_rows_change_the_checksum():
 def test_a_manifest_survives_its_file():
     canary = Canary(tokens=(1, 2, 3), logprobs=(-0.5, -1.25), likely=(2, 9), likely_logprobs=(-0.5, -0.25), limit=0.125)
     entry = TensorEntry(shape=(3, 2), dtype="bfloat16", checksum="0123abcd")
-    manifest = Manifest(version=7, model_type="qwen2", tied=True, tensors={"a.weight": entry}, canary=canary)
+    forward = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "sliding_layers": [1], "sliding_window": None}
+    manifest = Manifest(
+        version=7, model_type="qwen2", tied=True, tensors={"a.weight": entry}, forward=forward, canary=canary
+    )
     assert Manifest.from_json(manifest.to_json()) == manifest
 
 
@@ -110,9 +113,10 @@ def test_a_manifest_survives_its_file():
         "",
         "[]",
         "{}",
+        '{"format": 3}',
         '{"format": 2}',
         '{"format": 1}',
-        Manifest(version=1, model_type="q", tied=True, tensors={}).to_json()[:-3],
+        Manifest(version=1, model_type="q", tied=True, tensors={}, forward={}).to_json()[:-3],
     ],
 )
 def test_a_manifest_that_cannot_be_read_is_refused(text):

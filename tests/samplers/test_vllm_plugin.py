@@ -11,11 +11,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from published import write_version
+from published import SERVED, write_version
 from served_model import HIDDEN, LAYER, SHAPES, VOCABULARY, Served
 from stand_in_worker import Worker, on_every_rank, weights
 
 from jaxrl_llm.publication import reader, vllm_plugin
+from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.vllm_plugin import torch_tensor
 from jaxrl_llm.publication.vllm_targets import targets_of
 
@@ -185,7 +186,7 @@ def test_a_gpu_keeps_locked_memory_of_its_rank_s_parts_alone(published, monkeypa
     runtime = Locking(code)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    mine = vllm_plugin.stager_for(SimpleNamespace(type="cuda"))
+    mine = vllm_plugin.stager_for(SimpleNamespace(type="cuda"), forward_of(SERVED))
     targets = targets_of(Served(1, 2))
     needed = sum(4 * math.prod(s.stop - s.start for s in target.box) for target in targets.values())
     for version in (0, 1):

@@ -32,6 +32,7 @@ from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.publication.canary import limit
 from jaxrl_llm.publication.cuda_ipc import Memory, share
+from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
 from jaxrl_llm.publication.object_store import Store, is_stored
 
@@ -90,8 +91,7 @@ class Publisher:
         if self.driver is not None:
             # The version before stays too: a server that is late may be copying it, and its canary will tell.
             manifest = self._manifest(version, params, tensors, sums)
-            checksums = {name: entry.checksum for name, entry in manifest.tensors.items()}
-            self._described = share(jax.block_until_ready(tensors), checksums, self.driver, version % 2)
+            self._described = share(jax.block_until_ready(tensors), manifest, self.driver, version % 2)
             self.seconds["blocked_s"] = time.perf_counter() - self._begin
             return path, manifest
         try:
@@ -197,8 +197,9 @@ class Publisher:
             name: TensorEntry(shape=tuple(x.shape), dtype=x.dtype.name, checksum=digits(int(found[name])))
             for name, x in tensors.items()
         }
+        config = hf_format.write(sizes)
         return Manifest(
-            version=version, model_type=str(hf_format.write(sizes)["model_type"]), tied=sizes.tied, tensors=entries,
+            version=version, model_type=str(config["model_type"]), tied=sizes.tied, tensors=entries, forward=forward_of(config),
             canary=self._canary(params),
         )  # fmt: skip
 
