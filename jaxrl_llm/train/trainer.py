@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,11 +108,7 @@ class Trainer:
                     print(f"stopped after step {done} by {self.stopped}; the same command goes on", flush=True)
                     break
         self.watching.at("saving")
-        before = self.stopped
-        with self.writing():  # a save that failed in the background is told here
-            self.checkpoints.wait()
-        if self.stopped != before:
-            print(f"stopped by {self.stopped}; the same command goes on", flush=True)
+        self.written(self.checkpoints.wait)
 
     async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
         """One step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
@@ -172,7 +168,16 @@ class Trainer:
         try:
             yield
         except OSError as error:
-            self.stop(error)
+            if self.status != STOPPED:  # where a disk is full, more than one thing fails: the first is told
+                self.stop(error)
+
+    def written(self, end: Callable[[], None]) -> None:
+        """Calls what ends writing in the background; a disk that was full there is told here, unless the run was stopped before."""
+        before = self.stopped
+        with self.writing():
+            end()
+        if self.stopped != before:
+            print(f"stopped by {self.stopped}; the same command goes on", flush=True)
 
     @part("publishing", "publish")
     async def publish(self, state: TrainState, version: int) -> None:
@@ -195,7 +200,8 @@ class Trainer:
             await self._serve(state, step)
             found, rows = await stage.held_out.answers()
             metrics |= found
-            self.writers.rollouts(step, rows)
+            with self.writing():
+                self.writers.rollouts(step, rows)
         return metrics
 
     def measures(self, stage: StageTrainer, result: StepResult, step: int) -> dict[str, float]:
@@ -385,8 +391,8 @@ class Trainer:
         self.watching.at("closing")
         async with contextlib.AsyncExitStack() as closing:
             closing.push(lambda _, error, __: self.watching.end(error or sys.exception()))
-            closing.callback(self.writers.close)
-            closing.callback(self.checkpoints.close)
+            closing.callback(self.written, self.writers.close)
+            closing.callback(self.written, self.checkpoints.close)
             for stage in self.config.stages:
                 closing.callback(components.close, (stage.reward, [e.reward for e in stage.evaluations]))
             for model in self.auxiliary:

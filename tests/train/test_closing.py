@@ -3,10 +3,12 @@
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from jaxrl_llm import components
+from jaxrl_llm.distributed.preemption import STOPPED
 from jaxrl_llm.metrics.writers import Writers
 from jaxrl_llm.rewards.by_source import BySource
 from jaxrl_llm.rewards.weighted import Weighted
@@ -49,6 +51,7 @@ def test_a_run_closes_everything_where_its_sampler_does_not_close():
     trainer.config = SimpleNamespace(stages=[SimpleNamespace(reward=Held("reward", closed), evaluations=[])])  # type: ignore[assignment]
     trainer.sampler = SimpleNamespace(close=Held("sampler", closed, fails=True).aclose)  # type: ignore[assignment]
     trainer.auxiliary = [SimpleNamespace(stop=Held("companion", closed, fails=True).aclose)]  # type: ignore[list-item]
+    trainer.stopped, trainer.status = "", 0
     trainer.checkpoints = Held("checkpoints", closed)  # type: ignore[assignment]
     trainer.writers = Writers([Held("first writer", closed, fails=True), Held("writer", closed)])  # type: ignore[list-item]
     ended: list[BaseException | None] = []
@@ -57,6 +60,49 @@ def test_a_run_closes_everything_where_its_sampler_does_not_close():
         asyncio.run(trainer.close())
     assert sorted(closed) == ["checkpoints", "companion", "first writer", "reward", "sampler", "writer"]
     assert isinstance(ended[0], OSError)
+
+
+@pytest.mark.parametrize("full", ["checkpoints", "writers"])
+def test_a_disk_that_is_full_when_a_run_closes_ends_it_resumably_and_with_one_line(capsys, full):
+    closed: list[str] = []
+    trainer = object.__new__(Trainer)
+    trainer.config, trainer.auxiliary = SimpleNamespace(stages=[]), []  # type: ignore[assignment]
+    trainer.stopped, trainer.status = "", 0
+    trainer.watching = SimpleNamespace(at=lambda what: None, end=lambda error: None)  # type: ignore[assignment]
+    trainer.sampler = SimpleNamespace(close=Held("sampler", closed).aclose)  # type: ignore[assignment]
+    for name in ("checkpoints", "writers"):
+        setattr(trainer, name, Held(name, closed, fails=name == full))
+    asyncio.run(trainer.close())
+    assert sorted(closed) == ["checkpoints", "sampler", "writers"]
+    assert trainer.status == STOPPED
+    assert capsys.readouterr().out == f"stopped by {full} does not close; the same command goes on\n"
+
+
+def test_of_a_full_disk_the_first_failure_is_told(capsys):
+    trainer = object.__new__(Trainer)
+    trainer.stopped, trainer.status = "", 0
+    with trainer.writing():
+        raise OSError("no room for metrics")
+    trainer.written(Held("checkpoints", [], fails=True).close)
+    assert (trainer.stopped, trainer.status, capsys.readouterr().out) == ("no room for metrics", STOPPED, "")
+
+
+def test_a_disk_that_is_full_in_an_evaluation_ends_the_run_resumably():
+    class Full:
+        def rollouts(self, step: int, rows: Any) -> None:
+            raise OSError("no room for rollouts")
+
+    async def answers() -> Any:
+        return {"eval/heldout/greedy": 0.5}, []
+
+    trainer = object.__new__(Trainer)
+    trainer.stopped, trainer.status, trainer.progress, trainer.writers = "", 0, Mock(), Full()  # type: ignore[assignment]
+    trainer.sampler = SimpleNamespace(version=3)  # type: ignore[assignment]
+    stage = SimpleNamespace(
+        config=SimpleNamespace(evaluations=[1]), held_out=SimpleNamespace(answers=answers), measure=lambda state: {}
+    )
+    found = asyncio.run(trainer.evaluate(stage, None, 3))  # type: ignore[arg-type]
+    assert (found, trainer.status, trainer.stopped) == ({"eval/heldout/greedy": 0.5}, STOPPED, "no room for rollouts")
 
 
 def test_servers_are_stopped_where_a_connection_does_not_close():
