@@ -1,16 +1,22 @@
-"""All faults, many times, as a table: `python -m tests.chaos [--seed 7] [--only sampler] [--short]`, from the root of the repository."""
+"""All faults, many times, as a table: `python -m tests.chaos [--seed 7] [--only sampler] [--short]`, from the root of the repository.
+
+One fault, very often, on a machine that is busy: `python -m tests.chaos --only "sampler killed" --times 200 --load 3`.
+"""
 
 import argparse
 import faulthandler
 import logging
 import os
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-LONGEST_S = 900.0  # of one fault
+LONGEST_S = 3600.0  # of one fault
+# Keeps a core busy until whoever started it is gone.
+BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(10**6))"
 
 
 def main() -> int:
@@ -18,7 +24,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of everything random; without it, the clock gives one")
     parser.add_argument("--only", action="append", help="faults whose name holds this; may be repeated")
     parser.add_argument("--short", action="store_true", help="as seldom as in the tests")
-    parser.add_argument("--limit_s", type=float, default=1500.0, help="no fault is begun after so many seconds")
+    parser.add_argument("--times", type=int, help="how often each is tried, in place of its own number")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep the machine busy meanwhile")
+    parser.add_argument("--limit_s", type=float, default=7200.0, help="no fault is begun after so many seconds")
     asked = parser.parse_args()
     seed = time.time_ns() % 1_000_000 if asked.seed is None else asked.seed
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -30,9 +38,10 @@ def main() -> int:
     from chaos_table import Row, Trial, table
 
     print(f"seed {seed}", flush=True)
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(asked.load)]
     rows, failed, begin = [], 0, time.monotonic()
     for number, (name, (fault, short, many)) in enumerate(FAULTS.items()):
-        times = short if asked.short else many
+        times = short if asked.short else asked.times or many
         if not times or not any(part in name for part in asked.only or [""]):
             continue
         if time.monotonic() - begin > asked.limit_s:
@@ -52,6 +61,8 @@ def main() -> int:
                 )
         rows.append((name, row))
         print(f"{time.monotonic() - begin:6.1f} s  {name}: {row.outcome}", flush=True)
+    for process in busy:
+        process.kill()
     print()
     print(table(rows))
     return 1 if failed else 0

@@ -143,6 +143,28 @@ def garbage(trial: Trial) -> Row:
     return struck(trial, answer_noise, answer_samples)
 
 
+def mislabelled(trial: Trial) -> Row:
+    """A server holds other weights than its label says: it was started anew unnoticed, another learner updated it, or an old commit came late."""
+    late: dict[FakeVllm, tuple[int, str]] = {}
+
+    async def change_weights(server: FakeVllm, rng: random.Random) -> None:
+        how = rng.choice(("anew", "another's", "late"))
+        before = (server.version, server.mark)
+        if how == "anew":
+            await server.kill()
+            await server.start()
+        elif how == "late" and server in late:
+            server.version, server.mark = late[server]
+        else:
+            server.version, server.mark = rng.randrange(1000, 1100), "another's"
+        late[server] = before
+
+    async def leave(server: FakeVllm) -> None:
+        pass
+
+    return struck(trial, change_weights, leave)
+
+
 def clock_jump(trial: Trial) -> Row:
     """time.time goes days forth and back at every call; nothing that waits may look at it."""
     rng, real, calls = random.Random(trial.seed), time.time, [0]

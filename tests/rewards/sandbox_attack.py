@@ -8,9 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,18 +52,18 @@ def python_of(user: list[str]) -> str:
             == 0
         ):
             return python
-    pytest.skip("no interpreter of this machine can be started by an ordinary user")
+    raise NotOffered("no interpreter of this machine can be started by an ordinary user")
 
 
-def offered() -> list[Any]:
-    """(user, isolation) of every kind that is offered; namespaces need a capability or an ordinary user."""
+def offered() -> dict[str, tuple[list[str], str]]:
+    """(user, isolation) of every kind that is offered, by name; namespaces need a capability or an ordinary user."""
     if os.geteuid() != 0:
-        return [pytest.param(([], mode), id=f"{mode}-user") for mode in ("namespaces", "landlock")]
-    users = {"root": [], "nobody": NOBODY, "bare": BARE}
+        return {f"{mode}-user": ([], mode) for mode in ("namespaces", "landlock")}
+    users: dict[str, list[str]] = {"root": [], "nobody": NOBODY, "bare": BARE}
     kinds = [
         (name, mode) for name in users for mode in ("namespaces", "landlock") if (name, mode) != ("bare", "namespaces")
     ]
-    return [pytest.param((users[name], mode), id=f"{mode}-{name}") for name, mode in kinds]
+    return {f"{mode}-{name}": (users[name], mode) for name, mode in kinds}
 
 
 @contextmanager
@@ -78,10 +77,13 @@ def environment() -> Iterator[dict[str, str]]:
         yield {"PATH": os.defpath + ":/usr/sbin:/sbin", "PYTHONPATH": f"{ROOT}:{folder}"}
 
 
-@pytest.fixture(scope="module", params=offered())
-def attack(request: pytest.FixtureRequest) -> Iterator[Attack]:
-    """(program, test, stdin, limit_s) -> (status, detail, stdout), in one isolation and as one user."""
-    user, mode = request.param
+class NotOffered(Exception):
+    """An isolation that this kernel, or this user, does not have; says why."""
+
+
+@contextmanager
+def attacked(user: list[str], mode: str) -> Iterator[Attack]:
+    """(program, test, stdin, limit_s) -> (status, detail, stdout), in one isolation and as one user; NotOffered where there is none."""
     command = [*user, python_of(user), "-B", "-c", SERVER, mode]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with environment() as env, subprocess.Popen(command, text=True, cwd="/", env=env, **pipes) as server:
@@ -89,7 +91,7 @@ def attack(request: pytest.FixtureRequest) -> Iterator[Attack]:
         began = json.loads(server.stdout.readline())
         if began != mode:
             server.stdin.close()
-            pytest.skip(f"this kernel does not offer {mode} here: {began}")
+            raise NotOffered(f"this kernel does not offer {mode} here: {began}")
 
         def run(program: str, test: str | None = None, stdin: str = "", limit_s: float = 20.0) -> tuple[str, str, str]:
             server.stdin.write(json.dumps([program, test, stdin, limit_s]) + "\n")
@@ -100,6 +102,17 @@ def attack(request: pytest.FixtureRequest) -> Iterator[Attack]:
         yield run
         server.stdin.close()
         server.wait(30)
+
+
+@pytest.fixture(scope="module", params=offered().values(), ids=offered())
+def attack(request: pytest.FixtureRequest) -> Iterator[Attack]:
+    """`attacked`, in each isolation and as each user that is offered."""
+    with ExitStack() as stack:
+        try:
+            run = stack.enter_context(attacked(*request.param))
+        except NotOffered as why:
+            pytest.skip(str(why))
+        yield run
 
 
 def printed(attack: Attack, program: str, stdin: str = "") -> str:

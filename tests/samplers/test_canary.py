@@ -102,8 +102,7 @@ def model(sizes: Any = MODEL, compute_dtype: str = "float32") -> Policy:
     return Policy(sizes, Partitioner.create(MeshConfig(), jax.devices()[:1]), compute_dtype)
 
 
-@pytest.fixture(scope="module")
-def versions() -> list[dict[str, Any]]:
+def two_versions() -> list[dict[str, Any]]:
     """Two versions, a small update apart."""
     rng = np.random.default_rng(11)
 
@@ -119,6 +118,11 @@ def versions() -> list[dict[str, Any]]:
     first = jax.tree_util.tree_map_with_path(scaled, jax.tree.map(drawn, model().abstract()))
     second = jax.tree.map(lambda x: x + 0.03 * jnp.asarray(rng.normal(0, 1, x.shape), jnp.float32) * jnp.std(x), first)
     return [first, second]
+
+
+@pytest.fixture(scope="module")
+def versions() -> list[dict[str, Any]]:
+    return two_versions()
 
 
 def log_probs(params: dict[str, Any], policy: Policy) -> np.ndarray:
