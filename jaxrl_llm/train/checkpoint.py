@@ -52,7 +52,10 @@ class Checkpointing:
 
 
 class Checkpoints:
-    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP.
+    """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP, as the newest there.
+
+    Where the best one is newer than the last checkpoint, the best of those before that one stays beside it: a run that is killed
+    goes on from there, and the newer one is of a future that is given up.
 
     The reference of a stage that begins after STEP is under RUN/reference/STEP.
 
@@ -72,7 +75,7 @@ class Checkpoints:
         ] = {}  # {first step: what checkpoints say} of the references that this start wrote or read
         self._evaluated = run_dir / "evaluated.json"
         self._last = _manager(self.folder, config.keep)
-        self._best = _manager((run_dir / "best").absolute(), 1) if config.best else None
+        self._best = _manager((run_dir / "best").absolute(), None) if config.best else None
         self._managers = [manager for manager in (self._last, self._best) if manager]
 
     def latest(self) -> int | None:
@@ -133,7 +136,7 @@ class Checkpoints:
           last: save as the last checkpoint.
           best: save as the best one.
         """
-        wanted = [manager for manager, asked in ((self._last, last), (self._best, best)) if asked and manager]
+        wanted = [manager for manager, asked in ((self._best, best), (self._last, last)) if asked and manager]
         if not wanted:
             return
         args: dict[str, Any] = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
@@ -146,6 +149,8 @@ class Checkpoints:
         for manager in wanted:
             if jax.process_count() > 1:
                 self.wait()  # the saves of two managers would meet at one barrier of the processes
+            if manager is self._best:
+                self._forget_worse(manager)
             with _written(manager, f"checkpoint {step}"):
                 manager.save(step, args=ocp.args.Composite(**args))
 
@@ -191,6 +196,14 @@ class Checkpoints:
                 )
         self._held[offset] = said
         return tree
+
+    def _forget_worse(self, best: ocp.CheckpointManager) -> None:
+        """Removes best checkpoints that no start needs any more: another is better, and no newer than what a killed run goes on from."""
+        with _written(self._last):
+            self._last.wait_until_finished()
+        durable = self.latest()
+        for worse in [s for s in sorted(best.all_steps()) if durable is not None and s <= durable][:-1]:
+            best.delete(worse)
 
     def wait(self) -> None:
         """Returns when every save is on disk."""
