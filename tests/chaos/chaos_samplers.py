@@ -144,12 +144,14 @@ def garbage(trial: Trial) -> Row:
 
 
 def mislabelled(trial: Trial) -> Row:
-    """A server holds other weights than its label says: it was started anew unnoticed, another learner updated it, or an old commit came late."""
-    late: dict[FakeVllm, tuple[int, str]] = {}
+    """A server holds other weights than its label says: it was started anew unnoticed, another learner updated it, or an old commit came late.
 
-    async def change_weights(server: FakeVllm, rng: random.Random) -> None:
-        how = rng.choice(("anew", "another's", "late"))
-        before = (server.version, server.mark)
+    It happens when every server serves the newest version, before requests or in the middle of their tokens.
+    """
+    rng, late = random.Random(trial.seed), dict[FakeVllm, tuple[int, str]]()
+
+    async def change_weights(server: FakeVllm) -> None:
+        how, before = rng.choice(("anew", "another's", "late")), (server.version, server.mark)
         if how == "anew":
             await server.kill()
             await server.start()
@@ -159,10 +161,34 @@ def mislabelled(trial: Trial) -> Row:
             server.version, server.mark = rng.randrange(1000, 1100), "another's"
         late[server] = before
 
-    async def leave(server: FakeVllm) -> None:
-        pass
+    async def run() -> Row:
+        row = Row(tried=trial.times, outcome="")
+        servers = [FakeVllm(step_s=0.006, release=rng.choice(("0.32.0", "0.26.0"))) for _ in range(SERVERS)]
+        inflight = rng.choice(("recompute", "abort_resume"))
+        async with running(tiny(), trial.folder, servers, inflight=inflight, **LIMITS) as client:
+            for version in range(trial.times):
+                broken = rng.choice(servers)
+                await client.publish({}, version)
+                row.out += await sampled(client, rng)
+                assert client._fleet is not None
+                serving = client._fleet.turns.serving
+                await until(lambda serving=serving: len(serving()) == SERVERS)
+                batch = asyncio.create_task(sampled(client, rng))
+                if rng.random() < 0.7:
+                    wanted = len(broken.begun) + rng.randrange(1, 8)
+                    await until(lambda n=wanted, at=broken, task=batch: len(at.begun) >= n or task.done())
+                await change_weights(broken)
+                row.into += 3 * PROMPTS * SAMPLES
+                row.out += await batch + await sampled(client, rng)
+                watch = Stopwatch()
+                await until(lambda serving=serving: len(serving()) == SERVERS)
+                row.recovered_s.append(watch.seconds)
+            found = client.metrics()
+        row.outcome = f"no token of other weights than its label's; retries {found['sampler/retries']:.0f}, set_aside {found['sampler/set_aside']:.0f}"
+        return row
 
-    return struck(trial, change_weights, leave)
+    with quick_heart():
+        return asyncio.run(run())
 
 
 def clock_jump(trial: Trial) -> Row:
