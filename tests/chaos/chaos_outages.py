@@ -168,7 +168,7 @@ class Disk:
 
     gin_files = ()
     bindings: Mapping[str, object] = {**SLOW, "SAVE_EVERY": 1}
-    says = "RUN_DIR"
+    says = "free s"  # of what is full: "free space", "free some space"
 
     def fall(self, process: subprocess.Popen[str], rng: random.Random) -> str:
         most = rng.randrange(0, 8_000)
