@@ -12,6 +12,8 @@ from typing import Any
 Located = tuple[str, Mapping[str, Any]]
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "heldout")
+SAVED = ("dataset_dict.json", "dataset_info.json")  # a folder that `datasets` saved has one of these
 
 
 def read(
@@ -37,7 +39,8 @@ def each(
 
     Args:
       path: a file, a folder with `split`.jsonl, another suffix of SUFFIXES, or `split`-*.parquet (in its folder `subset`, where
-        it has one), or a dataset id (owner/name).
+        it has one), a folder that `datasets` saved, or a dataset id (owner/name). All data files of a folder that names none of SPLITS
+        are its split "train".
       columns: columns that every row must have.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
@@ -64,6 +67,8 @@ def _rows(path: str, split: str, subset: str | None) -> Iterator[Located]:
     local = Path(path).expanduser()
     if local.is_dir() and subset and (local / subset).is_dir():
         local = local / subset
+    if local.is_dir() and any((local / name).is_file() for name in SAVED):
+        return _of_saved(local, split)
     if local.exists():
         files = [local] if local.is_file() else _of_split(local, split)
         return (row for file in files for row in _of_file(file))
@@ -78,6 +83,9 @@ def _of_split(folder: Path, split: str) -> list[Path]:
     for pattern in (*(f"{split}{suffix}" for suffix in SUFFIXES), f"{split}-*.parquet"):
         if files := sorted(folder.glob(pattern)):
             return files
+    files = sorted(p for p in folder.iterdir() if p.name.endswith(SUFFIXES))
+    if split == "train" and files and not any(p.name.startswith(SPLITS) for p in files):
+        return files
     names = sorted(p.name for p in folder.iterdir())
     raise FileNotFoundError(
         f"{folder} has no file for split {split!r} ({', '.join(split + suffix for suffix in SUFFIXES)} "
@@ -161,12 +169,31 @@ def _looks_like_an_id(path: str) -> bool:
 
 
 def _of_hub(path: str, split: str, subset: str | None) -> Iterator[Located]:
+    found = _datasets(f"{path!r} is no local path").load_dataset(path, subset, split=split)
+    for number, row in enumerate(found):
+        yield f"{path} ({split}), row {number}", row
+
+
+def _of_saved(folder: Path, split: str) -> Iterator[Located]:
+    """Yields the rows of a dataset, or of a split of several, that `datasets` saved."""
+    found = _datasets(f"{folder} was saved by `datasets`").load_from_disk(str(folder))
+    if isinstance(found, dict):
+        if split not in found:
+            raise FileNotFoundError(f"{folder} has no split {split!r}; it holds {sorted(found)}")
+        found = found[split]
+    elif split != "train":
+        raise FileNotFoundError(f"{folder} has no split {split!r}: it is one dataset, which is 'train'")
+    for number, row in enumerate(found):
+        yield f"{folder} ({split}), row {number}", row
+
+
+def _datasets(why: str) -> Any:
+    """The package `datasets`; `why` says what needs it."""
     try:
         import datasets
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{path!r} is no local path, and reading it as a Hugging Face dataset needs the package `datasets`: "
-            "pip install datasets, or download it and name the local file or folder"
+            f"{why}, and reading it as a Hugging Face dataset needs the package `datasets`: pip install datasets, or name a "
+            "local .jsonl, .json, .parquet or .csv file or a folder of them"
         ) from error
-    for number, row in enumerate(datasets.load_dataset(path, subset, split=split)):
-        yield f"{path} ({split}), row {number}", row
+    return datasets

@@ -5,6 +5,7 @@ where the difference cannot bend what was learned (limits, cadence, paths, learn
 with its step, and is refused else, unless it is asked to take the new settings from here on.
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ FREE = re.compile(
     r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll)"
 )
 STEPS = re.compile(r"stages\[([^]]+)\]\.steps")
+LONGEST = 2000  # characters of a value; a longer one, such as a data set given as a list, is kept as its hash
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,15 @@ def _flat(path: str, value: object) -> Sequence[tuple[str, str]]:
         return [pair for key, x in value.items() for pair in _flat(f"{path}[{key}]", x)]
     if isinstance(value, Sequence) and not isinstance(value, str | bytes) and any(is_dataclass(x) for x in value):
         return [pair for i, x in enumerate(value) for pair in _flat(f"{path}[{getattr(x, 'name', i)}]", x)]
-    return [(path, re.sub(r" at 0x[0-9a-f]+", "", repr(value)))]
+    return [(path, _kept(re.sub(r" at 0x[0-9a-f]+", "", repr(value))))]
+
+
+def _kept(text: str) -> str:
+    """A value as it is kept: its beginning, its length and a hash where it is long."""
+    if len(text) <= LONGEST:
+        return text
+    digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return f"{text[:80]}... ({len(text)} characters, {digest})"
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
@@ -90,7 +100,7 @@ def refused(found: Sequence[Change], stages: Sequence[str], stage: int) -> list[
 def read(run_dir: Path) -> dict[str, str] | None:
     """The settings that the folder was made with; None for a folder of an earlier version."""
     file = run_dir / SETTINGS
-    return dict(json.loads(file.read_text())) if file.is_file() else None
+    return {n: _kept(v) for n, v in json.loads(file.read_text()).items()} if file.is_file() else None
 
 
 def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bool) -> list[Change]:
