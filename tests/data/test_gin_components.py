@@ -10,17 +10,25 @@ from jaxrl_llm.protocols import Dataset, Reward
 
 ROOT = Path(__file__).parent.parent.parent / "gin"
 REQUIRED = {
-    "reasoning_gym.gin": "procedural.ReasoningGym.task = 'spell_backward'",
-    "demonstrations.gin": "sft.Demonstrations.path = 'rows.jsonl'",
-    "labelled.gin": "sft.Demonstrations.path = 'rows.jsonl'",
-    "pairs.gin": "preference.Pairs.path = 'rows.jsonl'",
-    "parquet_rows.gin": "parquet_rows.ParquetRows.path = 'folder'",
-    "pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",
+    "data/reasoning_gym.gin": "procedural.ReasoningGym.task = 'spell_backward'",
+    "data/demonstrations.gin": "sft.Demonstrations.path = 'rows.jsonl'",
+    "data/labelled.gin": "sft.Demonstrations.path = 'rows.jsonl'",
+    "data/pairs.gin": "preference.Pairs.path = 'rows.jsonl'",
+    "data/parquet_rows.gin": "parquet_rows.ParquetRows.path = 'folder'",
+    "data/rows.gin": "DATA_SOURCE = 'rows.jsonl'",
+    "rewards/function.gin": "REWARD_FUNCTION = 'test_gin_components:one'",
+    "data/pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",
 }
 
 
+def one(text: str) -> float:
+    """What function.gin is given."""
+    return float(bool(text))
+
+
 def parse(file: Path, *bindings: str) -> None:
-    needed = [REQUIRED[file.name]] if file.parent.name == "data" and file.name in REQUIRED else []
+    name = f"{file.parent.name}/{file.name}"
+    needed = [REQUIRED[name]] if name in REQUIRED else []
     gin.parse_config_files_and_bindings([str(file)], [*needed, *bindings])
 
 

@@ -1,0 +1,191 @@
+"""A reward that a user writes as a plain function, in a file, in an importable module or in Python."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxrl_llm.experience import Prompt, Rollout, Scores
+from jaxrl_llm.rewards import found_function
+from jaxrl_llm.rewards.wrap import none_judged, part, report
+
+# Names of the parameter that gets the response of one rollout.
+TEXTS = ("text", "completion", "response")
+FORMS = (
+    "(prompt, text), (prompt, text, **columns), (prompt, text, COLUMN, ...), or TRL's (prompts, completions, **columns), plain or async; "
+    "parameters are given by name"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function:
+    """Scores with a function (prompt, text, columns) -> float, bool or None, or TRL's (prompts, completions, columns) -> list of these.
+
+    `prompt` is what the row has, a text or a list of messages. Columns are the further columns of the row, and `reference`, the gold
+    answer. None and a response on which the function fails are invalid, which is not 0: they are counted and not learned from. A
+    function that waits for something should be async, since a plain one is waited for.
+
+    Attributes:
+      function: a callable, "path/to/file.py:name" or "package.module:name"; a file may import what lies beside it.
+      name: the part's name in metrics; empty takes the function's name.
+      content: a hash of the function and of what it uses of its own module, by which a resumed run knows it again; its
+        name where Python does not know its source.
+    """
+
+    needs_stats: ClassVar[bool] = False
+
+    function: Callable[..., Any] | str = field(compare=False)  # `content` is compared: a file may be moved
+    name: str = ""
+    content: str = field(init=False, repr=False, default="")
+    _call: "Call" = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = found_function.load(self.function)
+        object.__setattr__(self, "_call", Call.of(found))
+        object.__setattr__(self, "content", found_function.content(found))
+
+    async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
+        """Returns one part, float64 [G]."""
+        del stats
+        name = self.name or self._call.name
+        if self._call.together:
+            return await _all(name, self._call, rollouts)
+        return await _each(name, self._call, rollouts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """How a function is called.
+
+    Attributes:
+      function: the function.
+      parameters: its parameters by name, those for further columns left out.
+      columns: whether it takes every column.
+      together: whether it takes all rollouts of a group as lists, as TRL's do.
+    """
+
+    function: Callable[..., Any]
+    parameters: Mapping[str, inspect.Parameter]
+    columns: bool
+    together: bool
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> "Call":
+        """Reads the function's signature; raises ValueError where it is none of FORMS."""
+        try:
+            taken = inspect.signature(function).parameters
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"function.Function.function: {function!r} has no signature; a reward function takes {FORMS}"
+            ) from error
+        named = {n: p for n, p in taken.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+        columns = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        together = "completions" in named
+        if not together and not any(name in named for name in TEXTS):
+            raise ValueError(
+                f"function.Function.function: {getattr(function, '__name__', function)}{inspect.signature(function)} takes no `text`: a reward "
+                f"function takes {FORMS}"
+            )
+        return cls(function=function, parameters=named, columns=columns, together=together)
+
+    @property
+    def name(self) -> str:
+        """The function's name, or "function" for one without."""
+        name = getattr(self.function, "__name__", "")
+        return name if name.isidentifier() else "function"
+
+    def arguments(self, values: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments out of `values`, which are given where they are asked for, and the columns.
+
+        Raises:
+          ValueError: a parameter without a default is neither; the message names the columns.
+        """
+        given = {name: value for name, value in values.items() if name in self.parameters}
+        rest = {n: v for n, v in columns.items() if n not in given and (self.columns or n in self.parameters)}
+        missing = [n for n, p in self.parameters.items() if n not in given and n not in rest and p.default is p.empty]
+        if missing:
+            raise ValueError(
+                f"the reward function {self.name!r} asks for the column {missing[0]!r}, and the row has {sorted(columns)}: rename the "
+                "parameter or the column, or give the parameter a default"
+            )
+        return given | rest
+
+
+def asked(prompt: Prompt) -> Any:
+    """The prompt as its row has it: a text, or a list of messages."""
+    if "prompt" in prompt.extra:
+        return prompt.extra["prompt"]
+    if prompt.messages is not None and len(prompt.messages) > 1:
+        return [dict(message) for message in prompt.messages]
+    return prompt.question
+
+
+def columns_of(prompt: Prompt) -> dict[str, Any]:
+    """The further columns of a prompt's row, and its reference."""
+    reference = {"reference": prompt.reference} if prompt.reference else {}
+    return {**reference, **{name: value for name, value in prompt.extra.items() if name != "prompt"}}
+
+
+async def _each(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
+    """One call a rollout; async ones run at the same time."""
+
+    async def judged(rollout: Rollout) -> float | None:
+        prompt = rollout.prompt
+        values = {"prompt": asked(prompt), **dict.fromkeys(TEXTS, rollout.text)}
+        # A column that has the name of the response's parameter is given under neither: the response is meant.
+        taken = next(t for t in TEXTS if t in call.parameters)
+        values = {n: v for n, v in values.items() if n in ("prompt", taken)}
+        return number(await _awaited(call.function(**call.arguments(values, columns_of(prompt)))))
+
+    results = await asyncio.gather(*map(judged, rollouts), return_exceptions=True)
+    failures = [(result, rollout) for result, rollout in zip(results, rollouts) if isinstance(result, BaseException)]
+    for failure, _ in failures:
+        if not isinstance(failure, Exception):  # a cancellation is no failure of the function
+            raise failure
+    report(name, failures, f"{len(failures)} of {len(rollouts)} responses")
+    return part(name, [None if isinstance(result, BaseException) else result for result in results])
+
+
+async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
+    """One call for all rollouts of a group, in TRL's form: completions are messages where the prompt is."""
+    prompts = [asked(rollout.prompt) for rollout in rollouts]
+    said = [
+        r.text if isinstance(p, str) else [{"role": "assistant", "content": r.text}] for p, r in zip(prompts, rollouts)
+    ]
+    rows = [columns_of(rollout.prompt) for rollout in rollouts]
+    columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(c for row in rows for c in row)}
+    tokens = [rollout.tokens.tolist() for rollout in rollouts]
+    values = {"prompts": prompts, "completions": said, "completion_ids": tokens}
+    if call.columns:
+        columns = {**columns, **{n: v for n, v in values.items() if n not in call.parameters}}
+    try:
+        found = await _awaited(call.function(**call.arguments(values, columns)))
+        if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__") or len(found) != len(rollouts):
+            size = f" of {len(found)}" if hasattr(found, "__len__") else ""
+            raise TypeError(
+                f"the reward function {name!r} returned {type(found).__name__}{size} for {len(rollouts)} completions: a list with one "
+                "number, bool or None for each is wanted"
+            )
+        return part(name, [number(value) for value in found])
+    except Exception as error:  # a user's function may raise anything
+        return none_judged(name, rollouts, error)
+
+
+async def _awaited(value: Any | Awaitable[Any]) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def number(value: Any) -> float | None:
+    """A returned value as a float; None stays. Raises TypeError for what is no number."""
+    if value is None or isinstance(value, bool | int | float):
+        return None if value is None else float(value)
+    if getattr(value, "size", None) == 1 or type(value).__module__ == "torch":
+        value = value.item()  # a scalar of NumPy, JAX or PyTorch
+    if not isinstance(value, bool | int | float):
+        raise TypeError(
+            f"a reward function returns a number, a bool or None (got {type(value).__name__} {str(value)[:80]!r})"
+        )
+    return float(value)
