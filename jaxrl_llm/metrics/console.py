@@ -7,7 +7,7 @@ of the step, and `count/` values are printed where they are not 0 and summed ove
 import math
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,26 @@ FIRST_STEP = (
     "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
     " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
 )
+
+# What the first step of reinforcement learning is looked at for: (metric, whether its value is well, what to do where it is not).
+SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("reward/std", lambda x: x > 0, "all rewards are equal or invalid, so that nothing is learned: read the answers in rollouts.jsonl, and look at the "
+     "prompt's template, RESPONSE_LIMIT and the reward"),
+    ("entropy/mean", lambda x: x > 1e-3, "the policy hardly varies its answers: raise TEMPERATURE, or begin with another model"),
+    ("kl/reference", lambda x: abs(x) < 0.1, "the policy is far from its reference, which it should hardly have left: is it the same model?"),
+    ("gap/mean", lambda x: x < 5e-2, "sampler and learner disagree on the probabilities of tokens: try sources.PolicySource.compute_dtype = 'float32' to see whether it is rounding"),
+    ("loss/total", math.isfinite, "the loss is not finite: lower LEARNING_RATE, and look at the rewards"),
+)  # fmt: skip
+
+
+def first_step(values: Mapping[str, float]) -> str:
+    """What to say of the first step that samples: that it is healthy, or what is not and what to do."""
+    bad = [
+        f"{name} is {short(values[name])}: {what}"
+        for name, well, what in SIGNS
+        if name in values and not well(values[name])
+    ]
+    return "\n".join(f"look at the first step: {line}" for line in bad[:2]) or FIRST_STEP
 
 
 def short(value: float) -> str:
@@ -118,7 +138,7 @@ class ConsoleWriter:
             self._print(f"step {step}{self._total}  {line}")
         if "reward/mean" in values and not self._explained:
             self._explained = True
-            self._print(FIRST_STEP)
+            self._print(first_step(values))
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Prints nothing: rollouts are too long for the console."""

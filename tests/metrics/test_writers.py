@@ -10,7 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from jaxrl_llm import train
-from jaxrl_llm.metrics.console import FIRST_STEP, Console, short
+from jaxrl_llm.metrics.console import FIRST_STEP, Console, first_step, short
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB, Writers
 from jaxrl_llm.protocols import Writer
 
@@ -158,6 +158,18 @@ def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp
         f"step 2/20  {line.replace('  2.00 s', '  eval/heldout/greedy 0.500  2.00 s')}",
         "counted: truncated 6",
     ]
+
+
+def test_a_first_step_is_called_healthy_only_where_it_is():
+    well = {"reward/std": 0.5, "entropy/mean": 1.25, "kl/reference": 0.0, "gap/mean": 1e-4, "loss/total": 0.02}
+    assert first_step(well) == first_step({}) == FIRST_STEP
+    said = first_step(well | {"reward/std": 0.0, "loss/total": 0.0})
+    assert (
+        said.startswith("look at the first step: reward/std is 0: all rewards are equal or invalid")
+        and "healthy" not in said
+    )
+    for name, bad in (("entropy/mean", 1e-5), ("kl/reference", -0.5), ("gap/mean", 0.2), ("loss/total", float("nan"))):
+        assert first_step(well | {name: bad}).startswith(f"look at the first step: {name} is {short(bad)}: ")
 
 
 def test_a_resumed_run_is_not_told_of_its_first_step_and_prints_every_second_line(capsys, tmp_path):
