@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 import numpy as np
 
 from jaxrl_llm import components
+from jaxrl_llm.data.tokenizer import ids
 from jaxrl_llm.experience import Prompt, Rollout
 
 Row = TypeVar("Row")
@@ -165,6 +166,11 @@ class Encoder:
 
     def _all(self, encode: Callable[[Prompt], Any], rows: Sequence[Prompt]) -> list[Any]:
         encoded = [row for row in map(encode, rows) if row is not None]
+        if not encoded and self._counts["dropped/no_response"] == self._counts["rows"]:
+            raise NoRows(
+                f"none of {len(rows)} rows has a response to learn from: demonstrations have a column `completion`, or `messages` that end with "
+                "the assistant's (rows.Rows.response names another column)"
+            )
         if not encoded:
             raise NoRows(
                 f"none of {len(rows)} rows is left after encoding ({self.counts()}): raise PROMPT_LIMIT "
@@ -244,7 +250,6 @@ class Encoder:
 
     def _ids(self, name: str, text: str, special: bool) -> np.ndarray:
         try:
-            ids = self.tokenizer(text, add_special_tokens=special)["input_ids"]
-        except Exception as error:  # the tokenizers library raises bare Exception
-            raise ValueError(f"prompt {name!r}: the tokenizer cannot encode {text[:80]!r} ({error})") from error
-        return np.asarray(ids, np.int32)
+            return ids(self.tokenizer, text, special=special)
+        except ValueError as error:
+            raise ValueError(f"prompt {name!r}: {error}") from error

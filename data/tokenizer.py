@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxrl_llm.experience import SamplingParams
 
 # Every folder with a tokenizer has one of these files; without any, transformers creates an empty tokenizer of the model's kind.
@@ -111,6 +113,22 @@ class PretrainedTokenizer:
             tokenizer.chat_template = self.chat_template
         tokenizer.stop_ids = _stop_ids(tokenizer, name, revision)
         return tokenizer
+
+
+def ids(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
+    """Token ids int32 [T] of a text; `special` adds the tokenizer's own, such as one that begins a text.
+
+    Raises:
+      ValueError: the tokenizer cannot encode the text, such as a character outside the alphabet of a CharTokenizer.
+    """
+    try:
+        found = tokenizer(text, add_special_tokens=special)["input_ids"]
+    except Exception as error:  # the tokenizers library raises bare Exception
+        vocabulary = tokenizer.get_vocab()
+        other = sorted({c for c in text if c not in vocabulary}) if len(vocabulary) < 1000 else []
+        why = f"it has no token for {', '.join(map(repr, other[:10]))}" if other else str(error)
+        raise ValueError(f"the tokenizer cannot encode {text[:80]!r} ({why})") from error
+    return np.asarray(found, np.int32)
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import command_line
-from jaxrl_llm.data.tokenizer import with_stop_ids
+from jaxrl_llm.data.tokenizer import ids, with_stop_ids
 from jaxrl_llm.distributed import compilation_cache
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
@@ -26,9 +26,9 @@ def load(folder: Path) -> tuple[Any, Any, Any]:
 def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
     """Token ids int32 [T] of the conversation so far; without a chat template, of the last line only."""
     if tokenizer.chat_template is None:
-        return np.asarray(tokenizer(turns[-1]["content"])["input_ids"], np.int32)
+        return ids(tokenizer, turns[-1]["content"], special=True)
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    return np.asarray(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+    return ids(tokenizer, text, special=False)
 
 
 async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingParams, seed: int) -> np.ndarray:
