@@ -44,8 +44,8 @@ def plan(run: Run | Harness) -> str:
     partitioner = Partitioner.create(run.mesh)
     if isinstance(run, Harness):
         return "\n".join(_evaluation(run, partitioner))
-    tokenizer = run.tokenizer.load()
     policy = run.policy.policy(partitioner)
+    tokenizer = run.tokenizer.load()
     shards = partitioner.batch_shards
     lines = [
         f"run folder   {Path(run.run_dir).absolute()} (seed {run.seed})",

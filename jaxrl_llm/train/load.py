@@ -57,8 +57,8 @@ class TrainedModel:
             )
         located = str(hf_weights.locate(self.path))
         source = PolicySource(pretrained=located, compute_dtype=self.compute_dtype or "float32")
-        tokenizer = PretrainedTokenizer(path=located, chat_template=self.chat_template).load()
         policy = source.policy(partitioner)
+        tokenizer = PretrainedTokenizer(path=located, chat_template=self.chat_template).load()
         params = partial(source.params, policy, jax.random.key(0))
         return Opened(policy=policy, tokenizer=tokenizer, params=params, name=self.path)
 

@@ -48,8 +48,10 @@ class Trainer:
     def __init__(self, run: Any, run_dir: Path, partitioner: Partitioner, preemption: Preemption) -> None:
         self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
         self.preemption, self.processes = preemption, preemption.processes
+        self.policy = run.policy.policy(
+            partitioner
+        )  # first: a model that is not supported is refused before anything is read
         self.tokenizer = run.tokenizer.load()
-        self.policy = run.policy.policy(partitioner)
         self._check_vocabulary()
         self._check_teachers()
         for stage in run.stages:
