@@ -47,6 +47,11 @@ class Evaluation:
                 f"Evaluation {self.name!r} measures nothing: set Evaluation.greedy or Evaluation.samples >= 1"
             )
         components.at_least(self, 1, "limit")
+        if not isinstance(self.data, Dataset):
+            raise ValueError(
+                f"EVAL_DATA (evaluate.Evaluation.data of {self.name!r}) must be a dataset, such as @rows.Rows() (got {self.data!r}); a run "
+                "without evaluations sets train.Stage.evaluations = []"
+            )
 
     @property
     def kinds(self) -> dict[str, int]:

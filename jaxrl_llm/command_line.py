@@ -4,22 +4,21 @@ Only this module imports gin, inside a function: other code is plain Python.
 """
 
 import argparse
-import difflib
 import functools
 import logging
 import re
 import sys
+import tokenize
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-import jaxrl_llm
+from jaxrl_llm import mistakes
+from jaxrl_llm.mistakes import PACKAGE
 
 Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
-_log = logging.getLogger(__name__)
-PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 
 # gin modules of earlier versions, and where their classes are now. This goes together with tools/migrate.py, one version later.
 MOVED: dict[str, dict[str, str]] = {
@@ -54,6 +53,9 @@ MOVED: dict[str, dict[str, str]] = {
 }
 
 # Errors that a user can mend: one line says what to do, and a stack trace would hide it.
+GIN_ERRORS = (
+    ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError, ImportError, tokenize.TokenError
+)  # fmt: skip
 EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, MemoryError)
 
 
@@ -98,24 +100,43 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
     """Builds the component that the files bind to RUN; returns it and the whole configuration as gin text.
 
     Raises:
-      ValueError: a binding is unknown, or a value or a file is missing; the message names it.
+      ValueError: a binding is unknown, has a wrong type or is read by nothing, or a value or a file is missing; the message names it.
     """
     gin = load_gin()
     gin.clear_config(clear_constants=True)
-    gin.add_config_file_search_path(str(PACKAGE))
+    if str(PACKAGE) not in gin.config._LOCATION_PREFIXES:
+        gin.add_config_file_search_path(str(PACKAGE))
     files = [str(Path(f) / "config.gin") if Path(f).is_dir() else f for f in files]
+    for binding in bindings:
+        if wrong := mistakes.malformed(binding):
+            raise ValueError(wrong)
     try:
-        gin.parse_config_files_and_bindings(files, list(bindings))  # finalizing refuses values that are still required
+        _parse(gin, files, bindings)
         run, config = gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
-    except (ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError, ImportError) as error:
-        raise ValueError(_old_names(files, bindings) or _explain(error, files)) from error
-    for name in _unread(bindings, config):
-        known = sorted(set(re.findall(r"%([A-Z]\w*)", config)))
-        near = difflib.get_close_matches(name, known, n=1)
-        _log.warning(
-            "nothing reads %s here%s", name, f": is {near[0]} meant?" if near else ", the binding changes nothing"
-        )
+    except GIN_ERRORS as error:
+        raise ValueError(_old_names(files, bindings) or explained(gin, error)) from error
     return run, config
+
+
+def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> None:
+    """Parses the files and then the bindings, and refuses what gin takes without a word: other types, and macros that nothing reads."""
+    quiet = lambda record: not record.getMessage().startswith("Path not found: ")  # noqa: E731
+    root = logging.getLogger()
+    root.addFilter(
+        quiet
+    )  # gin logs an error for each folder in which an include is not, before it looks in the next one
+    try:
+        parsed = [gin.parse_config_file(file) for file in files]
+        for binding in bindings:
+            gin.parse_config(mistakes.with_imports(gin, binding))
+    finally:
+        root.removeFilter(quiet)
+    found = mistakes.sources(parsed, bindings, gin.config._LOCATION_PREFIXES)
+    if ("RUN", "gin.macro") not in gin.config._CONFIG:
+        raise ValueError(f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()")
+    if wrong := mistakes.unread(found) or mistakes.wrong_type(gin):
+        raise ValueError(wrong)
+    gin.finalize()  # refuses values that are still required
 
 
 def moved_selectors() -> dict[str, str]:
@@ -143,15 +164,29 @@ def _old_names(files: Sequence[str], bindings: Sequence[str]) -> str:
     return ""
 
 
-def _unread(bindings: Sequence[str], config: str) -> list[str]:
-    """The macros among the bindings that no other binding refers to, since gin accepts any name."""
-    names = [found[1] for text in bindings if (found := re.match(r"([A-Z]\w*)\s*=", text.strip()))]
-    return [name for name in names if name != "RUN" and not re.search(rf"%{name}\b", config)]
-
-
-def _explain(error: Exception, files: Sequence[str]) -> str:
-    """gin's error message on one line, without the internals that gin adds to it."""
-    text = " ".join(str(error).split()).partition(" in config string:")[0]
-    if "RUN" in text and "macro" in text.lower() and "bound" in text:
-        return f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()"
-    return text
+def explained(gin: Any, error: Exception) -> str:
+    """gin's error message on one line, with the place and the nearest names and without the internals that gin adds to it."""
+    text = str(error).partition(" in config string:")[0]
+    in_file = re.search(r'\n\s+In file "(.*?)", line (\d+)(?:\n\s+([^\n]+))?', text)
+    in_binding = re.search(r"\n\s+In bindings string line \d+\n\s+([^\n]+)", text)
+    line = in_file[3] if in_file else in_binding[1] if in_binding else None
+    where = f"{in_file[1]} line {in_file[2]}: " if in_file else f"--gin={line}: " if line else ""
+    said = re.split(r"\n\s+(?:In file|In bindings string|In call to configurable|Failed to parse token)", text)[0]
+    said = " ".join(said.split())
+    if found := re.match(r"No bindings specified for '(\w+)/gin.macro'", said):
+        known = [scope for scope, selector in gin.config._CONFIG if selector == "gin.macro"]
+        return f"{where}%{found[1]} is read and not set{mistakes.nearest(found[1], known)}"
+    if found := re.match(r"No configurable matching(?: reference)? '@?([\w./]+)(?:\(\))?'", said):
+        return where + mistakes.unknown_component(found[1])
+    if found := re.match(r"'([\w.]+)' was not provided by an import statement", said):
+        full = re.search(rf"\b{re.escape(found[1])}\.(\w+)", line or "")
+        return where + mistakes.unknown_component(f"{found[1]}.{full[1]}" if full else found[1])
+    if found := re.match(r"Configurable '([\w.]+)' doesn't have a parameter named '(\w+)'", said):
+        return where + mistakes.unknown_parameter(gin, found[1], found[2])
+    if found := re.match(r"\w+\.__init__\(\) missing .* arguments?: '(\w+)'", said):
+        kind = re.search(r"<class '(?:[\w.]+\.)?(\w+\.\w+)'>", text)
+        name = f"{kind[1]}.{found[1]}" if kind else found[1]
+        return f"{name} is not set: it has no default; docs/bindings.md says what it takes"
+    if line and "=" in line and (wrong := mistakes.malformed(line.strip())):
+        return where + wrong.removeprefix(f"--gin={line.strip()}: ")
+    return where + said

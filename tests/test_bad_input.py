@@ -35,15 +35,29 @@ def test_an_unknown_binding_is_named(capsys: pytest.CaptureFixture[str], tmp_pat
     assert not (tmp_path / "run").exists()
 
 
-def test_a_macro_that_nothing_reads_is_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    command_line.build([TINY], tiny_run.bindings(tmp_path / "run", STEPS=3))
-    assert not caplog.records
-    command_line.build([TINY], tiny_run.bindings(tmp_path / "run", GRUOP_SIZE=8, ELSEWHERE=1))
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
-        "nothing reads GRUOP_SIZE here: is GROUP_SIZE meant?",
-        "nothing reads ELSEWHERE here, the binding changes nothing",
-    ]
+def test_a_macro_that_nothing_reads_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fails(capsys, tmp_path, "--gin=GRUOP_SIZE=8: nothing reads GRUOP_SIZE here; is GROUP_SIZE meant?", GRUOP_SIZE=8)
+    fails(capsys, tmp_path, "--gin=ELSEWHERE=1: nothing reads ELSEWHERE here\n", ELSEWHERE=1)
+    file, inner = tmp_path / "mine.gin", tmp_path / "inner.gin"
+    inner.write_text("# GRUOP_SIZE = 4\ngroup_size = 4\n")
+    file.write_text(f"include '{TINY}'\ninclude '{inner}'\n")
+    fails(capsys, tmp_path, f"{inner} line 2: nothing reads group_size here; is GROUP_SIZE meant?", gin_file=str(file))
+
+
+def test_a_macro_that_is_read_in_a_binding_overridden_later_is_no_mistake(tmp_path: Path) -> None:
+    file = tmp_path / "mine.gin"
+    file.write_text(f"include '{TINY}'\nMINE = 3\nSTEPS = %MINE\nSTEPS = 4\n")
+    run, _ = command_line.build([str(file)], tiny_run.bindings(tmp_path / "run"))
+    assert run.stages[-1].steps == 4
+
+
+def test_a_component_that_no_file_imports_is_found_by_its_module(tmp_path: Path) -> None:
+    bindings = tiny_run.bindings(tmp_path / "run", ALGORITHM="@gspo.GSPO()", **{"gspo.GSPO.kl_coef": 0.5})
+    run, config = command_line.build([TINY], bindings)
+    assert (type(run.stages[-1].algorithm).__name__, run.stages[-1].algorithm.kl_coef) == ("GSPO", 0.5)
+    (tmp_path / "config.gin").write_text(config)
+    again, same = command_line.build([str(tmp_path)])
+    assert again.stages[-1].algorithm == run.stages[-1].algorithm and same == config
 
 
 def test_a_missing_gin_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

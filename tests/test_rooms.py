@@ -17,7 +17,7 @@ ORDER = (
     "launch", "tools", "train", "eval", "metrics", "rollouts", "samplers", "learner", "models", "algorithms", "kernels", "data",
     "rewards", "distributed", "publication", "words",
 )  # fmt: skip
-WORDS = {"__init__", "launch", "command_line", "components", "experience", "protocols", "serving"}
+WORDS = {"__init__", "launch", "command_line", "components", "experience", "mistakes", "protocols", "serving"}
 # Rooms that only meet in train: who samples does not know who learns, an algorithm sees log-probs and never who made them.
 STRANGERS = (
     {"rollouts", "samplers"}, {"rollouts", "learner"}, {"samplers", "learner"}, {"models", "algorithms"}, {"eval", "learner"},

@@ -59,6 +59,13 @@ class Run:
     resume_as_new: bool = False
 
     def __post_init__(self) -> None:
+        for name, value, method, example in (
+            ("MODEL (train.Run.policy)", self.policy, "policy", "@sources.PolicySource()"),
+            ("TOKENIZER (train.Run.tokenizer)", self.tokenizer, "load", "@tokenizer.PretrainedTokenizer()"),
+            ("SAMPLER (train.Run.sampler)", self.sampler, "start", "@embedded.EmbeddedSampler()"),
+        ):
+            if not hasattr(value, method):
+                raise ValueError(f"{name} must be a component such as {example} (got {value!r})")
         if not self.stages:
             raise ValueError("a run needs at least one stage: set train.Run.stages")
         names = [s.name for s in self.stages]

@@ -190,6 +190,11 @@ class Stage:
         name = type(self.algorithm).__name__
         if self.reward is None:
             raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
+        if not isinstance(self.reward, Reward):
+            raise ValueError(
+                f"REWARD (train.Stage.reward of stage {self.name!r}) must be a reward component (got {self.reward!r}): for a function, include "
+                "gin/rewards/function.gin and set REWARD_FUNCTION = 'FILE.py:NAME'"
+            )
         if self.filter is not None and self.reward.needs_stats:
             raise ValueError(
                 f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
