@@ -70,6 +70,46 @@ def _as_new(run: Any) -> Any:
     return dataclasses.replace(run, resume_as_new=True)
 
 
+def several(distributed: bool) -> bool:
+    """Whether this is one of several processes, which must join before they look at their devices."""
+    from jaxrl_llm.distributed import rendezvous
+
+    return rendezvous.coordinator_arguments(os.environ, distributed) is not None
+
+
+def built(arguments: argparse.Namespace) -> tuple[Any, str]:
+    """`command_line.build`; where rows are 'auto', the settings chosen for this device are printed and are part of the configuration."""
+    run, config = command_line.build(arguments.gin_file, arguments.gin)
+    packings = [getattr(stage, "packing", None) for stage in getattr(run, "stages", ())]
+    if not any(getattr(packing, "rows", None) == "auto" for packing in packings):
+        return run, config
+    if several(arguments.distributed):
+        raise ValueError(
+            "rows = 'auto' is chosen by one process for its devices, and this run has several: set ROWS to what `python -m "
+            "jaxrl_llm.tools.plan --fit` prints"
+        )
+    from jaxrl_llm.tools import fit
+
+    chosen = fit.bindings_of(run, config)
+    print("\n".join(["rows = 'auto' takes for this device:", *(f"  {line}" for line in chosen)]), flush=True)
+    return command_line.build(arguments.gin_file, [*arguments.gin, *chosen])
+
+
+def told_fit(run: Any, config: str, starting: bool = False) -> bool:
+    """Whether a run fits this device by the memory account; prints what would, where it does not.
+
+    A run that starts is held back only where its state alone is too large, since activations are an estimate.
+    """
+    from jaxrl_llm.tools import fit
+
+    found = fit.verdict(run, config, fit.here())
+    if found is None:
+        return True
+    goes = starting and not found.certain
+    print(f"{'warning' if goes else 'error'}: {found.text}", file=sys.stderr, flush=True)
+    return goes
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Builds the run and runs it; returns the exit code."""
     arguments = parse_arguments(argv)
@@ -80,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
     try:
-        run, config = command_line.build(arguments.gin_file, arguments.gin)
+        run, config = built(arguments)
         if argv is None and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
@@ -90,9 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             from jaxrl_llm.tools.plan import peaks, plan
 
             print(plan(run), flush=True)
+            if not told_fit(run, config):
+                return 1
             for line in peaks(run):
                 print(line, flush=True)
         else:
+            if not several(arguments.distributed) and not told_fit(run, config, starting=True):
+                return 1
             return _carry_out(run, config, arguments.distributed)
     except (*command_line.EXPECTED, Down) as error:
         if arguments.debug:

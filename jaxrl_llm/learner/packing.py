@@ -14,6 +14,7 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,19 +31,26 @@ class Packing:
 
     Attributes:
       row_tokens: positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
-      rows: rows of a micro-batch over all devices; a multiple of data x fsdp.
+      rows: rows of a micro-batch over all devices, a multiple of data x fsdp; "auto" lets a launch choose them, with rematerialisation and
+        the place and dtype of moments, by the device's memory. A resumed run keeps what was chosen.
       sequences_per_row: most sequences of one row.
       tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp. 0
         gives every micro-batch the same shape.
     """
 
     row_tokens: int = 1024
-    rows: int = 8
+    rows: Any = 8
     sequences_per_row: int = 16
     tail: int = 0
 
     def __post_init__(self) -> None:
-        components.at_least(self, 1, "row_tokens", "rows", "sequences_per_row")
+        components.at_least(self, 1, "row_tokens", "sequences_per_row")
+        if self.rows == "auto":
+            if self.tail:
+                raise ValueError(f"train.Packing.tail must be 0 where rows are 'auto' (got {self.tail})")
+            return
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1:
+            components.refuse(self, "rows", "a whole number >= 1, or 'auto'")
         if self.tail and self.tail not in (
             self.rows >> k for k in range(self.rows.bit_length()) if self.rows % 2**k == 0
         ):

@@ -3,8 +3,10 @@
     python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_qwen_coder_0p5b_gsm8k.gin --chips=h200,v5p,v6e --counts=1,4,64,4096
     python -m jaxrl_llm.tools.plan --compare=speed.jsonl
 
+    python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_gsm8k.gin --gin="PRETRAINED='FOLDER'" --fit --device=rtx4090
+
 The first command simulates the steps of a run on fleets of chips (cost_model.py), the second compares the cost model with rows of
-`bench`.
+`bench`, and the third prints settings that fit a device, as gin lines.
 """
 
 import json
@@ -25,11 +27,10 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, bucket, taken_bytes
-from jaxrl_llm.tools import cost_model, memory
+from jaxrl_llm.tools import cost_model, fit, memory
 from jaxrl_llm.tools.memory import GIB
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import describe
-from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -132,36 +133,15 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
         yield f"  evaluation   {evaluation.name}: {min(count, evaluation.limit or count)} prompts every {stage.evaluate_every} steps"
 
 
-def state(stage: Stage, policy: Policy) -> dict[str, int]:
-    """Bytes of a stage's state on one device, by kind."""
-    learner = learner_of(stage, policy, 0)
-    trees = {
-        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
-        "moments": learner.abstract.moments, "frozen base": memory.frozen(learner),
-    }  # fmt: skip
-    found = {name: memory.size(tree) for name, tree in trees.items()} | {"reference": _reference(stage, policy)}
-    return {name: held for name, held in found.items() if held}
-
-
 def _memory(stage: Stage, policy: Policy, shards: int) -> str:
     """A line with the state's bytes, and a bound on the activations from the residual streams that are saved."""
     size, packing = policy.architecture, stage.packing
     kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
-    found = state(stage, policy)
+    found = fit.state(stage, policy)
     held = ", ".join(f"{name} {held / GIB:.3f}" for name, held in found.items())
     return f"  memory       {sum(found.values()) / GIB:.3f} GiB of state ({held}) + about {activations / GIB:.3f} GiB of activations a device"
-
-
-def _reference(stage: Stage, policy: Policy) -> int:
-    """Bytes of the reference on one device, where the stage keeps it there."""
-    held = "reference" in stage.needs and not stage.offload_reference
-    return memory.size(_reference_shapes(stage, policy)) if held else 0
-
-
-def _reference_shapes(stage: Stage, policy: Policy) -> Any:
-    return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
 
 
 def peaks(run: Run | Harness) -> Iterable[str]:
@@ -204,8 +184,8 @@ def _peak(run: Run, stage: Stage, policy: Any) -> str:
             phases["publish"] = state + (merged if weights else 0)
             weights = weights or merged
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
-        phases["score"] += memory.size(_reference_shapes(stage, policy))
-    also = weights + _reference(stage, policy)
+        phases["score"] += memory.size(fit.reference_of(stage, policy))
+    also = weights + fit.reference(stage, policy)
     if stage.teacher is not None and "teacher" in stage.algorithm.needs:
         also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
     found = {name: (peak + also) / GIB for name, peak in phases.items()}
@@ -309,6 +289,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--counts", default="1,2,4,8,16,64,256,1024,4096", help="chips of a fleet")
     parser.add_argument("--response_tokens", type=int, help="mean tokens of a response (default: the run's limit)")
     parser.add_argument("--grow", action="store_true", help="the run's batch is that of one chip, and grows with them")
+    parser.add_argument("--fit", action="store_true", help="print settings that fit a device, as gin lines")
+    parser.add_argument(
+        "--device", help=f"device to fit: {', '.join(fit.DEVICES)} or NAME=GIB (default: the one at hand)"
+    )
     parser.add_argument("--compare", metavar="FILE", help="rows that `bench --output` wrote")
     arguments = parser.parse_args(argv)
     compilation_cache.keep()
@@ -320,9 +304,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.compare:
         lines = compared(map(json.loads, Path(arguments.compare).read_text(encoding="utf-8").splitlines()))
     else:
-        run, _ = command_line.build(arguments.gin_file, arguments.gin)
-        lines = fleets(
-            run, chips, [int(n) for n in arguments.counts.split(",")], arguments.response_tokens, arguments.grow
+        run, config = command_line.build(arguments.gin_file, arguments.gin)
+        lines = (
+            fit.fitted(run, config, fit.named(arguments.device))
+            if arguments.fit
+            else fleets(
+                run, chips, [int(n) for n in arguments.counts.split(",")], arguments.response_tokens, arguments.grow
+            )
         )
     for line in lines:
         print(line, flush=True)

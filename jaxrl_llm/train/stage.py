@@ -276,6 +276,11 @@ class Stage:
 
     def check_devices(self, batch_shards: int) -> None:
         """Raises ValueError where rows do not divide over the mesh."""
+        if self.packing.rows == "auto":
+            raise ValueError(
+                f"train.Packing.rows of stage {self.name!r} is 'auto', which a launch resolves for its device before the run is built: "
+                "`python -m jaxrl_llm.tools.plan --fit` prints rows for any device"
+            )
         if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
             raise ValueError(
                 f"train.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "

@@ -1,0 +1,307 @@
+"""Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and the optimizer's moments.
+
+The account is the state's own shapes, what stays beside it (the reference, the sampler's copy of the weights), and the activations by
+the cost model, which was compared with measured peaks. Among the settings that fit, those come first that change least: moments in
+float32 on the device, then the first moment in bfloat16, then both moments on the host; among these, about the least predicted time.
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.samplers.embedded.slots import Capacity, taken_bytes
+from jaxrl_llm.tools import cost_model, memory
+from jaxrl_llm.tools.memory import GIB
+from jaxrl_llm.train.build import learner_of
+from jaxrl_llm.train.frozen_models import reference_shapes
+from jaxrl_llm.train.run import Run
+from jaxrl_llm.train.stage import Stage
+
+USABLE = 0.92  # share of a device's memory that JAX takes, and the rest is for libraries and fragmentation
+REMATS = ("none", "dots", "gate", "projections", "attention", "full")
+# (dtype of the first moment, whether moments are on the host), those first that change least.
+MOMENTS = (("float32", False), ("bfloat16", False), ("float32", True))
+MOST_ROWS = 4096
+CLOSE = 1.1  # of the least predicted time; among settings as close as this, the one that recomputes least is taken
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device to fit.
+
+    Attributes:
+      name: how it is called in messages.
+      bytes: its memory.
+    """
+
+    name: str
+    bytes: float
+
+
+# Memory as the drivers report it, in GiB.
+DEVICES = {
+    name: Device(name, gib * GIB)
+    for name, gib in {
+        "t4": 15.0, "l4": 22.5, "rtx3090": 24.0, "rtx4090": 24.0, "rtx5090": 31.8, "a10g": 22.5, "l40s": 45.0, "a100-40": 39.5,
+        "a100-80": 79.2, "h100": 79.6, "h200": 139.8, "b200": 178.0, "v5e": 15.75, "v5p": 95.0, "v6e": 31.25,
+    }.items()
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Settings that fit.
+
+    Attributes:
+      rows: rows of a micro-batch of each stage.
+      remat: what the backward pass recomputes.
+      moments: dtype of the first moment.
+      offload: whether moments are on the host.
+      needed: bytes that the fullest stage takes of a device.
+    """
+
+    rows: tuple[int, ...]
+    remat: str
+    moments: str
+    offload: bool
+    needed: float
+
+
+def here() -> Device:
+    """The device at hand; a CPU's share of the machine's memory is its own."""
+    device = jax.local_devices()[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if limit:  # what JAX was given
+        return Device(device.device_kind, limit / USABLE)
+    memory_here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(f"{device.device_kind} of this machine", memory_here / jax.local_device_count())
+
+
+def named(name: str | None) -> Device:
+    """A device of DEVICES by name, or "NAME=GIB"; None is the one at hand. Raises ValueError for other names."""
+    if name is None:
+        return here()
+    if found := re.fullmatch(r"([\w-]+)=([\d.]+)", name):
+        return Device(found[1], float(found[2]) * GIB)
+    if name.lower() not in DEVICES:
+        raise ValueError(f"--device must be one of {', '.join(DEVICES)}, or NAME=GIB such as mine=48 (got {name!r})")
+    return DEVICES[name.lower()]
+
+
+# -- the account -------------------------------------------------------------------------------------------------------
+
+
+def state(stage: Stage, policy: Any) -> dict[str, int]:
+    """Bytes of a stage's state on one device, by kind."""
+    learner = learner_of(stage, policy, 0)
+    trees = {
+        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
+        "moments": learner.abstract.moments, "frozen base": memory.frozen(learner),
+    }  # fmt: skip
+    found = {name: memory.size(tree) for name, tree in trees.items()} | {"reference": reference(stage, policy)}
+    return {name: held for name, held in found.items() if held}
+
+
+def reference(stage: Stage, policy: Any) -> int:
+    """Bytes of the reference on one device, where the stage keeps it there."""
+    held = "reference" in stage.needs and not stage.offload_reference
+    return memory.size(reference_of(stage, policy)) if held else 0
+
+
+def reference_of(stage: Stage, policy: Any) -> Any:
+    """Returns the shapes of the stage's reference, in the dtype that it is kept in."""
+    return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
+
+
+def beside(run: Run, stage: Stage, policy: Any) -> int:
+    """Bytes that stay on a device beside a stage's state: the embedded sampler's copy of the weights, and one slot a shard of its cache."""
+    sampler = run.sampler
+    if not (stage.samples and isinstance(sampler, EmbeddedSampler)):
+        return 0
+    copied = policy.compute_dtype != "float32" or not sampler.share_weights
+    slots = Capacity(slots=policy.partitioner.batch_shards, length=run.max_length, stop_ids=0, penalised=False)
+    copy = memory.size(memory.cast(policy.plain, policy.compute_dtype)) if copied else 0
+    return copy + taken_bytes(policy.plain, slots, sampler.cache)
+
+
+def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
+    """Bytes of an update's activations and working memory for `tokens` tokens a device."""
+    without = setting.weights / setting.fsdp * (8 + setting.moments)
+    return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
+
+
+def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
+    """The cost model's settings of a stage."""
+    optimizer = stage.optimizer
+    widths = (optimizer.moments_dtype, optimizer.second_moment_dtype)
+    moments = 0 if optimizer.offload else sum({"float32": 4, "bfloat16": 2}[w] for w in widths)
+    unrolled = policy.unroll >= policy.architecture.layers
+    fsdp = policy.partitioner.axis_sizes.get("fsdp", 1)
+    return cost_model.Setting(sizes=policy.architecture, remat=remat, unrolled=unrolled, moments=moments, fsdp=fsdp)
+
+
+def needed(run: Run, policy: Any) -> float:
+    """Bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
+    found = [0.0]
+    for stage in run.stages:
+        held = sum(state(stage, policy).values()) + beside(run, stage, policy)
+        tokens = stage.packing.rows // policy.partitioner.batch_shards * stage.packing.row_tokens
+        found.append(held + activations(setting_of(policy, stage, policy.remat), tokens, policy.compute_dtype))
+    return max(found)
+
+
+# -- the choice --------------------------------------------------------------------------------------------------------
+
+
+def choose(run: Run, device: Device) -> Choice | None:
+    """The settings for a run on a device; None where none of those tried fits. Equal runs and devices give equal choices."""
+    policy = run.policy.policy(Partitioner.create(run.mesh))
+    for moments, offload in MOMENTS:
+        stages = [
+            replace(s, optimizer=replace(s.optimizer, moments_dtype=moments, offload=offload)) for s in run.stages
+        ]
+        held = [sum(state(s, policy).values()) + beside(run, s, policy) for s in stages]
+        found: list[tuple[float, Choice]] = []
+        for remat in REMATS:
+            fitting = [_rows(s, policy, remat, USABLE * device.bytes - h) for s, h in zip(stages, held, strict=True)]
+            if all(fitting):
+                most = max(
+                    h + activations(setting_of(policy, s, remat), _tokens(s, r, policy), policy.compute_dtype)
+                    for s, h, r in zip(stages, held, fitting, strict=True)
+                )
+                seconds = sum(_seconds(s, policy, remat, r) * s.updates for s, r in zip(stages, fitting, strict=True))
+                choice = Choice(rows=tuple(fitting), remat=remat, moments=moments, offload=offload, needed=most)
+                found.append((seconds, choice))
+        if found:
+            least = min(seconds for seconds, _ in found)
+            return next(choice for seconds, choice in found if seconds <= CLOSE * least)
+    return None
+
+
+def _tokens(stage: Stage, rows: int, policy: Any) -> int:
+    return rows // policy.partitioner.batch_shards * stage.packing.row_tokens
+
+
+def _wanted(stage: Stage) -> int:
+    """Rows that hold a mini-batch whose sequences are all at their limits."""
+    longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
+    each = max(stage.packing.row_tokens // longest, 1)
+    return math.ceil(stage.sequences / stage.minibatches / each)
+
+
+def _rows(stage: Stage, policy: Any, remat: str, room: float) -> int:
+    """The most rows, shards x 2^k and no more than a mini-batch fills, whose activations fit; 0 where one row a shard does not."""
+    shards, setting = policy.partitioner.batch_shards, setting_of(policy, stage, remat)
+    fits = lambda rows: activations(setting, _tokens(stage, rows, policy), policy.compute_dtype) <= room  # noqa: E731
+    rows = shards
+    if not fits(rows):
+        return 0
+    while rows < min(_wanted(stage), MOST_ROWS) and fits(2 * rows):
+        rows *= 2
+    return rows
+
+
+def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
+    """Predicted seconds of an update, by one chip's rates: they order settings, whatever the device."""
+    length = stage.max_prompt_tokens + stage.response_tokens
+    times = math.ceil(_wanted(stage) / rows)
+    setting, tokens = setting_of(policy, stage, remat), _tokens(stage, rows, policy)
+    return sum(cost_model.update_seconds(cost_model.CHIPS["h200"], setting, tokens, length, times).values())
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def lines(run: Run, config: str, choice: Choice) -> list[str]:
+    """The choice as gin lines; the last stage's rows are ROWS where the configuration reads it."""
+    *others, last = zip(run.stages, choice.rows, strict=True)
+    name = "ROWS" if re.search(r"%ROWS\b", config) else "train.Packing.rows"
+    return [
+        f"{name} = {last[1]}",
+        *(f"{stage.name}/train.Packing.rows = {rows}" for stage, rows in others),
+        f"sources.PolicySource.remat = {choice.remat!r}",
+        f"train.Optimizer.moments_dtype = {choice.moments!r}",
+        f"train.Optimizer.offload = {choice.offload}",
+    ]
+
+
+def fitted(run: Run, config: str, device: Device) -> Iterator[str]:
+    """Yields the settings that `plan --fit` prints.
+
+    Raises:
+      MemoryError: nothing that was tried fits; the message says what takes the memory.
+    """
+    choice = choose(run, device)
+    if choice is None:
+        raise MemoryError(f"{_too_small(run, device)}; {OTHERWISE}")
+    yield f"# {device.name}: {choice.needed / GIB:.1f} of {device.bytes / GIB:.1f} GiB"
+    yield from lines(run, config, choice)
+
+
+OTHERWISE = (
+    "no rows, remat and moments fit: spread over more devices (train.MeshConfig.fsdp), train adapters (gin/adapters/lora.gin), take a "
+    "smaller model, or lower PROMPT_LIMIT, RESPONSE_LIMIT and ROW_TOKENS"
+)
+
+
+def _too_small(run: Run, device: Device, takes: float | None = None) -> str:
+    policy = run.policy.policy(Partitioner.create(run.mesh))
+    held = max(sum(state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
+    amount = f"about {takes / GIB:.1f} GiB" if takes else f"{held / GIB:.1f} GiB before any activation"
+    return f"the run does not fit: it takes {amount} a device, and {device.name} has {device.bytes / GIB:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is said of a run that does not fit.
+
+    Attributes:
+      text: one line, with the settings that would fit.
+      certain: whether its state alone is larger than the device.
+    """
+
+    text: str
+    certain: bool
+
+
+def verdict(run: Any, config: str, device: Device) -> Verdict | None:
+    """Says that a run does not fit a device, before anything is compiled; None where it does, or where it is no training run."""
+    if not isinstance(run, Run):
+        return None
+    policy = run.policy.policy(Partitioner.create(run.mesh))
+    takes = needed(run, policy)
+    if takes <= USABLE * device.bytes:
+        return None
+    choice = choose(run, device)
+    held = max(sum(state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
+    way = OTHERWISE if choice is None else "these settings fit: " + "; ".join(lines(run, config, choice))
+    return Verdict(f"{_too_small(run, device, takes)}; {way}", held > device.bytes)
+
+
+# -- rows = 'auto' -----------------------------------------------------------------------------------------------------
+
+
+def bindings_of(run: Run, config: str) -> Sequence[str]:
+    """The bindings for a run whose rows are 'auto': those that its folder was begun with, or those chosen for the device at hand.
+
+    Raises:
+      MemoryError: nothing fits.
+    """
+    shards = Partitioner.create(run.mesh).batch_shards
+    stages = [replace(s, packing=replace(s.packing, rows=shards)) for s in run.stages]  # a number for what is counted
+    chosen = list(fitted(replace(run, stages=stages), config, here()))[1:]
+    file = Path(run.run_dir) / "config.gin"
+    if not file.is_file():
+        return chosen
+    text = file.read_text()
+    names = [line.partition(" = ")[0] for line in chosen]
+    before = [found[0] for n in names if (found := re.search(rf"^{re.escape(n)} = .*$", text, re.MULTILINE))]
+    return before if len(before) == len(names) else chosen

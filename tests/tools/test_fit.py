@@ -1,0 +1,126 @@
+"""The settings that are chosen for a device fit it, are the same each time and are kept by a resumed run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_run
+
+from jaxrl_llm import command_line, launch
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.tools import fit, plan
+
+MIB = 2**20
+# 19 million parameters, whole on each device, so that the state (369 MiB with the reference) is larger than a micro-batch.
+LARGER = {
+    "qwen3.Qwen3.width": 512, "qwen3.Qwen3.layers": 8, "qwen3.Qwen3.mlp_width": 1536, "PROMPTS_PER_STEP": 64,
+    "train.MeshConfig.fsdp": 1, "train.MeshConfig.data": 8,
+}  # fmt: skip
+
+
+def built(run_dir: Path, **more: Any) -> tuple[Any, str]:
+    return command_line.build([tiny_run.GIN_FILE], tiny_run.bindings(run_dir, **tiny_run.RL_ALONE, **more))
+
+
+def test_a_device_is_named_or_given_in_gib() -> None:
+    assert fit.named("RTX4090").bytes == 24 * 2**30 and fit.named("mine=48") == fit.Device("mine", 48 * 2**30)
+    assert fit.named(None).bytes > 2**27  # this machine's memory, or its share of it
+    with pytest.raises(
+        ValueError, match=r"--device must be one of t4, l4, .*, or NAME=GIB such as mine=48 \(got 'h20'\)"
+    ):
+        fit.named("h20")
+
+
+def test_the_choice_fits_grows_with_the_device_and_is_the_same_each_time(tmp_path: Path) -> None:
+    run, _ = built(tmp_path, **LARGER)
+    policy = run.policy.policy(Partitioner.create(run.mesh))
+    numbers = plan._count(policy.abstract())
+    found = {}
+    for size in (250, 350, 1000, 4000):
+        device = fit.Device("d", size * MIB)
+        found[size] = fit.choose(run, device)
+        assert found[size] == fit.choose(run, device)
+        assert 8 * numbers < found[size].needed <= fit.USABLE * device.bytes, (
+            "weights and gradients, and no more than there is"
+        )
+    small, some, more, most = found.values()
+    assert small.offload and not most.offload and most.moments == "float32"
+    assert some.rows <= more.rows <= most.rows and fit.REMATS.index(most.remat) <= fit.REMATS.index(some.remat)
+    assert fit.choose(run, fit.Device("none", 50 * MIB)) is None
+
+
+def test_the_estimate_is_of_the_size_of_the_compiled_programs_account(tmp_path: Path) -> None:
+    run, _ = built(tmp_path, **LARGER, ROWS=8, ROW_TOKENS=64)
+    policy = run.policy.policy(Partitioner.create(run.mesh))
+    (line,) = plan.peaks(run)
+    compiled = float(line.split()[3]) * 2**30
+    assert 0.7 < fit.needed(run, policy) / compiled < 1.5
+
+
+def test_the_lines_are_bindings_that_the_run_takes(tmp_path: Path) -> None:
+    run, config = built(tmp_path, **LARGER)
+    head, *lines = fit.fitted(run, config, fit.Device("small", 250 * MIB))
+    assert head.startswith("# small: ") and head.endswith(" of 0.2 GiB")
+    again, _ = command_line.build(
+        [tiny_run.GIN_FILE], [*tiny_run.bindings(tmp_path, **tiny_run.RL_ALONE, **LARGER), *lines]
+    )
+    choice = fit.choose(run, fit.Device("small", 250 * MIB))
+    assert choice is not None
+    (stage,) = again.stages
+    took = (stage.packing.rows, again.policy.remat, stage.optimizer.moments_dtype, stage.optimizer.offload)
+    assert took == (choice.rows[0], choice.remat, choice.moments, choice.offload)
+    with pytest.raises(
+        MemoryError, match=r"does not fit: it takes 0.4 GiB before any activation a device, and none has .*fsdp"
+    ):
+        list(fit.fitted(run, config, fit.Device("none", 50 * MIB)))
+
+
+def launched(run_dir: Path, *flags: str, **more: Any) -> int:
+    bindings = [f"--gin={b}" for b in tiny_run.bindings(run_dir, **tiny_run.RL_ALONE, **more)]
+    return launch.main([f"--gin_file={tiny_run.GIN_FILE}", *bindings, *flags])
+
+
+def test_a_dry_run_that_does_not_fit_says_so_with_settings_that_do_and_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "peaks", lambda run: pytest.fail("compiles"))
+    monkeypatch.setattr(fit, "here", lambda: fit.Device("a small device", 420 * MIB))
+    assert launched(tmp_path / "run", "--dry_run", **LARGER, ROWS=1024, ROW_TOKENS=512) == 1
+    shown = capsys.readouterr()
+    assert "stage rl: GRPO" in shown.out and "the run does not fit: it takes about " in shown.err
+    assert "a small device has 0.4 GiB; these settings fit: ROWS = " in shown.err
+
+
+def test_a_start_is_held_back_where_the_state_alone_is_too_large_and_warned_of_an_estimate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_carry_out", lambda *_: 0)
+    for size, code, word in ((50, 1, "error"), (420, 0, "warning"), (100_000, 0, "")):
+        monkeypatch.setattr(fit, "here", lambda size=size: fit.Device("a device", size * MIB))
+        assert launched(tmp_path / "run", **LARGER, ROWS=1024, ROW_TOKENS=512) == code
+        assert capsys.readouterr().err.partition(":")[0] == word
+
+
+def test_rows_that_are_auto_are_chosen_at_the_start_and_kept_by_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs: list[Any] = []
+    monkeypatch.setattr(launch, "_carry_out", lambda run, config, _: runs.append((run, config)) or 0)
+    monkeypatch.setattr(fit, "here", lambda: fit.Device("a device", 4000 * MIB))
+    assert launched(tmp_path / "run", **LARGER, ROWS="'auto'") == 0
+    assert "rows = 'auto' takes for this device:\n  ROWS = " in capsys.readouterr().out
+    run, config = runs[-1]
+    rows = run.stages[0].packing.rows
+    assert rows == fit.choose(run, fit.here()).rows[0] and f"\nROWS = {rows}\n" in config
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.gin").write_text(config.replace(f"\nROWS = {rows}\n", "\nROWS = 8\n"))
+    assert launched(tmp_path / "run", **LARGER, ROWS="'auto'") == 0
+    assert runs[-1][0].stages[0].packing.rows == 8, "what the folder was begun with"
+    with pytest.raises(ValueError, match=r"train.Packing.rows must be a whole number >= 1, or 'auto' \(got 'many'\)"):
+        built(tmp_path, ROWS="'many'")
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "127.0.0.1:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    capsys.readouterr()
+    assert launched(tmp_path / "run", ROWS="'auto'") == 1
+    assert "is chosen by one process for its devices" in capsys.readouterr().err
