@@ -149,11 +149,14 @@ def with_imports(gin: Any, binding: str) -> str:
     named = dict.fromkeys((*KEY.findall(binding), *REFERENCE.findall(binding)))
     imported = gin.config._IMPORTS
     formats = {statement.format() for statement in imported}
-    if all(importing(*pair) in ("", *formats) for pair in named):
+    registry = gin.config._REGISTRY  # it holds what a file named, and what earlier files of this process did
+    known = lambda alias, name: registry.matching_selectors(f"{alias}.{name}")  # noqa: E731
+    lines = {pair: importing(*pair) for pair in named}
+    if all(not line or (line in formats and known(*pair)) for pair, line in lines.items()):
         return binding
-    lines = {statement.bound_name(): statement.format() for statement in imported}
-    lines |= {alias: line for alias, name in named if (line := importing(alias, name))}
-    needed = dict.fromkeys(lines[alias] for alias, _ in named if alias in lines)
+    imports = {statement.bound_name(): statement.format() for statement in imported}
+    imports |= {alias: line for (alias, _), line in lines.items() if line}
+    needed = dict.fromkeys(imports[alias] for alias, _ in named if alias in imports)
     return "\n".join(["from __gin__ import dynamic_registration", *needed, binding])
 
 

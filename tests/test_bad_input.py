@@ -60,6 +60,21 @@ def test_a_component_that_no_file_imports_is_found_by_its_module(tmp_path: Path)
     assert again.stages[-1].algorithm == run.stages[-1].algorithm and same == config
 
 
+def test_a_function_where_a_reward_is_meant_is_told_of_the_component_for_functions(tmp_path: Path) -> None:
+    done = tiny_run.launch(tmp_path / "run", REWARD="@tiny_reward.early_letters")  # without the suite's checks of types
+    assert done.returncode == 1 and "must be a reward component (got " in done.stderr
+    assert "gin/rewards/function.gin and set REWARD_FUNCTION = 'FILE.py:NAME'" in done.stderr
+
+
+def test_files_of_the_package_are_found_from_any_folder_without_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)  # gin looks for gin/base.gin here first
+    for _ in range(2):
+        command_line.build([TINY], tiny_run.bindings(tmp_path / "run"))
+    assert not caplog.records
+
+
 def test_a_missing_gin_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert launch.main([f"--gin_file={tmp_path}/none.gin"]) == 1
     assert "none.gin" in capsys.readouterr().err
