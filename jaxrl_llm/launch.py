@@ -47,6 +47,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def prepare() -> None:
+    """Sets up the process for a run, before JAX is imported: XLA's flags, the compilation cache, and what the console shows of the log."""
+    xla_flags.apply()
+    compilation_cache.keep()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
+    console = logging.StreamHandler()
+    console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
+
+
 def _carry_out(run: Any, config: str, distributed: bool) -> int:
     """Runs `run` in one process, or together with the processes of other hosts; returns the exit code."""
     from jaxrl_llm.distributed import rendezvous
@@ -110,18 +120,18 @@ def told_fit(run: Any, config: str, starting: bool = False) -> bool:
     return goes
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Builds the run and runs it; returns the exit code."""
+def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
+    """Builds the run and runs it; returns the exit code.
+
+    Args:
+      argv: the arguments; None takes those of the process.
+      alone: whether the process does nothing else, as where it takes its own arguments.
+    """
     arguments = parse_arguments(argv)
-    xla_flags.apply()
-    compilation_cache.keep()
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
-    console = logging.StreamHandler()
-    console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
+    prepare()
     try:
         run, config = built(arguments)
-        if argv is None and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
+        if (alone or argv is None) and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         if arguments.resume_as_new:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports its own room and rooms further right. The words are the files at the top of the package.
 ORDER = (
-    "launch", "tools", "train", "eval", "metrics", "rollouts", "samplers", "learner", "models", "algorithms", "kernels", "data",
+    "interface", "launch", "tools", "train", "eval", "metrics", "rollouts", "samplers", "learner", "models", "algorithms", "kernels", "data",
     "rewards", "distributed", "publication", "words",
 )  # fmt: skip
 WORDS = {"__init__", "launch", "command_line", "components", "experience", "mistakes", "protocols", "serving"}
@@ -207,7 +207,7 @@ def test_rooms_import_only_the_distributions_they_may(module):
 
 
 # Import names that differ from their distributions' names (with - for _).
-DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-checkpoint"}
+DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-checkpoint", "IPython": "ipython"}
 
 
 # The benchmark runs peers where they happen to be installed, the learning table has a plot where matplotlib is, and the
@@ -227,7 +227,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_every_imported_distribution_is_declared():
-    known = declared("serve", "wandb", "datasets", "plot")
+    known = declared("serve", "wandb", "datasets", "plot", "notebook")
     for module, file in sorted(MODULES.items()):
         for line, name in imports(file, module):
             head = name.partition(".")[0]

@@ -77,6 +77,11 @@ class Preemption:
         self._thread.join()
         self._ours.close()
 
+    def stop(self) -> None:
+        """Stops the run of one process as a signal would, from any thread and without a time limit."""
+        self._given.set()
+        self._wake()
+
     def reached(self, step: int) -> bool:
         """Whether the run stops after this step; all processes call this once per step and get the same answer."""
         if self.processes.count == 1:

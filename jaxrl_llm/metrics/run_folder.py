@@ -71,18 +71,27 @@ class JsonLines(logging.Handler):
     def __init__(self, path: Path, rank: int, place: Callable[[], Mapping[str, Any]]) -> None:
         super().__init__()
         self._path, self._rank, self._place = path, rank, place
-        self._before = logging.NOTSET
+        self._before = self._shown = logging.NOTSET
+        self._others: list[logging.Handler] = []
 
     def attach(self) -> None:
-        """Starts to log every logger's records, those of this package from level INFO on."""
+        """Starts to log every logger's records, those of this package from level INFO on; other handlers get what they got before."""
         own = logging.getLogger("jaxrl_llm")
-        self._before = own.level
+        self._before, self._shown, self._others = own.level, own.getEffectiveLevel(), list(logging.getLogger().handlers)
+        for handler in self._others:
+            handler.addFilter(self._got_before)
         own.setLevel(logging.INFO)
         logging.getLogger().addHandler(self)
 
     def detach(self) -> None:
         logging.getLogger().removeHandler(self)
         logging.getLogger("jaxrl_llm").setLevel(self._before)
+        for handler in self._others:
+            handler.removeFilter(self._got_before)
+
+    def _got_before(self, record: logging.LogRecord) -> bool:
+        """Whether a handler got a record before the level of this package's loggers was lowered."""
+        return record.levelno >= self._shown or not record.name.startswith("jaxrl_llm")
 
     def emit(self, record: logging.LogRecord) -> None:
         try:

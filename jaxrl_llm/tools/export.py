@@ -49,6 +49,34 @@ def write_adapters(found: Saved, out: Path, dtype: str) -> None:
     save_adapters(found.policy, found.trained(), out, base_name=found.run.policy.pretrained, dtype=dtype)
 
 
+def write(
+    run: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    best: bool = False,
+    model: str = "policy",
+    adapters: bool = False,
+    dtype: str = "float32",
+) -> Path:
+    """Writes a checkpoint of a run as a Hugging Face folder; returns the folder. The arguments are those of the command.
+
+    Raises:
+      ValueError: the run has no such model or no adapters.
+      OSError: `out` exists or cannot be written, or there is no such run or checkpoint.
+    """
+    if out.exists():
+        raise FileExistsError(f"{out} exists: give a new folder")
+    found = saved(run, step=step, best=best)
+    if adapters:
+        write_adapters(found, out, dtype)
+    else:
+        named = model == "policy"
+        written, params = (found.policy.plain, found.merged()) if named else value_model(found, model)
+        save(written, params, out, tokenizer=found.run.tokenizer.load(), dtype=dtype)
+    return out
+
+
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser("tools.export", __doc__)
@@ -63,15 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     arguments = parser.parse_args(argv)
     compilation_cache.keep()
-    if arguments.out.exists():
-        raise FileExistsError(f"{arguments.out} exists: give a new folder")
-    found = saved(arguments.run, step=arguments.step, best=arguments.best)
-    if arguments.adapters:
-        write_adapters(found, arguments.out, arguments.dtype)
-    else:
-        named = arguments.model == "policy"
-        model, params = (found.policy.plain, found.merged()) if named else value_model(found, arguments.model)
-        save(model, params, arguments.out, tokenizer=found.run.tokenizer.load(), dtype=arguments.dtype)
+    write(**vars(arguments))
     print(f"wrote {arguments.out}")
     return 0
 

@@ -1,6 +1,7 @@
 """Everything that a run is composed of; a gin file builds it."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,12 +85,21 @@ class Run:
         """The global step after which each stage starts; the last entry is the last step of the run."""
         return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
 
-    def run(self, config: str = "", processes: Processes | None = None) -> int:
+    def run(
+        self,
+        config: str = "",
+        processes: Processes | None = None,
+        *,
+        preemption: Preemption | None = None,
+        beside: Sequence[WriterComponent] = (),
+    ) -> int:
         """Trains from the last checkpoint in `run_dir`, or from the start.
 
         Args:
           config: the gin text, kept with the run.
           processes: the processes of the run; None for this one alone.
+          preemption: what may stop the run, such as its caller by `Preemption.stop`; None makes one.
+          beside: further writers, which are no part of the run's settings.
 
         Returns:
           The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command goes on.
@@ -97,25 +107,24 @@ class Run:
         processes = Processes() if processes is None else processes
         processes.same("the configuration", config)
         run_dir = Path(self.run_dir)
-        if not processes.main:
-            return self._run(run_dir, config, processes)
-        with locked(writable(run_dir)):
-            return self._run(run_dir, config, processes)
+        with contextlib.ExitStack() as held:
+            if processes.main:
+                held.enter_context(locked(writable(run_dir)))
+            if preemption is None:
+                preemption = Preemption(self.stop_limit_s, processes)
+            held.callback(preemption.close)
+            return self._run(run_dir, config, preemption, beside)
 
-    def _run(self, run_dir: Path, config: str, processes: Processes) -> int:
+    def _run(self, run_dir: Path, config: str, preemption: Preemption, beside: Sequence[WriterComponent]) -> int:
         partitioner = Partitioner.create(self.mesh)
         for stage in self.stages:
             stage.check_devices(partitioner.batch_shards)
-        processes.share(run_dir)
-        preemption = Preemption(self.stop_limit_s, processes)
+        preemption.processes.share(run_dir)
         preemption.listen()
-        try:
-            with asyncio.Runner() as runner:
-                trainer = Trainer(self, run_dir, partitioner, preemption)
-                try:
-                    runner.run(trainer.run(config))
-                finally:
-                    runner.run(trainer.close())
-        finally:
-            preemption.close()
+        with asyncio.Runner() as runner:
+            trainer = Trainer(self, run_dir, partitioner, preemption, beside)
+            try:
+                runner.run(trainer.run(config))
+            finally:
+                runner.run(trainer.close())
         return STOPPED if trainer.stopped == SIGNAL else trainer.status

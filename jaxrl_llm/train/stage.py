@@ -133,11 +133,6 @@ class Stage:
                 f"{type(self.algorithm).__name__} learns from a teacher and Stage.teacher of stage {self.name!r} is not set: include "
                 "gin/algorithms/distill.gin after gin/base.gin and set TEACHER_PATH to a Hugging Face folder or a run folder"
             )
-        if self.samples and self.held_out is not None:
-            raise ValueError(
-                f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
-                "Stage.evaluations measure samples"
-            )
         if self.max_staleness < 0 or (self.max_staleness and not self.samples):
             raise ValueError(
                 f"Stage.max_staleness of stage {self.name!r} must be >= 0, and 0 where nothing is sampled (got {self.max_staleness}): "
@@ -194,6 +189,11 @@ class Stage:
             raise ValueError(
                 f"REWARD (train.Stage.reward of stage {self.name!r}) must be a reward component (got {self.reward!r}): for a function, include "
                 "gin/rewards/function.gin and set REWARD_FUNCTION = 'FILE.py:NAME'"
+            )
+        if self.held_out is not None:
+            raise ValueError(
+                f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
+                "Stage.evaluations measure samples"
             )
         if self.filter is not None and self.reward.needs_stats:
             raise ValueError(

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jaxrl_llm.learner.learner import TrainState
 from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
-from jaxrl_llm.metrics.writers import Writers
+from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import AuxiliaryModel, Down, Retiring, Sampler
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage
@@ -41,13 +41,21 @@ class Trainer:
       run_dir: its folder.
       partitioner: the mesh.
       preemption: hears signals.
+      beside: writers beside those of the run.
     """
 
     overlaps = False  # its own parts need the event loop
 
-    def __init__(self, run: Any, run_dir: Path, partitioner: Partitioner, preemption: Preemption) -> None:
+    def __init__(
+        self,
+        run: Any,
+        run_dir: Path,
+        partitioner: Partitioner,
+        preemption: Preemption,
+        beside: Sequence[WriterComponent] = (),
+    ) -> None:
         self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
-        self.preemption, self.processes = preemption, preemption.processes
+        self.preemption, self.processes, self.beside = preemption, preemption.processes, beside
         self.policy = run.policy.policy(
             partitioner
         )  # first: a model that is not supported is refused before anything is read
@@ -304,7 +312,7 @@ class Trainer:
         settings.note(self.run_dir, self.config, self.changed, restored, number)
         provenance(self.run_dir, self.config.seed, self.text)
         written = restored if restored is None or self.pending is None else restored - 1
-        self.writers = Writers.open(self.config.writers, self.run_dir, written, self.config.starts[-1])
+        self.writers = Writers.open((*self.config.writers, *self.beside), self.run_dir, written, self.config.starts[-1])
         if self.text and restored is None:
             self.writers.text("config", f"```\n{self.text}\n```")
 

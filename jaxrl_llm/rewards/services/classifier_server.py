@@ -95,7 +95,7 @@ def _unicode(text: str) -> bool:
 
 
 @command_line.told
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line, loads the model and serves it."""
     parser = command_line.parser("rewards.services.classifier_server", __doc__)
     parser.add_argument("--model", required=True, help="folder or Hugging Face id")
@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     http_service.options(parser, port=50050)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     token = http_service.token_of(given.host, given.token_env)
     classifier = HfClassifier(
         model=given.model, label=given.label, output=given.output, sign=given.sign, max_tokens=given.max_tokens,

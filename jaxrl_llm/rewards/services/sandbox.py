@@ -158,7 +158,7 @@ def answer(outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 @command_line.told
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Reads the command line and serves; 1 where programs cannot be shut in here, with a line that says what to do."""
     parser = command_line.parser("rewards.services.sandbox", __doc__)
     parser.add_argument("--workers", type=int, default=2, help="programs at a time")
@@ -173,7 +173,7 @@ def main() -> int:
         help="where neither namespaces nor Landlock can be had, run programs with resource limits alone: they reach what their user can",
     )  # fmt: skip
     http_service.options(parser, port=8001)
-    given = parser.parse_args()
+    given = parser.parse_args(argv)
     token = http_service.token_of(given.host, given.token_env)
     sandbox = Sandbox(
         isolation=given.isolation, workers=given.workers, memory_mb=given.memory_mb, disk_mb=given.disk_mb,

@@ -1,0 +1,174 @@
+"""The command `jaxrl`: one verb for everything that a user starts, with plain `name=value` settings.
+
+    jaxrl train gin/grpo_gsm8k.gin group_size=16 algorithm=gspo reward=my_file.py:my_reward data=my.jsonl
+
+Each verb calls the function behind `python -m jaxrl_llm.launch` or `python -m jaxrl_llm.tools.NAME`, which is imported only then.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from jaxrl_llm import __version__
+
+HELP = {"help_option_names": ["-h", "--help"]}
+PASSED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+SETTINGS = """Each FILE is a gin file, one of the package's by its name, or a run folder. NAME=VALUE needs no quotes: a macro in lower or
+upper case (group_size=16), a binding (grpo.GRPO.clip_high=0.3), or a component by name or path: algorithm, model, data, eval_data, reward,
+sampler, tokenizer, adapters, schedule, writers."""
+
+
+def _completed(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+    from jaxrl_llm.interface import completion
+
+    return completion.items(context.params.get(parameter.name or "") or (), incomplete)
+
+
+words = click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...", shell_complete=_completed)
+arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+
+
+@click.group(
+    context_settings=HELP, epilog='Completion: eval "$(_JAXRL_COMPLETE=bash_source jaxrl)", and zsh or fish for bash.'
+)
+@click.version_option(__version__, prog_name="jaxrl")
+def main() -> None:
+    """RL post-training of language models in JAX."""
+
+
+def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Files, and {name: value} of the settings."""
+    from jaxrl_llm.interface.composition import SETTING, value
+
+    files, settings = [], {}
+    for word in words:
+        found = SETTING.fullmatch(word)
+        if found is None or Path(word).exists():
+            files.append(word)
+        else:
+            settings[found["name"]] = value(found["value"])
+    return files, settings
+
+
+def _flags(words: Sequence[str], *, cpu: bool) -> list[str]:
+    """The arguments of `launch` and of other commands that take gin files, which mean the same as the words."""
+    from jaxrl_llm.interface.composition import compose, on_cpu
+
+    files, settings = _given(words)
+    if not files:
+        settings.setdefault("run_dir", f"runs/{settings.get('algorithm', 'grpo')}")
+    composed = compose(files, settings, cpu=cpu and on_cpu())
+    return [f"--gin_file={file}" for file in composed.files] + [f"--gin={line}" for line in composed.lines]
+
+
+def _ended(work: Callable[[], Any]) -> None:
+    """Does a verb's work, and leaves with its exit code, or with 1 and one line where the user can mend what is wrong."""
+    from jaxrl_llm import command_line
+
+    sys.exit(command_line.told(work)() or 0)
+
+
+def _launched(
+    words: Sequence[str], options: Mapping[str, bool], to_flags: Callable[[Sequence[str]], list[str]]
+) -> None:
+    def work() -> int:
+        from jaxrl_llm import launch
+
+        flags = [f"--{name}" for name, on in options.items() if on]
+        return launch.main([*to_flags(words), *flags], alone=True)
+
+    _ended(work)
+
+
+@main.command(context_settings=HELP, help=f"Trains, or goes on from the last checkpoint.\n\n{SETTINGS}")
+@words
+@click.option("--dry_run", is_flag=True, help="Print the resolved plan and the memory that it takes, and leave.")
+@click.option("--resume_as_new", is_flag=True, help="Go on although settings differ that bend what was learned.")
+@click.option("--distributed", is_flag=True, help="One of several processes, found by JAX (TPU pod, Slurm, JobSet).")
+@click.option("--debug", is_flag=True, help="Show the stack of every error.")
+def train(words: tuple[str, ...], **options: bool) -> None:
+    _launched(words, options, lambda words: _flags(words, cpu=True))
+
+
+@main.command(
+    "eval",
+    context_settings=HELP,
+    help="Answers a set of gin/eval with a model or a run: `jaxrl eval gsm8k model=DIR data=DIR out_dir=DIR`.",
+)
+@words
+@click.option("--dry_run", is_flag=True, help="Print what would be asked, and leave.")
+@click.option("--debug", is_flag=True, help="Show the stack of every error.")
+def evaluate(words: tuple[str, ...], **options: bool) -> None:
+    def flags(words: Sequence[str]) -> list[str]:
+        from jaxrl_llm.interface.composition import evaluation
+
+        composed = evaluation(*_given(words))
+        return [f"--gin_file={file}" for file in composed.files] + [f"--gin={line}" for line in composed.lines]
+
+    _launched(words, options, flags)
+
+
+@main.command(context_settings=PASSED, help="Says what a run would take, on this machine or on other chips.")
+@arguments
+def plan(arguments: tuple[str, ...]) -> None:
+    _configured("jaxrl_llm.tools.plan", arguments)
+
+
+@main.command(context_settings=PASSED, help="Checks a machine, and whether a run would work here.")
+@arguments
+def doctor(arguments: tuple[str, ...]) -> None:
+    _configured("jaxrl_llm.tools.doctor", arguments)
+
+
+def _configured(module: str, arguments: Sequence[str]) -> None:
+    """Calls a command that takes gin files; from the first option on, arguments are handed on as they are."""
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    words, options = arguments[:first], arguments[first:]
+    _ended(lambda: importlib.import_module(module).main([*(_flags(words, cpu=False) if words else []), *options]))
+
+
+def _handed_on(name: str, module: str, short: str) -> None:
+    """A verb that hands its arguments on to a command."""
+
+    @main.command(name, context_settings=PASSED, help=short)
+    @arguments
+    def command(arguments: tuple[str, ...]) -> None:
+        _ended(lambda: importlib.import_module(module).main(list(arguments)))
+
+
+_handed_on("bench", "jaxrl_llm.tools.bench", "Measures updates, scoring, sampling and whole steps here.")
+_handed_on("chat", "jaxrl_llm.tools.chat", "Chats with a Hugging Face folder or a run folder.")
+_handed_on("export", "jaxrl_llm.tools.export", "Writes a run's model as a Hugging Face folder.")
+_handed_on("view", "jaxrl_llm.eval.viewer.__main__", "Shows runs and results in a browser.")
+
+
+@main.command(
+    context_settings=PASSED, help="Starts a service that rewards ask: sandbox (runs programs) or classifier (a model)."
+)
+@click.argument("service", type=click.Choice(["sandbox", "classifier"]))
+@arguments
+def serve(service: str, arguments: tuple[str, ...]) -> None:
+    module = {"sandbox": "sandbox", "classifier": "classifier_server"}[service]
+    _ended(lambda: importlib.import_module(f"jaxrl_llm.rewards.services.{module}").main(list(arguments)))
+
+
+@main.command(
+    context_settings=HELP,
+    help="Writes a small project that trains as it is: a reward with its test, data and a gin file.",
+)
+@click.argument("folder", metavar="NAME", type=click.Path(path_type=Path))
+def new(folder: Path) -> None:
+    def work() -> None:
+        from jaxrl_llm.interface import new_project
+
+        click.echo(new_project.write(folder))
+
+    _ended(work)
+
+
+if __name__ == "__main__":
+    main()

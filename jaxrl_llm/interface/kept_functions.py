@@ -1,0 +1,129 @@
+"""Reward functions of Python get a name that a gin file can hold: that of their file, or of a copy of their source in the run folder.
+
+A function of an importable file is named by it. One of a notebook, or of the script that starts the run, is written to RUN/rewards.py
+with what it uses: other functions and classes from there, imports and plain values. What is written is what the run calls, so that a
+resume from the command line calls the same.
+"""
+
+import ast
+import builtins
+import inspect
+import re
+import symtable
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+FILE = "rewards.py"
+ADVICE = "write it into a file and give reward='FILE.py:NAME', which the command line can go on with too"
+
+
+def named(function: Callable[..., Any], folder: Path) -> str:
+    """Returns "file.py:name" or "package.module:name" of a function, whose source is kept in `folder` where it has no file of its own.
+
+    Raises:
+      ValueError: the function is a lambda or made inside another function, or uses what cannot be written down.
+    """
+    name = getattr(function, "__qualname__", "")
+    if not isinstance(function, FunctionType) or not name.isidentifier():
+        kind = "a lambda" if "<lambda>" in name else "made inside a function" if "<locals>" in name else "no function"
+        raise ValueError(
+            f"the reward {name or function!r} is {kind}, so that a resumed run could not find it: {ADVICE}"
+        )
+    module = sys.modules.get(function.__module__)
+    file = getattr(module, "__file__", None)
+    if module is not None and module.__name__ != "__main__" and file is not None:
+        return f"{module.__name__}:{name}" if module.__package__ else f"{Path(file).resolve()}:{name}"
+    return f"{_kept(function, folder)}:{name}"
+
+
+def _kept(function: FunctionType, folder: Path) -> Path:
+    """Writes the function and what it uses to the folder; a file of an earlier function gets a number."""
+    imports, body = _parts(function)
+    opening = '"""Reward functions of this run, written from the notebook or script that started it."""'
+    text = "\n\n".join(["\n".join([opening, "", *sorted(imports)]).rstrip(), *body]) + "\n"
+    file = folder / FILE
+    if file.is_file() and file.read_text() != text:
+        file.rename(folder / f"rewards.{len(list(folder.glob('rewards.*.py')))}.py")
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def _parts(function: FunctionType) -> tuple[set[str], list[str]]:
+    """The imports, and the definitions in an order in which each stands after what it uses at once."""
+    imports: set[str] = set()
+    body: dict[str, str] = {}
+
+    def take(name: str, value: Any) -> None:
+        if name in body:
+            return
+        line = _import(name, value)
+        if line:
+            imports.add(line)
+        elif isinstance(value, re.Pattern):
+            imports.add("import re")
+            body[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
+        elif isinstance(value, FunctionType | type):
+            body[name] = ""  # its place; a function may call itself
+            source = _source(name, value)
+            for used in _globals(source):
+                if used in space and used != name:
+                    take(used, space[used])
+            body[name] = body.pop(name) or source
+        else:
+            body[name] = f"{name} = {_plain(name, value, function)}"
+
+    space = function.__globals__
+    take(function.__name__, function)
+    return imports, list(body.values())
+
+
+def _import(name: str, value: Any) -> str:
+    """The import that gives `value` its name; "" where none does."""
+    if isinstance(value, ModuleType):
+        return f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
+    module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if (
+        module in (None, "__main__")
+        or not own.isidentifier()
+        or getattr(sys.modules.get(module), own, None) is not value
+    ):
+        return ""
+    return f"from {module} import {own}" + (f" as {name}" if own != name else "")
+
+
+def _source(name: str, value: Any) -> str:
+    try:
+        return textwrap.dedent(inspect.getsource(value)).rstrip()
+    except (OSError, TypeError) as error:
+        raise ValueError(
+            f"the source of {name!r} is not known, so that a resumed run could not call it: {ADVICE}"
+        ) from error
+
+
+def _globals(source: str) -> Iterator[str]:
+    """The global names that a definition reads, those of its decorators and defaults too."""
+    tables = [symtable.symtable(source, "<source>", "exec")]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        for symbol in table.get_symbols():
+            of_module = symbol.is_global() or table.get_type() == "module"
+            if symbol.is_referenced() and of_module and not hasattr(builtins, symbol.get_name()):
+                yield symbol.get_name()
+
+
+def _plain(name: str, value: Any, function: FunctionType) -> str:
+    text = repr(value)
+    try:
+        if ast.literal_eval(text) == value:
+            return text
+    except (ValueError, SyntaxError):
+        pass
+    raise ValueError(
+        f"the reward {function.__name__!r} uses {name!r} ({type(value).__name__}), which cannot be written down for a resumed run: {ADVICE}"
+    )

@@ -1,0 +1,183 @@
+"""The run that `rl.grpo(...)` and its kin return: it trains, tells its metrics step by step, chats, evaluates and exports."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jaxrl_llm import command_line
+from jaxrl_llm.data import rows
+from jaxrl_llm.eval.evaluate import Evaluation
+from jaxrl_llm.eval.harness import SUMMARY, Harness
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.interface import page, stepping
+from jaxrl_llm.interface.conversation import Conversation
+from jaxrl_llm.rewards.function import Function
+from jaxrl_llm.tools import export
+from jaxrl_llm.train.checkpoint import last_step
+from jaxrl_llm.train.load import TrainedModel
+from jaxrl_llm.train.run import Run
+
+
+class PythonRun:
+    """A run that Python holds. `run.train()` trains to the end, `for step in run:` step by step; both go on from the last checkpoint.
+
+    The folder holds all of it: `python -m jaxrl_llm.launch --gin_file=FOLDER/config.gin` goes on from the same checkpoint, and
+    `rl.train(FOLDER)` opens it again.
+
+    Args:
+      run: what gin built.
+      config: its whole configuration as gin text.
+
+    Attributes:
+      run: the configuration, a `train.Run`.
+      config: the same as gin text.
+      folder: the run folder.
+    """
+
+    def __init__(self, run: Run, config: str) -> None:
+        self.run, self.config, self.folder = run, config, Path(run.run_dir)
+        self._conversation: tuple[int | None, Conversation] | None = None
+        self._training = False
+
+    def __repr__(self) -> str:
+        return f"<run in {self.folder}: {page.progress(self.history, self.total)}>"
+
+    def _repr_html_(self) -> str:
+        return page.page(self.folder, self.history, self.total)
+
+    @property
+    def total(self) -> int:
+        """The number of steps of the whole run."""
+        return self.run.starts[-1]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """{"step": number, metric: value} of each step until now, from the run folder."""
+        file = self.folder / "metrics.jsonl"
+        found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        return [{n: float(v) if isinstance(v, str) else v for n, v in row.items()} for row in found if len(row) > 1]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yields the metrics of each step as it ends; the run waits meanwhile, and leaving the loop saves it.
+
+        Raises:
+          RuntimeError: another loop trains this run.
+        """
+        if self._training:
+            raise RuntimeError(f"{self.folder} is being trained by another loop over this run: leave that one first")
+        self._training = True
+        try:
+            yield from stepping.steps(self.run, self.config)
+        finally:
+            self._training = False
+
+    def train(self) -> "PythonRun":
+        """Trains to the end, or from the last checkpoint on; returns the run, which a notebook shows."""
+        with page.shown(self) as show:
+            for _ in self:
+                show()
+        return self
+
+    @property
+    def step(self) -> int | None:
+        """The step of the last checkpoint; None before the first."""
+        with contextlib.suppress(FileNotFoundError):
+            return last_step(self.folder / "checkpoints")
+        return None
+
+    def chat(self, question: str, *, temperature: float = 0.0, max_tokens: int = 128, seed: int = 0) -> str:
+        """Returns the answer of the last checkpoint, or of the model that the run begins with where there is none.
+
+        Args:
+          question: a user's message.
+          temperature: 0 takes the likeliest token.
+          max_tokens: most tokens of the answer.
+          seed: of the choice of tokens.
+
+        Raises:
+          ValueError: the question is too long for the model, or the tokenizer lacks one of its characters.
+        """
+        step = self.step
+        if self._conversation is None or self._conversation[0] != step:
+            self.close()
+            opened = Conversation.of_start(self.run) if step is None else Conversation.of_folder(self.folder)
+            self._conversation = (step, opened)
+        settings = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+        return self._conversation[1].ask(question, settings, seed)
+
+    def close(self) -> None:
+        """Frees the memory of the model that `chat` opened."""
+        if self._conversation is not None:
+            self._conversation[1].close()
+            self._conversation = None
+
+    def evaluate(
+        self,
+        data: str | Sequence[Mapping[str, Any]] | None = None,
+        *,
+        reward: Callable[..., Any] | str | None = None,
+        limit: int | None = None,
+        samples: int = 0,
+    ) -> dict[str, Any]:
+        """Evaluates the last checkpoint: greedy answers, and `samples` sampled ones a prompt.
+
+        Args:
+          data: a file, a folder, a dataset's id or a list of mappings; None takes the run's own held-out data.
+          reward: a function, or "file.py:name"; None takes the run's own.
+          limit: most prompts.
+          samples: answers sampled a prompt.
+
+        Returns:
+          The metrics, as in summary.json of RUN/evaluations, which also has their intervals and all answers.
+
+        Raises:
+          ValueError: nothing is trained yet, or the run has no held-out data or no reward.
+        """
+        if self.step is None:
+            raise ValueError(f"{self.folder} has no checkpoint yet: call train() first")
+        stage = self.run.stages[-1]
+        evaluation = next(iter(stage.evaluations), None)
+        if data is not None:
+            settings = stage.settings if evaluation is None else evaluation.settings
+            evaluation = Evaluation(name="given", data=rows.Rows(source=data), settings=settings)
+        if evaluation is None:
+            raise ValueError("the run has no held-out data: give data=, or eval_data= when it is made")
+        scored = Function(function=reward) if reward is not None else evaluation.reward or stage.reward
+        if scored is None:
+            raise ValueError("the run has no reward, by which answers would be judged: give reward=")
+        limit = limit or evaluation.limit
+        asked = replace(evaluation, reward=scored, greedy=True, samples=samples, limit=limit)
+        number = len(list((self.folder / "evaluations").glob(f"step{self.step}*")))
+        out = self.folder / "evaluations" / f"step{self.step}.{number}"
+        harness = Harness(
+            out_dir=str(out), model=TrainedModel(path=str(self.folder)), sampler=self.run.sampler, evaluation=asked,
+            mesh=self.run.mesh, max_prompt_tokens=stage.max_prompt_tokens, truncation=stage.truncation,
+            template_kwargs=stage.template_kwargs,
+        )  # fmt: skip
+        with ThreadPoolExecutor(1, "evaluation") as thread:  # a notebook's own thread has an event loop
+            thread.submit(harness.run, self.config).result()
+        return json.loads((out / SUMMARY).read_text())["metrics"]
+
+    def export(
+        self, folder: str | Path, *, step: int | None = None, best: bool = False, dtype: str = "float32"
+    ) -> Path:
+        """Writes a checkpoint as a Hugging Face folder, adapters merged; returns the folder.
+
+        Raises:
+          OSError: the folder exists, or there is no such checkpoint.
+        """
+        return export.write(self.folder, Path(folder), step=step, best=best, dtype=dtype)
+
+
+def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
+    """Builds a run of gin files and bindings, as `launch` does; raises ValueError where they build none that trains."""
+    run, config = command_line.build(files, bindings)
+    if not isinstance(run, Run):
+        raise ValueError(
+            f"{', '.join(files)} builds {type(run).__name__}, which trains nothing: use the command `jaxrl eval`"
+        )
+    return PythonRun(run, config)
