@@ -8,6 +8,7 @@ resume from the command line calls the same.
 import ast
 import builtins
 import inspect
+import linecache
 import re
 import symtable
 import sys
@@ -97,9 +98,17 @@ def _import(name: str, value: Any) -> str:
 
 
 def _source(name: str, value: Any) -> str:
+    """The source of a function or class; a class of a notebook is found in the cell of its first method."""
     try:
-        return textwrap.dedent(inspect.getsource(value)).rstrip()
-    except (OSError, TypeError) as error:
+        if isinstance(value, FunctionType):
+            return textwrap.dedent(inspect.getsource(value)).rstrip()
+        method = next(x for x in vars(value).values() if isinstance(x, FunctionType))
+        lines = linecache.getlines(method.__code__.co_filename)
+        nodes = ast.parse("".join(lines)).body
+        node = next(n for n in nodes if isinstance(n, ast.ClassDef) and n.name == value.__name__)
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+    except (OSError, TypeError, StopIteration) as error:
         raise ValueError(
             f"the source of {name!r} is not known, so that a resumed run could not call it: {ADVICE}"
         ) from error

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
-from jaxrl_llm import components, serving
+from jaxrl_llm import components
 
 _log = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ def spelled(name: str) -> str:
 
 
 def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHandler]:
+    from jaxrl_llm import serving  # it brings aiohttp, which takes long to import
+
     class Handler(BaseHTTPRequestHandler):
         timeout = SLOWEST_S
 

@@ -1,0 +1,199 @@
+"""The command jaxrl: fast help, the same runs as launch, completion, and a project that trains as it is."""
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_run
+from click.testing import CliRunner
+
+from jaxrl_llm import launch
+from jaxrl_llm.interface import commands, completion
+
+VERBS = {"train", "eval", "plan", "doctor", "bench", "chat", "export", "view", "serve", "new"}
+ENVIRONMENT = {**tiny_run.environment(), "PYTHONPATH": str(tiny_run.ROOT)}
+JAXRL = [sys.executable, "-m", "jaxrl_llm.interface.commands"]
+
+
+def jaxrl(*arguments: str, folder: Path = tiny_run.ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*JAXRL, *arguments], cwd=folder, env=ENVIRONMENT | environment, capture_output=True, text=True, timeout=500
+    )
+
+
+def processor_seconds(*command: str) -> float:
+    """User and system seconds of a command, which a busy machine changes less than the clock's; the second of two calls."""
+    for _ in range(2):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tiny_run.ROOT, env=ENVIRONMENT, capture_output=True, text=True
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert done.returncode == 0, done.stderr
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize(
+    ("command", "most"),
+    [
+        (["-m", "jaxrl_llm.interface.commands", "--help"], 0.5),
+        (["-m", "jaxrl_llm.interface.commands", "train", "--help"], 0.5),
+        (["-m", "jaxrl_llm.launch", "--help"], 0.5),
+        (["-m", "jaxrl_llm.interface.commands", "doctor", "--help"], 0.5),
+        (["-m", "jaxrl_llm.interface.commands", "plan", "--help"], 4.0),  # it imports JAX: 1.5 s on an idle machine
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else None,
+)
+def test_help_is_fast(command, most):
+    assert processor_seconds(*command) < most
+
+
+def test_every_verb_is_there_and_helps_itself():
+    shown = CliRunner().invoke(commands.main, ["--help"])
+    assert shown.exit_code == 0 and set(commands.main.commands) == VERBS
+    for verb in ("train", "eval", "new"):
+        assert CliRunner().invoke(commands.main, [verb, "--help"]).exit_code == 0
+
+
+def flags_of(monkeypatch, *arguments: str) -> list[str]:
+    """What `launch` is called with."""
+    called = []
+    monkeypatch.setattr(launch, "main", lambda argv, alone: called.append(argv) or 0)
+    done = CliRunner().invoke(commands.main, list(arguments), catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return called[0]
+
+
+def test_train_calls_launch_with_the_files_and_bindings_that_mean_the_same(monkeypatch):
+    words = ["gin/grpo_gsm8k.gin", "group_size=16", "algorithm=gspo", "reward=my_file.py:my_reward", "data=my.jsonl"]
+    assert flags_of(monkeypatch, "train", *words, "--resume_as_new") == [
+        "--gin_file=gin/grpo_gsm8k.gin", "--gin_file=gin/data/rows.gin", "--gin_file=gin/algorithms/gspo.gin",
+        "--gin_file=gin/rewards/function.gin", "--gin=DATA_SOURCE = 'my.jsonl'", "--gin=REWARD_FUNCTION = 'my_file.py:my_reward'",
+        "--gin=EVALUATION_LIMIT = 256", "--gin=GROUP_SIZE = 16", "--resume_as_new",
+    ]  # fmt: skip
+
+
+def test_eval_takes_the_sets_of_gin_eval_by_name(monkeypatch):
+    assert flags_of(monkeypatch, "eval", "gsm8k", "model=runs/x", "data=d", "out_dir=o", "samples=4", "--dry_run") == [
+        "--gin_file=gin/eval/gsm8k.gin", "--gin=MODEL_PATH = 'runs/x'", "--gin=DATA_PATH = 'd'", "--gin=OUT_DIR = 'o'",
+        "--gin=SAMPLES = 4", "--dry_run",
+    ]  # fmt: skip
+
+
+def test_the_dry_run_of_plain_names_is_that_of_the_bindings(capfd, tmp_path):
+    """The whole plan, which names every setting, is the same as that of launch with quoted bindings."""
+    plain = [
+        "train",
+        "quickstart",
+        "algorithm=gspo",
+        "group_size=16",
+        "gspo.GSPO.clip_high=0.5",
+        f"run_dir={tmp_path}/r",
+    ]
+    done = jaxrl(*plain, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    files = ["--gin_file=gin/quickstart.gin", "--gin_file=gin/algorithms/gspo.gin"]
+    bindings = ["--gin=GROUP_SIZE=16", "--gin=gspo.GSPO.clip_high=0.5", f"--gin=RUN_DIR='{tmp_path}/r'"]
+    command = [sys.executable, "-m", "jaxrl_llm.launch", *files, *bindings, "--dry_run"]
+    other = subprocess.run(command, cwd=tiny_run.ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    assert done.stdout == other.stdout and "16 rollouts" in done.stdout and "GSPO" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "quikstart"], ("error: quikstart", "quickstart")),
+        (["train", "quickstart", "algorithm=gps"], ("error: gps", "gpg")),
+        (["train", "quickstart", "profile_steps=[1"], ("error: [1 is no Python literal",)),
+        (["train", "reward=exact"], ("error: no model",)),
+        (["plan", "quikstart"], ("error: quikstart",)),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_line(arguments, words):
+    done = CliRunner().invoke(commands.main, arguments)
+    assert done.exit_code == 1
+    (line,) = done.stderr.splitlines()
+    for word in words:
+        assert word in line
+
+
+def test_commands_get_their_arguments_as_they_are(monkeypatch):
+    from jaxrl_llm.tools import doctor, export
+
+    called = []
+    monkeypatch.setattr(export, "main", lambda argv: called.append(argv))
+    monkeypatch.setattr(doctor, "main", lambda argv: called.append(argv))
+    CliRunner().invoke(commands.main, ["export", "runs/x", "--out", "model", "--best"], catch_exceptions=False)
+    CliRunner().invoke(commands.main, ["doctor", "quickstart", "seed=1", "--run_dir", "runs"], catch_exceptions=False)
+    CliRunner().invoke(commands.main, ["doctor"], catch_exceptions=False)
+    assert called == [
+        ["runs/x", "--out", "model", "--best"],
+        ["--gin_file=gin/quickstart.gin", "--gin=SEED = 1", "--run_dir", "runs"],
+        [],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "incomplete", "some"),
+    [
+        ([], "quick", {"quickstart"}),
+        ([], "gin/base", {"gin/base.gin"}),
+        (["quickstart"], "group_", {"group_size="}),
+        (["quickstart"], "sft_", {"sft_steps=", "sft_learning_rate="}),
+        (["quickstart"], "algo", {"algorithm="}),
+        (["quickstart"], "algorithm=gs", {"algorithm=gspo"}),
+        (["quickstart", "algorithm", "="], "gs", {"gspo"}),  # as bash splits it
+        (["quickstart", "reward"], "=", {"exact", "gsm8k", "maths"}),
+        ([], "model=ti", {"model=tiny"}),
+        ([], "tokenizer=b", {"tokenizer=byte"}),
+        ([], "reward=tests/tiny_re", {"reward=tests/tiny_reward.py"}),
+    ],
+)
+def test_completion_offers(words, incomplete, some, monkeypatch):
+    monkeypatch.chdir(tiny_run.ROOT)
+    offered = {item.value for item in completion.items(words, incomplete)}
+    assert some <= offered
+    begun = "" if incomplete == "=" else incomplete
+    assert all(text.startswith(begun) for text in offered)
+
+
+def test_the_shell_gets_verbs_and_words():
+    def completed(words: str, number: int) -> set[str]:
+        asked = {"_JAXRL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(number)}
+        program = "from jaxrl_llm.interface.commands import main; main(prog_name='jaxrl')"
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tiny_run.ROOT, env=ENVIRONMENT | asked, capture_output=True, text=True
+        )
+        return {line.partition(",")[2] for line in done.stdout.splitlines()}
+
+    assert completed("jaxrl ", 1) == VERBS
+    assert "group_size=" in completed("jaxrl train quickstart group", 3)
+    assert "gspo" in completed("jaxrl train quickstart algorithm = gs", 5)
+
+
+def test_what_plans_and_helps_imports_no_http_server():
+    program = "import sys, jaxrl_llm.tools.plan; print('aiohttp' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tiny_run.ROOT, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.slow
+def test_a_new_project_is_tested_and_learns_as_it_is_written(tmp_path):
+    made = jaxrl("new", "letters", folder=tmp_path)
+    assert made.returncode == 0 and "jaxrl train run.gin" in made.stdout
+    project = tmp_path / "letters"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"]
+    tested = subprocess.run(command, cwd=project, env=dict(os.environ), capture_output=True, text=True, timeout=100)
+    assert tested.returncode == 0 and "2 passed" in tested.stdout
+    done = jaxrl("train", "run.gin", "steps=6", folder=project)
+    assert done.returncode == 0, done.stderr
+    rewards = [row["reward/mean"] for row in tiny_run.rows(project / "runs/letters") if "reward/mean" in row]
+    assert len(rewards) == 6 and rewards[-1] > rewards[0] > 0
+    again = jaxrl("new", "letters", folder=tmp_path)
+    assert again.returncode == 1 and "error: letters exists" in again.stderr
