@@ -15,7 +15,6 @@ from jaxrl_llm.eval.harness import SUMMARY, Harness
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.interface import page, stepping
 from jaxrl_llm.interface.conversation import Conversation
-from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.function import Function
 from jaxrl_llm.tools import export
 from jaxrl_llm.train.checkpoint import last_step
@@ -147,7 +146,7 @@ class PythonRun:
             evaluation = Evaluation(name="given", data=rows.Rows(source=data), settings=settings)
         if evaluation is None:
             raise ValueError("the run has no held-out data: give data=, or eval_data= when it is made")
-        scored: Reward | None = evaluation.reward or stage.reward
+        scored: Any = evaluation.reward or stage.reward
         if reward is not None:
             scored = Function(function=reward)
         if scored is None:
