@@ -1,5 +1,6 @@
 """Data pipeline: encodes a dataset's rows as token prefixes and serves them in an order that resumes at the exact row."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,6 +110,7 @@ class Encoder:
     truncation: Literal["drop", "left", "error"] = "drop"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter, init=False, repr=False, compare=False)
+    _ahead: dict[tuple[str, bool], list[int]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         components.choices(self)
@@ -165,7 +167,9 @@ class Encoder:
         )
 
     def _all(self, encode: Callable[[Prompt], Any], rows: Sequence[Prompt]) -> list[Any]:
+        self._read_ahead(rows)
         encoded = [row for row in map(encode, rows) if row is not None]
+        self._ahead.clear()
         if not encoded and self._counts["dropped/no_response"] == self._counts["rows"]:
             raise NoRows(
                 f"none of {len(rows)} rows has a response to learn from: demonstrations have a column `completion`, or `messages` that end with "
@@ -178,6 +182,18 @@ class Encoder:
                 f"{self.max_response_tokens}), or check the data"
             )
         return encoded
+
+    def _read_ahead(self, rows: Sequence[Prompt]) -> None:
+        """Encodes the texts of rows together, which takes a tenth of the time; what cannot be encoded is left to its row, which says so."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return
+        asked = [self._text(row) for row in rows if row.tokens is None and row.messages is None]
+        said = [(row.response, False) for row in rows if row.response is not None and "turns" not in row.extra]
+        for special in (True, False):
+            texts = sorted({text for text, own in (*asked, *said) if own is special})
+            with contextlib.suppress(Exception):  # the tokenizers library raises bare Exception
+                found = self.tokenizer(texts, add_special_tokens=special)["input_ids"] if texts else []
+                self._ahead.update({(text, special): ids for text, ids in zip(texts, found)})
 
     def _prompt(self, prompt: Prompt) -> Prompt | None:
         tokens = self._ids(prompt.id, *self._text(prompt)) if prompt.tokens is None else prompt.tokens
@@ -249,6 +265,8 @@ class Encoder:
         return text, False
 
     def _ids(self, name: str, text: str, special: bool) -> np.ndarray:
+        if (known := self._ahead.get((text, special))) is not None:
+            return np.asarray(known, np.int32)
         try:
             return ids(self.tokenizer, text, special=special)
         except ValueError as error:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.data.pipeline import Encoder, PromptStream
+from jaxrl_llm.data.tokenizer import ByteTokenizer, CharTokenizer
 from jaxrl_llm.experience import Prompt
 
 
@@ -167,3 +168,43 @@ for folder in ("data", "rewards"):
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_texts_of_many_rows_are_encoded_together_to_the_ids_of_each() -> None:
+    class Counted:
+        """A tokenizer whose calls are counted."""
+
+        def __init__(self, tokenizer: object) -> None:
+            self.calls, self._tokenizer = 0, tokenizer
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self._tokenizer, name)
+
+        def __call__(self, *arguments: object, **options: object) -> object:
+            self.calls += 1
+            return self._tokenizer(*arguments, **options)
+
+    tokenizer = ByteTokenizer(add_bos=True).load()
+    rows = [Prompt(id=str(i), text=f"{'<bos>' * (i % 2)}asked {i} \u00e9", response=f"said {i % 7}") for i in range(50)]
+    counted = Counted(tokenizer)
+    found = Encoder(tokenizer=counted, max_prompt_tokens=64).demonstrations(rows)
+    assert counted.calls == 2  # with the tokenizer's own special tokens, and without
+    for row, rollout in zip(rows, found, strict=True):
+        special = [] if row.text.startswith("<bos>") else [1]
+        text = row.text.removeprefix("<bos>").encode()
+        own = [1] if row.text.startswith("<bos>") else []
+        assert rollout.prompt.tokens.tolist() == [*special, *own, *_byte_ids(tokenizer, text)]
+        assert rollout.tokens.tolist() == [*_byte_ids(tokenizer, row.response.encode()), 2]
+
+
+def _byte_ids(tokenizer: object, text: bytes) -> list[int]:
+    """Ids of bytes by the vocabulary's own table of printable stand-ins, one lookup a byte."""
+    stand_ins = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str
+    vocabulary = tokenizer.get_vocab()
+    return [vocabulary[c] for word, _ in stand_ins(text.decode()) for c in word]
+
+
+def test_a_text_that_cannot_be_encoded_is_told_with_its_row_among_others_that_can() -> None:
+    rows = [Prompt(id=str(i), text="ab" if i != 3 else "a?") for i in range(5)]
+    with pytest.raises(ValueError, match=r"prompt '3': .*no token for '\?'"):
+        Encoder(tokenizer=CharTokenizer(alphabet="ab").load(), max_prompt_tokens=8).prompts(rows)
