@@ -9,6 +9,7 @@ from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.metrics.console import Console
 from jaxrl_llm.metrics.prometheus import Prometheus
+from jaxrl_llm.metrics.trackers import MLflow, Trackio
 from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB
 from jaxrl_llm.rollouts.collect import DynamicSampling
@@ -25,6 +26,7 @@ __all__ = [
     "DynamicSampling",
     "Hosts",
     "Jsonl",
+    "MLflow",
     "MeshConfig",
     "Optimizer",
     "Packing",
@@ -33,6 +35,7 @@ __all__ = [
     "Stage",
     "TensorBoard",
     "TokenBuncher",
+    "Trackio",
     "TrainedModel",
     "WandB",
     "Watchdog",
