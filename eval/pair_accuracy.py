@@ -1,6 +1,6 @@
 """Precision, recall, F1 and accuracy of a partition classifier on labelled pairs.
 
-python -m jaxrl_llm.eval.pair_accuracy --model FOLDER --pairs val.jsonl [--threshold 0.5] [--cls TOKEN --sep TOKEN]
+`python -m jaxrl_llm.eval.pair_accuracy --model FOLDER --pairs val.jsonl [--threshold 0.5] [--cls TOKEN --sep TOKEN]`
 """
 
 import asyncio

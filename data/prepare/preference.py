@@ -1,4 +1,4 @@
-"""Preference pairs in verl's schema: python -m jaxrl_llm.data.prepare.preference --out DIR [--source Anthropic/hh-rlhf] [--single_turn].
+"""Preference pairs in verl's schema: `python -m jaxrl_llm.data.prepare.preference --out DIR [--source Anthropic/hh-rlhf] [--single_turn]`.
 
 Rows that hold no pair are left out and counted by reason.
 """

@@ -42,7 +42,7 @@ class ReasoningGym:
         object.__setattr__(self, "_pool", pool)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Returns part "reasoning_gym", in [0, 1] [G]; invalid where the verifier failed or took too long.
+        """Returns part "reasoning_gym", shape `[G]`, in [0, 1]; invalid where the verifier failed or took too long.
 
         Raises:
           ValueError: a prompt is not a row of data/procedural.py.

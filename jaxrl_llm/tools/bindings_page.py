@@ -1,4 +1,4 @@
-"""Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.bindings_page > docs/bindings.md`.
+"""Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md`.
 
 A binding is a field of a component. Components are the classes and functions named by the files in gin/, and every frozen,
 keyword-only dataclass of the packages from which a run is composed. Types and defaults come from the code, meanings from docstrings.
@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from jaxrl_llm.components import FACES, home, selector
+from jaxrl_llm.tools.pages import macros
 
 GIN = Path(__file__).parents[1] / "gin"
 # The packages that re-export components, and the rooms and modules whose classes are components.
@@ -212,20 +213,21 @@ def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
 
 
 def page() -> str:
-    """Returns the whole page."""
+    """Returns the whole page: the macros, then every component."""
     opening = (
-        "# gin bindings\n\n"
+        "# Settings\n\n"
         "Every hyper-parameter that a gin file or `--gin 'module.Component.field = value'` can set. Written by"
-        " `python -m jaxrl_llm.tools.bindings_page > docs/bindings.md`; edit the docstrings, not this page.\n"
+        " `python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md`; edit the docstrings, not this page.\n"
     )
     between = (
-        "# Fields that several components have\n\nThey are set of the component, as `grpo.GRPO.kl_coef` is of"
+        "## Fields that several components have\n\nThey are set of the component, as `grpo.GRPO.kl_coef` is of"
         " `PolicyGradient.kl_coef` here.\n"
     )
     listed = components()
     bases = shared(listed)
+    said = {b.name: b.meaning for component in listed for b in bindings(component)}
     sections = [[section(component, bases) for component in part] for part in (listed, bases)]
-    return "\n".join([opening, *sections[0], between, *sections[1]])
+    return "\n".join([opening, macros.section(GIN, said), *sections[0], between, *sections[1]])
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Writes the hidden states of a model on real text, for `kernels.bench --arrays`.
 
-    python -m jaxrl_llm.tools.hidden_states FOLDER README.md docs/*.md --tokens=8192 --output=states.npz
+    python -m jaxrl_llm.tools.hidden_states FOLDER README.md docs/*/*.md --tokens=8192 --output=states.npz
 
 The text is cut into rows. The file holds what a learner passes to token_stats: `hidden` [T, D] after the final norm, bfloat16
 values stored as float32, `head` [V, D], and `targets` [T], the tokens that follow.

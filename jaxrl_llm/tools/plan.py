@@ -248,7 +248,9 @@ def fleet_line(name: str, count: int, found: Mapping[str, float] | None) -> str:
     """Formats a row of the table; * marks extrapolated rows."""
     mark = " " if name == "h200" and count <= cost_model.MEASURED_CHIPS else "*"
     if found is None:
-        return f"{name:<5}{mark}{count:>6}  does not fit: more chips, or remat, moments and offload in docs/speed.md"
+        return (
+            f"{name:<5}{mark}{count:>6}  does not fit: more chips, or remat, moments and offload in docs/howto/speed.md"
+        )
     idle = "" if found["busy"] == 1 else f"  ({found['busy']:.2g} of the chips have rows to learn from)"
     mesh = f"{found['fsdp']:g} x {found['data']:g}"
     times = f"{found['sample']:>9.3g} {found['score']:>8.3g} {found['update']:>9.3g} {found['step']:>8.3g}"

@@ -1,6 +1,6 @@
 """Every fault a few times: nothing hangs, nothing is lost or counted twice, and it is as before afterwards.
 
-JAXRL_LLM_CHAOS=long tries them often, for half an hour; `python -m tests.chaos` does too, and prints the table of docs/faults.md.
+JAXRL_LLM_CHAOS=long tries them often, for half an hour; `python -m tests.chaos` does too, and prints the table of docs/measured/faults.md.
 """
 
 import os

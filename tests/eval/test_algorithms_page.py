@@ -8,13 +8,13 @@ import pytest
 from jaxrl_llm.eval.reports import algorithms_page, learning_table
 from jaxrl_llm.eval.reports.learning_runs import GIN
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "algorithms.md"
+PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "algorithms.md"
 
 
 def test_the_page_is_current() -> None:
     found = json.loads(algorithms_page.MEASURED.read_text()) if algorithms_page.MEASURED.is_file() else []
     assert PAGE.read_text() == algorithms_page.page(found), (
-        "python -m jaxrl_llm.eval.reports.algorithms_page > /tmp/page && cp /tmp/page docs/algorithms.md"
+        "python -m jaxrl_llm.eval.reports.algorithms_page > /tmp/page && cp /tmp/page docs/reference/algorithms.md"
     )
 
 

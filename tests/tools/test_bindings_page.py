@@ -53,8 +53,8 @@ def function(prompt: str, *, scale: float = 2.0) -> float:
 
 
 def test_the_page_is_current():
-    current = "python -m jaxrl_llm.tools.bindings_page > docs/bindings.md"
-    assert (ROOT / "docs" / "bindings.md").read_text() == page(), f"the code changed: run {current}"
+    current = "python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md"
+    assert (ROOT / "docs" / "reference" / "bindings.md").read_text() == page(), f"the code changed: run {current}"
 
 
 def test_every_binding_has_a_meaning():

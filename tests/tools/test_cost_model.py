@@ -1,4 +1,4 @@
-"""The simulator of fleets against measurements on H200s (docs/speed.md), and its parts against arithmetic by hand."""
+"""The simulator of fleets against measurements on H200s (docs/measured/speed.md), and its parts against arithmetic by hand."""
 
 import json
 from dataclasses import replace

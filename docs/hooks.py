@@ -1,0 +1,86 @@
+"""What the site adds to the pages below docs/: the texts of the root and of kernels/, with links that hold on both sides.
+
+A page links to a file of the root by its path (`../../SECURITY.md`), as readers of the repository need it; the site has that
+text as a page of its own.
+"""
+
+import posixpath
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "build" / "source"
+MEASURED = "## Measured on one H200"
+# {page of the site: file of the repository}
+FROM_ROOT = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "changes.md": "CHANGELOG.md",
+    "reference/kernels.md": "kernels/README.md",
+    "measured/kernels.md": "kernels/README.md",
+}
+LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+
+
+def on_startup(**_: Any) -> None:
+    """Makes the folder that mkdocstrings looks for before it is filled."""
+    SOURCE.mkdir(parents=True, exist_ok=True)
+
+
+def on_pre_build(config: Any) -> None:
+    """Copies the package for mkdocstrings, which follows no links: kernels, data and eval are links to outer folders."""
+    shutil.rmtree(SOURCE / "jaxrl_llm", ignore_errors=True)
+    shutil.copytree(
+        ROOT / "jaxrl_llm", SOURCE / "jaxrl_llm", ignore=shutil.ignore_patterns("__pycache__", "gin", "assets")
+    )
+    for name in ("kernels", "data", "eval"):
+        first = SOURCE / "jaxrl_llm" / name / "__init__.py"
+        if not first.exists():
+            first.write_text(f'"""The files of {name}/."""\n')
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages made of files outside of docs/."""
+    for page, source in FROM_ROOT.items():
+        files.append(File.generated(config, page, content=relinked(text_of(page, source), page, source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns a page's links to files of the root into links to their pages."""
+    own = page.file.src_uri
+    return markdown if own in FROM_ROOT else relinked(markdown, own, f"docs/{own}")
+
+
+def text_of(page: str, source: str) -> str:
+    """The part of a file that a page shows: of the kernels' README the tables apart from the rest."""
+    text = (ROOT / source).read_text()
+    if source != "kernels/README.md":
+        return text
+    before, heading, measured = text.partition(MEASURED)
+    if not heading:
+        raise ValueError(f"{source} has no heading {MEASURED!r}, at which docs/hooks.py divides it")
+    return f"# Kernels\n\n{heading}{measured}" if page.startswith("measured/") else before
+
+
+def relinked(text: str, page: str, source: str) -> str:
+    """`text` of a file of the repository, with its links as the site's page needs them."""
+    folder = posixpath.dirname(source)
+    pages = {file: name for name, file in reversed(FROM_ROOT.items())}
+
+    def link(found: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(folder, found[2]))
+        if target in pages:
+            target = pages[target]
+        elif target.startswith("docs/"):
+            target = target.removeprefix("docs/")
+        else:
+            return found[0]
+        return f"{found[1]}{posixpath.relpath(target, posixpath.dirname(page) or '.')}{found[3]}"
+
+    return LINK.sub(link, text)

@@ -1,0 +1,1 @@
+"""Parts of the generated pages of the reference: macros, commands."""

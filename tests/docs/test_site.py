@@ -1,0 +1,88 @@
+"""The site builds without a warning, holds every page, and refuses a link that leads nowhere."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+needs_mkdocs = pytest.mark.skipif(
+    not (importlib.util.find_spec("mkdocs") and importlib.util.find_spec("mkdocstrings")),
+    reason="mkdocs is not here: pip install 'jaxrl-llm[docs]'",
+)
+
+
+def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", str(config), "-d", str(out)]
+    return subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.slow
+@needs_mkdocs
+def test_the_site_builds_without_a_warning(tmp_path):
+    done = build(ROOT / "mkdocs.yml", tmp_path / "site")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for page in PAGES:
+        assert (tmp_path / "site" / page.relative_to(DOCS).with_suffix(".html")).exists(), page
+    algorithms = (tmp_path / "site" / "reference" / "api" / "algorithms.html").read_text()
+    assert "jaxrl_llm.algorithms.grpo.GRPO" in algorithms and "Group-relative policy optimisation" in algorithms
+    data = (tmp_path / "site" / "reference" / "api" / "data.html").read_text()
+    assert "jaxrl_llm.data.gsm8k.GSM8K" in data  # data/ is a link, which mkdocstrings does not follow by itself
+    held = (tmp_path / "site" / "howto" / "clusters.html").read_text()
+    assert 'href="../security.html"' in held  # on the site, a link to a file of the root leads to its page
+
+
+@pytest.mark.slow
+@needs_mkdocs
+@pytest.mark.parametrize("text", ["[x](nowhere.md)", "[x](other.md#nowhere)"])
+def test_a_link_that_leads_nowhere_fails_the_build(text, tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# A\n\n{text}\n")
+    (tmp_path / "docs" / "other.md").write_text("# B\n")
+    settings = (ROOT / "mkdocs.yml").read_text()
+    validation = settings[settings.index("validation:") : settings.index("nav:")]
+    (tmp_path / "mkdocs.yml").write_text(f"site_name: test\n{validation}")
+    assert build(tmp_path / "mkdocs.yml", tmp_path / "site").returncode != 0
+    (tmp_path / "docs" / "index.md").write_text("# A\n\n[x](other.md#b)\n")
+    assert build(tmp_path / "mkdocs.yml", tmp_path / "site").returncode == 0
+
+
+def test_every_page_is_in_the_navigation():
+    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert {str(page.relative_to(DOCS)) for page in PAGES} <= listed
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda p: str(p.relative_to(ROOT))
+)
+def test_links_between_files_hold_in_the_repository(page):
+    for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", page.read_text()):
+        assert (page.parent / target).exists() or target == "kernels.md", f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_tables_of_figures_stand_in_measured_alone():
+    for page in PAGES:
+        if page.parent.name == "measured":
+            assert re.search(r"\b[0-9a-f]{7}\b", page.read_text()), f"{page.name} names no commit of its figures"
+        elif page.parent.name == "howto":
+            assert "## Measured" not in page.read_text(), f"{page.name}: figures belong to docs/measured"
+
+
+def test_every_metric_that_is_explained_is_one_that_runs_write():
+    code = "".join(f.read_text() for folder in ("jaxrl_llm", "eval") for f in sorted((ROOT / folder).rglob("*.py")))
+    rows = re.findall(r"^\| (`[a-z].*?) \|", (DOCS / "explanation" / "metrics.md").read_text(), re.MULTILINE)
+    names = [name for row in rows for name in re.findall(r"`([a-z_]+/[a-z_0-9]+)`", row)]
+    assert len(names) > 30
+    for name in names:
+        group, _, rest = name.partition("/")
+        known = name in code or (f"{group}/{{" in code and re.search(rf'"{rest}"', code))
+        assert known or group in ("eval", "grad_norm"), f"{name} is written nowhere"
+
+
+def test_the_readme_is_read_in_a_minute():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
