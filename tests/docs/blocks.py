@@ -3,7 +3,7 @@
 A comment on the lines above a fence says what a reader does not need to see:
 
     <!-- file: NAME -->        the block is written to this file of the page's folder
-    <!-- ci: OLD => NEW -->    tests run the block with this text replaced, mostly to make it small
+    <!-- ci: OLD => NEW -->    tests run the block with the first such text replaced, mostly to make it small
     <!-- needs: WHAT -->       tests do not run it
 """
 
@@ -52,7 +52,7 @@ class Block:
             old, arrow, new = self.marks["ci"].partition(" => ")
             if not arrow or old not in code:
                 raise ValueError(f"line {self.line}: the block has no {old!r} that `ci` could replace")
-            code = code.replace(old, new)
+            code = code.replace(old, new, 1)
         return code
 
 

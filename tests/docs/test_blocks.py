@@ -38,10 +38,11 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PATH": path, "PYTHONPATH": f"{ROOT}:{folder}"}
     environment.pop("XLA_FLAGS", None)  # the suite's eight devices
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)  # of several runs, each of which compiles
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.runs for block in blocks(page))], ids=lambda p: p.name
 )
