@@ -5,6 +5,7 @@ of the step, and `count/` values are printed where they are not 0 and summed ove
 """
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -12,10 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from rich.console import Console as Terminal
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxrl_llm import components
 
+HELD_OUT = re.compile(r"eval/[^/]+/(greedy|sampled|accuracy)")
+SHORTEST_S = 1.0  # a run of fewer seconds is not timed
+SEVERAL = 20  # steps with a reward, from which the first and the last tenth are compared
 FIRST_STEP = (
     "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
     " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
@@ -70,7 +76,7 @@ def time_split(step_s: float, parts: Mapping[str, float]) -> str:
 class Console:
     """Prints a line for each step: reward, entropy, KL, tokens a second, the split of its time, and counters.
 
-    A progress bar shows the last step; each evaluation gets a line of its own.
+    On a terminal a bar shows the last step; each evaluation gets a line of its own, and the end a summary.
 
     Attributes:
       every: steps between lines; a step with an evaluation always has one.
@@ -113,27 +119,80 @@ class Console:
         return "  ".join(parts)
 
 
+class Course:
+    """What the whole run came to: the steps, their seconds, and how rewards and held-out results moved."""
+
+    def __init__(self, resume_step: int | None, total: str) -> None:
+        self._resumed, self._total = resume_step is not None, total
+        self._first: int | None = None
+        self._last = 0
+        self._seconds = 0.0
+        self._rewards: list[float] = []
+        self._held_out: dict[str, list[tuple[int, float]]] = {}
+
+    def take(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes a step's metrics."""
+        if any(not name.startswith("eval/") for name in values):
+            self._first = step if self._first is None else self._first
+            self._last = max(self._last, step)
+            self._seconds += values.get("time/step_s", 0.0)
+        if math.isfinite(reward := values.get("reward/mean", math.nan)):
+            self._rewards.append(reward)
+        for name, value in values.items():
+            if HELD_OUT.fullmatch(name):
+                self._held_out.setdefault(name, []).append((step, value))
+
+    def parts(self) -> list[str]:
+        """The run in a few phrases; none where no step was taken."""
+        if self._first is None:
+            return []
+        began = f"from step {self._first} " if self._resumed else ""
+        spent = f" in {duration(self._seconds)}" if self._seconds >= SHORTEST_S else ""
+        said = [f"trained {began}to step {self._last}{self._total}{spent}"]
+        if len(self._rewards) >= SEVERAL:
+            tenth = len(self._rewards) // 10
+            first, last = self._rewards[:tenth], self._rewards[-tenth:]
+            said.append(f"reward {short(sum(first) / tenth)} -> {short(sum(last) / tenth)}")
+        for name, found in self._held_out.items():
+            if len(found) > 1:
+                best_step, best = max(found, key=lambda pair: pair[1])
+                more = f" (best {short(best)} at step {best_step})" if best > found[-1][1] else ""
+                said.append(f"{name} {short(found[0][1])} -> {short(found[-1][1])}{more}")
+        return said
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as `45 s`, `12 min` or `3 h 20 min`."""
+    minutes = round(seconds / 60)
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
 class ConsoleWriter:
-    """Prints the lines, sums the `count/` metrics and prints the sums at the end."""
+    """Prints the lines, and at the end what the run came to and the sums of the `count/` metrics."""
 
     def __init__(self, settings: Console, bar: bool, resume_step: int | None, total_steps: int | None) -> None:
         self._settings = settings
-        self._stream = sys.stderr if bar else sys.stdout
         self._total = f"/{total_steps}" if total_steps else ""
         self._counts: Counter[str] = Counter()
         self._explained = resume_step is not None
-        self._bar = None
+        self._course = Course(resume_step, self._total)
+        self._bar: Progress | None = None
         if bar:
-            start = resume_step or 0
-            self._bar = tqdm(total=total_steps, initial=start, unit="step", file=self._stream, dynamic_ncols=True)
+            parts = ("step {task.completed}" + self._total, "{task.description}")
+            columns = (TextColumn(parts[0]), BarColumn(bar_width=20), TimeRemainingColumn(), TextColumn(parts[1]))
+            self._bar = Progress(*columns, console=Terminal(file=sys.stderr, force_terminal=True))
+            self._task = self._bar.add_task("", total=total_steps, completed=resume_step or 0)
+            self._bar.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._counts.update({name: int(count) for name, count in in_group(values, "count").items()})
+        self._course.take(step, values)
         line = self._settings.line(values)
         due = step % self._settings.every == 0
-        if self._bar is not None:
-            self._bar.update(step - self._bar.n)
-            self._bar.set_postfix_str(line, refresh=due)
+        if self._bar is not None and due:
+            self._bar.update(self._task, completed=step, description=escape(line), refresh=True)
         if in_group(values, "eval") or (due and self._bar is None):
             self._print(f"step {step}{self._total}  {line}")
         if "reward/mean" in values and not self._explained:
@@ -147,14 +206,16 @@ class ConsoleWriter:
         """Prints nothing: documents are too long for the console."""
 
     def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
         counted = ", ".join(f"{name} {count}" for name, count in self._counts.items() if count)
-        self._print(f"counted: {counted or 'nothing'}")
+        lines = ["; ".join(self._course.parts()), f"counted: {counted or 'nothing'}"]
+        for line in filter(None, lines):
+            self._print(line)
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
 
     def _print(self, line: str) -> None:
         if self._bar is not None:
-            tqdm.write(line, file=self._stream)
+            self._bar.console.print(line, markup=False, soft_wrap=True)
         else:
-            print(line, file=self._stream, flush=True)
+            print(line, flush=True)

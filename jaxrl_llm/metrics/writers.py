@@ -154,9 +154,32 @@ def step_of(line: bytes) -> float:
         return math.inf
 
 
+# Metrics without a group beside a group of their name, and where TensorBoard shows them.
+GROUPED = {
+    "entropy": "entropy/update", "logprob": "logprob/update", "compilations": "compilations/total", "stage": "run/stage",
+}  # fmt: skip
+# The tab "Custom scalars": {category: {chart: regular expressions of its metrics}}, what is looked at first.
+DASHBOARD: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "Does it learn": {
+        "reward": [r"^reward/mean$", r"^reward/unfiltered$"], "held out": [r"^eval/[^/]+/(greedy|sampled|accuracy)$"],
+        "no signal": [r"^groups/(no_signal|invalid)$"], "length": [r"^response/length$", r"^eval/[^/]+/greedy_length$"],
+        "cut off": [r"^response/truncated$", r"^eval/[^/]+/greedy_truncated$"],
+    },
+    "Is the update sound": {
+        "entropy": [r"^entropy/mean$"], "divergence": [r"^kl/k3_to_old$", r"^kl/reference$", r"^drift/kl$"],
+        "clipped": [r"^ratio/clip_fraction$"], "gradient": [r"^grad_norm/policy$"], "loss": [r"^loss/total$"],
+    },
+    "Do sampler and learner agree": {"gap": [r"^gap/mean$", r"^gap/p99$"], "staleness": [r"^staleness/(mean|max)$"]},
+    "Is it fast": {
+        "seconds": [r"^time/(step|sample|reward|score|update|publish|evaluate)_s$"], "tokens a second": [r"^speed/tokens_per_s$"],
+        "occupancy and fill": [r"^sampler/occupancy$", r"^batch/fill$"],
+    },
+}  # fmt: skip
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard:
-    """Writes TensorBoard event files: scalars by step, rollout rows and documents as text.
+    """Writes TensorBoard event files: scalars by step in groups, a dashboard of them, rollout rows and documents as text.
 
     Attributes:
       folder: name of the events folder in the run folder.
@@ -186,9 +209,12 @@ class TensorBoardWriter:
         self._event = Event
         self._rollouts_shown = rollouts_shown
         self._file = new_event_file(folder)
+        charts = {part: {name: ["Multiline", tags] for name, tags in held.items()} for part, held in DASHBOARD.items()}
+        self._add(0, summary.custom_scalars(charts))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._add(step, *(self._summary.scalar(name, float(value)) for name, value in values.items()))
+        shown = {GROUPED.get(name, name): float(value) for name, value in values.items()}
+        self._add(step, *(self._summary.scalar(name, value) for name, value in shown.items()))
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if shown := [markdown(row) for row in rows[: self._rollouts_shown]]:

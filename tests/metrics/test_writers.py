@@ -2,12 +2,14 @@
 
 import io
 import json
+import re
 import sys
 from types import ModuleType
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
 
 from jaxrl_llm import train
 from jaxrl_llm.metrics.console import FIRST_STEP, Console, first_step, short
@@ -130,6 +132,37 @@ def test_a_run_that_starts_again_without_a_checkpoint_starts_its_board_again(tmp
     assert texts(tmp_path / "tensorboard", "config") == [(0, "a = 2.0")]
 
 
+def test_no_metric_of_a_board_lies_beside_a_group_of_its_name(tmp_path):
+    values = {
+        "entropy": 1.5,
+        "entropy/mean": 1.25,
+        "logprob": -2.0,
+        "compilations": 3.0,
+        "compilations/step": 0.0,
+        "stage": 1.0,
+    }
+    writer = TensorBoard().open(tmp_path, None)
+    writer.write(1, values)
+    writer.close()
+    held = board(tmp_path / "tensorboard")
+    tags = set(held.Tags()["scalars"])
+    groups = {tag.partition("/")[0] for tag in tags if "/" in tag}
+    assert not tags & groups and {"entropy/mean", "entropy/update", "compilations/total", "run/stage"} <= tags
+    assert scalars(tmp_path / "tensorboard", "entropy/update") == [(1, 1.5)]
+    assert scalars(tmp_path / "tensorboard", "entropy/mean") == [(1, 1.25)]
+
+
+def test_a_board_has_a_dashboard_that_names_what_runs_write(tmp_path):
+    TensorBoard().open(tmp_path, None).close()
+    held = board(tmp_path / "tensorboard")
+    layout = layout_pb2.Layout.FromString(held.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    charts = {chart.title: list(chart.multiline.tag) for part in layout.category for chart in part.chart}
+    assert layout.category[0].title == "Does it learn"
+    assert any(re.search(tag, "reward/mean") for tag in charts["reward"])
+    assert any(re.search(tag, "eval/heldout/greedy") for tag in charts["held out"])
+    assert not any(re.search(tag, "eval/heldout/greedy_length") for tag in charts["held out"])
+
+
 STEP = {
     "reward/mean": 0.4125,
     "entropy/mean": 1.25,
@@ -156,6 +189,7 @@ def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp
         f"step 1/20  {line}",
         FIRST_STEP,
         f"step 2/20  {line.replace('  2.00 s', '  eval/heldout/greedy 0.500  2.00 s')}",
+        "trained to step 2/20 in 4 s; eval/heldout/greedy 0.250 -> 0.500",
         "counted: truncated 6",
     ]
 
@@ -177,7 +211,26 @@ def test_a_resumed_run_is_not_told_of_its_first_step_and_prints_every_second_lin
     for step in (3, 4, 5):
         writer.write(step, {"reward/mean": 0.5, "loss/total": -0.25})
     writer.close()
-    assert capsys.readouterr().out.splitlines() == ["step 4  reward 0.500  loss -0.250", "counted: nothing"]
+    assert capsys.readouterr().out.splitlines() == [
+        "step 4  reward 0.500  loss -0.250",
+        "trained from step 3 to step 5",
+        "counted: nothing",
+    ]
+
+
+def test_the_end_says_what_rewards_and_held_out_results_became(capsys, tmp_path):
+    writer = Console(bar=False, every=100).open(tmp_path, None, 40)
+    writer.write(0, {"eval/heldout/greedy": 0.25, "eval/heldout/greedy_length": 9.0})
+    for step in range(1, 41):  # rewards rise by 0.01 a step
+        writer.write(step, {"reward/mean": 0.01 * step, "time/step_s": 2.0})
+    writer.write(20, {"eval/heldout/greedy": 0.75})
+    writer.write(40, {"eval/heldout/greedy": 0.5})
+    writer.close()
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        # 40 steps of 2 s; the means of the first and last tenth: (1 + 2 + 3 + 4) / 400 and (37 + 38 + 39 + 40) / 400
+        "trained to step 40/40 in 80 s; reward 0.025 -> 0.385; eval/heldout/greedy 0.250 -> 0.500 (best 0.750 at step 20)",
+        "counted: nothing",
+    ]
 
 
 def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch, tmp_path):
@@ -189,8 +242,10 @@ def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch,
     writer.write(3, {"eval/greedy": 1.0})
     writer.close()
     shown = terminal.getvalue()
-    assert "2/4" in shown and "3/4" in shown and "reward 0.412" in shown
-    assert "step 3/4  eval/greedy 1\n" in shown
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)
+    assert "2/4" in plain and "3/4" in plain and "reward 0.412" in plain
+    assert "step 3/4  eval/greedy 1" in plain
+    assert "\x1b[" in shown  # colours and a bar, on a terminal alone
 
 
 @pytest.mark.parametrize(
