@@ -186,7 +186,7 @@ def explained(gin: Any, error: Exception) -> str:
     if found := re.match(r"\w+\.__init__\(\) missing .* arguments?: '(\w+)'", said):
         kind = re.search(r"<class '(?:[\w.]+\.)?(\w+\.\w+)'>", text)
         name = f"{kind[1]}.{found[1]}" if kind else found[1]
-        return f"{name} is not set: it has no default; docs/bindings.md says what it takes"
+        return f"{name} is not set: it has no default; docs/reference/bindings.md says what it takes"
     if line and "=" in line and (wrong := mistakes.malformed(line.strip())):
         return where + wrong.removeprefix(f"--gin={line.strip()}: ")
     return where + said

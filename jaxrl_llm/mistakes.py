@@ -167,7 +167,7 @@ def unknown_component(selector: str) -> str:
         return f"{selector} is not imported: add `{line}` to the file"
     known = {f"{a}.{n}" for a, held in modules().items() for _, names in held for n in names.split()}
     listed = sorted(n for _, names in modules().get(alias, ()) for n in names.split() if n[0].isupper())
-    also = f"; {alias} has {', '.join(listed)}" if listed else "; docs/bindings.md lists the components"
+    also = f"; {alias} has {', '.join(listed)}" if listed else "; docs/reference/bindings.md lists the components"
     return f"there is no component {selector}{nearest(selector, known, also)}"
 
 

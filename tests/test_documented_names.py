@@ -33,7 +33,7 @@ def code() -> str:
 @pytest.fixture(params=PAGES)
 def spans(request: pytest.FixtureRequest) -> list[str]:
     """What a page sets in the type of code, a line or a command each."""
-    text = (ROOT / "docs" / f"{request.param}.md").read_text()
+    text = (ROOT / "docs" / "howto" / f"{request.param}.md").read_text()
     indented = re.findall(r"^    (.*)$", text, re.MULTILINE)
     return [*re.findall(r"`([^`\n]+)`", text), *indented]
 
@@ -52,11 +52,11 @@ def test_components_and_fields_that_a_page_names_exist(spans: list[str], code: s
 
 def test_files_that_a_page_names_exist(spans: list[str]) -> None:
     named = {name for span in spans for name in re.findall(r"(?<![\w/.'$])[\w/]+\.(?:py|gin|sh|yaml|md)\b", span)}
-    places = (".", "docs", "jaxrl_llm", "jaxrl_llm/publication", "tests/distributed")
+    places = (".", "docs/howto", "jaxrl_llm", "jaxrl_llm/publication", "tests/distributed")
     assert not {n for n in named - WRITTEN if not any((ROOT / place / n).is_file() for place in places)}
 
 
 def test_the_page_on_hosts_gives_the_sizes_of_what_travels() -> None:
-    page = " ".join((ROOT / "docs" / "hosts.md").read_text().split())
+    page = " ".join((ROOT / "docs" / "howto" / "hosts.md").read_text().split())
     assert f"up to {processes.SMALL >> 20} MiB over JAX's coordination service" in page
     assert f"in parts of {processes.PART >> 20} MiB" in page

@@ -45,7 +45,7 @@ BANDWIDTHS: dict[str, float] = {
     "TPU v6e": 1.64e12,
 }
 
-# Shares of peak or bandwidth that kinds of work reach, measured on one H200 with Qwen2.5-1.5B's shape (docs/speed.md); "launch" is in seconds.
+# Shares of peak or bandwidth that kinds of work reach, measured on one H200 with Qwen2.5-1.5B's shape (docs/measured/speed.md); "launch" is in seconds.
 RATES: dict[str, float] = {
     "products": 0.70, "logprob update": 0.62, "logprob": 0.70, "attention": 0.50, "attention backward": 0.385,
     "memory": 0.83, "decode": 0.23, "launch": 4e-6,

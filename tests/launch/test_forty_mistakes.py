@@ -1,4 +1,4 @@
-"""Forty wrong inputs and what each prints; docs/mistakes.md is the table, which JAXRL_LLM_UPDATE=1 writes anew.
+"""Forty wrong inputs and what each prints; docs/reference/mistakes.md is the table, which JAXRL_LLM_UPDATE=1 writes anew.
 
 Each is launched in this process as a dry run on a tiny model, ends with exit code 1 and one line, and names what the test lists for it.
 """
@@ -17,7 +17,7 @@ import tiny_run
 from jaxrl_llm import launch
 from jaxrl_llm.tools import fit
 
-PAGE = tiny_run.ROOT / "docs" / "mistakes.md"
+PAGE = tiny_run.ROOT / "docs" / "reference" / "mistakes.md"
 HEAD = """# Forty mistakes and what each prints
 
 Written by `JAXRL_LLM_UPDATE=1 python -m pytest tests/launch/test_forty_mistakes.py`, which also checks it. Each line is what `python -m
@@ -142,7 +142,7 @@ def test_a_mistake_is_told_in_one_line_that_names_the_mend(
         kept = (table() if PAGE.is_file() else {}) | {name: said}
         text = "".join(f"| {n} | `` {kept[n].replace('|', chr(92) + '|')} `` |\n" for n in MISTAKES if n in kept)
         PAGE.write_text(HEAD + text)
-    assert table()[name] == said, "docs/mistakes.md is old: run with JAXRL_LLM_UPDATE=1"
+    assert table()[name] == said, "docs/reference/mistakes.md is old: run with JAXRL_LLM_UPDATE=1"
 
 
 def test_the_table_has_forty_mistakes() -> None:
