@@ -56,9 +56,7 @@ class Trainer:
     ) -> None:
         self.config, self.run_dir, self.partitioner = run, run_dir, partitioner
         self.preemption, self.processes, self.beside = preemption, preemption.processes, beside
-        self.policy = run.policy.policy(
-            partitioner
-        )  # first: a model that is not supported is refused before anything is read
+        self.policy = run.policy.policy(partitioner)  # first: a model that is not supported is refused at once
         self.tokenizer = run.tokenizer.load()
         self._check_vocabulary()
         self._check_teachers()
@@ -198,7 +196,7 @@ class Trainer:
         """Publishes the policy of `state` as `version`, where the sampler serves another version."""
         if self.sampler.version != version:
             if self.policy is not self.policy.plain and isinstance(self.sampler, Retiring):
-                pass  # before the sum of base and adapters is made anew
+                self.sampler.retire()  # before the sum of base and adapters is made anew
             weights = self.policy.merged(state.policy, self.bases.get("policy"))
             await self.sampler.publish(weights, version)
 
@@ -259,21 +257,11 @@ class Trainer:
         if pending is not None and due:
             self.left = step
 
-    def write(
-        self,
-        stage: StageTrainer,
-        step: int,
-        state: TrainState,
-        host: dict[str, Any],
-        *,
-        last: bool = True,
-        best: bool = False,
-    ) -> None:
-        """Writes a checkpoint, and before the first one of a stage its reference, which all of them share."""
-        trees = {"state": state, **stage.frozen.saved}
-        if stage.frozen.refers and (last or best):
+    def write(self, stage: StageTrainer, step: int, state: TrainState, host: dict[str, Any], **kinds: bool) -> None:
+        """Writes a checkpoint of the kinds that `Checkpoints.save` takes, and before a stage's first one its reference, which all share."""
+        if stage.frozen.refers and (not kinds or any(kinds.values())):
             host = host | self.checkpoints.keep(stage.offset, stage.frozen.params[REFERENCE])
-        self.checkpoints.save(step, trees, host, last=last, best=best)
+        self.checkpoints.save(step, {"state": state, **stage.frozen.saved}, host, **kinds)
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
