@@ -30,11 +30,13 @@ class Prop(Protocol):
       gin_files: that follow the tiny run's.
       bindings: of the run.
       says: what the line that ends the run holds.
+      kept: what is on disk when it has ended, in words.
     """
 
     gin_files: tuple[str, ...]
     bindings: Mapping[str, object]
     says: str
+    kept: str
 
     def fall(self, process: subprocess.Popen[str], rng: random.Random) -> str:
         """Takes it away from a run; says how."""
@@ -69,6 +71,7 @@ class Fleet:
 
     gin_files = ("gin/samplers/vllm.gin",)
     says = "what was learned is not lost"
+    kept = "everything learned saved"
 
     def __init__(self) -> None:
         self._back = Background()
@@ -105,6 +108,7 @@ class Served:
     """A service that scores texts, of a reward or of a judge."""
 
     says = "calls failed; last:"
+    kept = "everything learned saved"
 
     def __init__(self, gin_file: str, scope: str, path: str, answer: Callable[[Any], Any]) -> None:
         self._back, self._answer, self._path, self._port = Background(), answer, path, 0
@@ -169,6 +173,7 @@ class Disk:
     gin_files = ()
     bindings: Mapping[str, object] = {**SLOW, "SAVE_EVERY": 1}
     says = "free s"  # of what is full: "free space", "free some space"
+    kept = "the checkpoints from before whole"
 
     def fall(self, process: subprocess.Popen[str], rng: random.Random) -> str:
         most = rng.randrange(0, 8_000)
@@ -227,7 +232,7 @@ def outage(make: Callable[[], Prop]) -> Callable[[Trial], Row]:
         finally:
             prop.close()
         counted = ", ".join(f"{how} {hows.count(how)}" for how in sorted(set(hows))) if len(set(hows)) < 4 else ""
-        row.outcome = f"{counted or f'{len(hows)} times'}: exit 75 with one line, everything learned saved, the undisturbed metrics bit for bit"
+        row.outcome = f"{counted or f'{len(hows)} times'}: exit 75 with one line, {prop.kept}, the undisturbed metrics bit for bit"
         return row
 
     return fault
