@@ -30,6 +30,9 @@ def main() -> int:
     asked = parser.parse_args()
     seed = time.time_ns() % 1_000_000 if asked.seed is None else asked.seed
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # PyTorch's threads wait for each other, half a minute on a busy machine
     sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in ("", "chaos", "samplers", "rewards", "eval"))]
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:6])
     logging.disable(logging.CRITICAL)
