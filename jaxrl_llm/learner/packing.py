@@ -49,8 +49,9 @@ class Packing:
             if self.tail:
                 raise ValueError(f"train.Packing.tail must be 0 where rows are 'auto' (got {self.tail})")
             return
-        if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows < 1:
+        if not isinstance(self.rows, int) or isinstance(self.rows, bool):
             components.refuse(self, "rows", "a whole number >= 1, or 'auto'")
+        components.at_least(self, 1, "rows")
         if self.tail and self.tail not in (
             self.rows >> k for k in range(self.rows.bit_length()) if self.rows % 2**k == 0
         ):
