@@ -194,7 +194,9 @@ def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp
     ]
 
 
-def test_a_first_step_is_called_healthy_only_where_it_is():
+def test_a_first_step_is_called_healthy_only_where_it_is(capsys, tmp_path):
+    Console(bar=False).open(tmp_path, None).write(1, {"reward/mean": 0.0, "reward/std": 0.0})
+    assert "healthy" not in capsys.readouterr().out
     well = {"reward/std": 0.5, "entropy/mean": 1.25, "kl/reference": 0.0, "gap/mean": 1e-4, "loss/total": 0.02}
     assert first_step(well) == first_step({}) == FIRST_STEP
     said = first_step(well | {"reward/std": 0.0, "loss/total": 0.0})
