@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm import command_line
+from jaxrl_llm import launch
 from jaxrl_llm.data import rows
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import SUMMARY, Harness
@@ -177,7 +177,7 @@ class PythonRun:
 
 def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
     """Builds a run of gin files and bindings, as `launch` does; raises ValueError where they build none that trains."""
-    run, config = command_line.build(files, bindings)
+    run, config = launch.built(files, bindings)
     if not isinstance(run, Run):
         raise ValueError(
             f"{', '.join(files)} builds {type(run).__name__}, which trains nothing: use the command `jaxrl eval`"
