@@ -68,6 +68,11 @@ class MetricLog:
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else None
 
+    def total(self, name: str) -> float:
+        """The sum of a metric's finite values; 0 where it has none."""
+        values = np.array(self.values[name][1]) if name in self.values else np.zeros(0)
+        return float(values[np.isfinite(values)].sum())
+
     def curve(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
         """Returns at most `points` steps and values, as means of neighbours where there are more; non-finite values are left out."""
         if name not in self.values:

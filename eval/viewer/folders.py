@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ MARKS: dict[str, tuple[str, ...]] = {
 ROLLOUTS = {"evaluation": "samples.jsonl", "run": "rollouts.jsonl"}
 DEEP = 3  # depth of folders below a given one that are searched
 MANY = 500  # most runs that are shown
+SILENT_S = 120.0  # a run that wrote no health for so long, and did not end, is lost
 SCHEMA = 1  # version of the results that the viewer understands
 
 Kind = Literal["evaluation", "run"]
@@ -50,6 +52,10 @@ class Shown:
             notices.append(f"results of another version (schema {identity.get('schema')}, known is {SCHEMA})")
         if self.kind == "evaluation" and not summary:
             notices.append("not finished: no summary.json yet")
+        invalid = {n: self.log.total(n) for n in self.log.values if n.startswith("count/invalid/")}
+        notices += [
+            f"{n:.0f} invalid rewards ({name.removeprefix('count/invalid/')})" for name, n in invalid.items() if n
+        ]
         return {
             "name": self.name, "path": str(self.path), "kind": self.kind, "rollouts": len(self.index),
             "progress": self.index.progress(), "steps": self.log.step, "kinds": list(self.index.names["kind"].all), "notices": notices,
@@ -57,8 +63,20 @@ class Shown:
             "held_out": {n: self.log.last(n) for n in self.log.values if n.startswith("eval/") and n.count("/") == 2},
             "metrics": summary.get("metrics", {}), "ci95": summary.get("ci95", {}), "n": summary.get("n", {}),
             "model": summary.get("model", {}).get("path"), "throughput": summary.get("throughput", {}).get("tokens_per_s"),
-            "commit": summary.get("commit") or made.get("commit"), "seed": made.get("seed"),
+            **self.life(), "commit": summary.get("commit") or made.get("commit"), "seed": made.get("seed"),
         }  # fmt: skip
+
+    def life(self) -> dict[str, Any]:
+        """Returns {"status": what the run does or how it ended, "seen": when it last wrote, "duration": seconds of its steps}; None where unknown."""
+        health = self._json("health.json")
+        seen = health.get("time")
+        status = health.get("outcome")
+        if not isinstance(seen, int | float):
+            return {"status": None, "seen": None, "duration": self.log.total("time/step_s") or None}
+        if status is None:
+            silent = time.time() - seen > SILENT_S
+            status = "lost: it says nothing any more" if silent else f"running: {health.get('doing') or 'steps'}"
+        return {"status": str(status), "seen": seen, "duration": self.log.total("time/step_s") or None}
 
     def names(self) -> dict[str, list[str]]:
         """The values that filters can take."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Mapping
 
 import numpy as np
@@ -15,6 +16,7 @@ from jaxrl_llm.eval.viewer.__main__ import main
 from jaxrl_llm.eval.viewer.curves import MetricLog
 from jaxrl_llm.eval.viewer.folders import find
 from jaxrl_llm.eval.viewer.server import ASSETS, Pages
+from jaxrl_llm.metrics.writers import Jsonl
 
 HOSTILE = "<script>window.hacked = 1</script>"
 
@@ -70,6 +72,30 @@ def test_the_table_tells_runs_from_evaluations_and_shows_what_they_left(folders)
         "m",
     )
     assert run["notices"] == results["notices"] == []
+
+
+def test_the_table_says_what_a_run_does_how_long_it_took_and_what_was_invalid(tmp_path):
+    healths = {
+        "ended": ({"time": 1000.0, "outcome": "ended"}, "ended"),
+        "failed": ({"time": 1000.0, "outcome": "ValueError: no"}, "ValueError: no"),
+        "going": ({"time": time.time(), "doing": "sample"}, "running: sample"),
+        "lost": ({"time": time.time() - 3600}, "lost: it says nothing any more"),
+        "unknown": (None, None),
+    }
+    for name, (health, _) in healths.items():
+        folder = write_run(tmp_path / name, {1: [rollout("a", "x", 1.0)]})
+        writer = Jsonl().open(folder, 1)
+        for step in (2, 3):
+            writer.write(step, {"time/step_s": 2.5, "count/invalid/judge": float(step)})
+        if health is not None:
+            (folder / "health.json").write_text(json.dumps(health))
+    ((_, runs, _),) = answers(tmp_path, ("/api/runs", {}))
+    by_name = {one["name"]: one for one in runs}
+    assert {name: by_name[name]["status"] for name in healths} == {
+        name: status for name, (_, status) in healths.items()
+    }
+    assert {one["duration"] for one in runs} == {5.0} and by_name["ended"]["seen"] == 1000.0
+    assert all(one["notices"] == ["5 invalid rewards (judge)"] for one in runs)
 
 
 def test_a_run_its_groups_and_a_group_are_answered_as_json(folders):

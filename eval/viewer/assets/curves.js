@@ -34,7 +34,16 @@ const smoothed = (values, width) =>
     return near.reduce((sum, v) => sum + v, 0) / near.length;
   });
 
-function chart(name, raw, order, width) {
+// Where the stage changes, the first step of each stage but the first.
+const boundaries = (stages) => [
+  ...new Set(stages.flatMap(([steps, values]) => steps.filter((_, i) => i && Math.round(values[i]) !== Math.round(values[i - 1])))),
+];
+
+function chart(name, every, order, width, { log, stages }) {
+  const positive = every.every(([, [, values]]) => values.every((v) => v > 0));
+  const scaled = log && positive;
+  const raw = scaled ? every.map(([run, [s, v]]) => [run, [s, v.map(Math.log10)]]) : every;
+  const told = (value) => number(scaled ? 10 ** value : value);
   const curves = width ? raw.map(([run, [s, v]]) => [run, [s, smoothed(v, width)]]) : raw;
   const points = raw.flatMap(([, [steps, values]]) => steps.map((step, i) => [step, values[i]]));
   const xs = points.map(([x]) => x);
@@ -46,8 +55,11 @@ function chart(name, raw, order, width) {
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - TOP);
   const grid = ticks(y0, y1).map((v) => [
     svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
-    svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(v)),
+    svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(scaled ? 10 ** v : v)),
   ]);
+  const marks = boundaries(stages)
+    .filter((step) => step > x0 && step < x1)
+    .map((step) => svg("line", { class: "stage", x1: x(step), x2: x(step), y1: TOP, y2: HEIGHT - BOTTOM }));
   const steps = ticks(x0, x1, 5).map((v) => svg("text", { x: x(v), y: HEIGHT - 6, "text-anchor": "middle" }, brief(v)));
   const drawn = (kind, from) =>
     from.map(([run, [s, v]]) =>
@@ -77,7 +89,7 @@ function chart(name, raw, order, width) {
     reading.replaceChildren(
       `step ${number(Math.round(found[0][1]))}  `,
       ...found.map(([run, , value]) =>
-        el("span", { class: `c${order.indexOf(run) % 8}`, title: run }, `${number(value)} `),
+        el("span", { class: `c${order.indexOf(run) % 8}`, title: run }, `${told(value)} `),
       ),
     );
   };
@@ -101,10 +113,41 @@ function chart(name, raw, order, width) {
     },
     grid,
     steps,
+    marks,
     lines,
     cross,
   );
-  return el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, name), reading), picture);
+  const [low, high] = [Math.min(...ys), Math.max(...ys)];
+  const range = el("span", { class: "range", title: "least and greatest value" }, `${told(low)} … ${told(high)}${log && !positive ? " (not positive: linear)" : ""}`);
+  return el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, name), reading, range), picture);
+}
+
+// The gin lines that only one of two runs has.
+function difference(a, b) {
+  const lines = (one) => one.config.split("\n").map((line) => line.trim()).filter((line) => line && !line.startsWith("#"));
+  const [left, right] = [lines(a), lines(b)];
+  const only = (mine, others) => mine.filter((line) => !others.includes(line));
+  const key = (line) => line.split("=")[0].trim();
+  const [mine, theirs] = [only(left, right), only(right, left)];
+  const keys = [...new Set([...mine, ...theirs].map(key))];
+  const value = (held, name) => held.filter((line) => key(line) === name).map((line) => line.split("=").slice(1).join("=").trim() || line).join("; ");
+  return keys.map((name) => [name, value(mine, name) || "–", value(theirs, name) || "–"]);
+}
+
+function configurations(chosen, about) {
+  if (chosen.length !== 2) return null;
+  const rows = difference(about[0], about[1]);
+  return el(
+    "details",
+    { class: "diff", open: get("diff") === "1" },
+    el("summary", {}, rows.length ? `${rows.length} settings differ` : "the configurations are the same"),
+    el(
+      "table",
+      {},
+      el("thead", {}, el("tr", {}, ["setting", ...chosen].map((head) => el("th", { scope: "col" }, head)))),
+      el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell) => el("td", {}, cell))))),
+    ),
+  );
 }
 
 export async function draw(main, fresh) {
@@ -112,13 +155,14 @@ export async function draw(main, fresh) {
   if (!runs.length)
     return fresh() && main.replaceChildren(el("p", { class: "page" }, "No run here has metrics by step."));
   const chosen = listed("runs").length ? listed("runs") : runs.slice(0, 8).map((one) => one.name);
-  const known = new Set((await Promise.all(chosen.map((run) => ask("run", { run })))).flatMap((one) => one.metrics));
+  const about = await Promise.all(chosen.map((run) => ask("run", { run })));
+  const known = new Set(about.flatMap((one) => one.metrics));
   const usual = [
     ...USUAL,
     ...[...known].filter((name) => /^eval\/[^/]+\/(greedy|sampled|accuracy|pass@1)$/.test(name)),
   ].filter((name) => known.has(name));
   const metrics = listed("metrics").length ? listed("metrics") : usual;
-  const curves = await ask("curves", { runs: chosen.join(","), metrics: metrics.join(",") });
+  const curves = await ask("curves", { runs: chosen.join(","), metrics: [...metrics, "stage"].join(",") });
   if (!fresh()) return;
   const text = get("text").toLowerCase();
   const toggle = (name, all, key, standard) => (event) =>
@@ -146,9 +190,14 @@ export async function draw(main, fresh) {
     SMOOTH.map((n) => [n || "", n ? `${n} points` : "nothing"]),
     (value) => set({ smooth: value }),
   );
+  const log = get("log") === "1";
+  const logs = select("axis ", get("log"), [["", "linear"], ["1", "log"]], (value) => set({ log: value }));
+  const stages = chosen.map((run) => curves[run]?.stage).filter(Boolean);
+  const group = (name) => name.split("/")[0];
   const focused = document.activeElement?.matches("[data-search]");
   const place = main.querySelector(".choices")?.scrollTop ?? 0;
-  const drawn = metrics
+  const inGroups = metrics.toSorted((a, b) => metrics.findIndex((x) => group(x) === group(a)) - metrics.findIndex((x) => group(x) === group(b)));
+  const drawn = inGroups
     .map((name) => [
       name,
       chosen.filter((run) => curves[run]?.[name]?.[0].length).map((run) => [run, curves[run][name]]),
@@ -175,7 +224,10 @@ export async function draw(main, fresh) {
         el(
           "div",
           { class: "choices" },
-          list.map((name) => box(name, metrics, "metrics")),
+          list.map((name, i) => [
+            i === 0 || group(list[i - 1]) !== group(name) ? el("h4", {}, group(name)) : null,
+            box(name, metrics, "metrics"),
+          ]),
         ),
       ),
       el(
@@ -187,11 +239,16 @@ export async function draw(main, fresh) {
           "Click a point to read that step's rollouts. ",
           el("a", { href: link({ metrics: "", runs: "" }) }, "the usual curves"),
           smooth,
+          logs,
         ),
+        configurations(chosen, about),
         el(
           "div",
           { class: "charts" },
-          drawn.map(([name, c]) => chart(name, c, chosen, width)),
+          drawn.map(([name, c], i) => [
+            i === 0 || group(drawn[i - 1][0]) !== group(name) ? el("h3", {}, group(name)) : null,
+            chart(name, c, chosen, width, { log, stages }),
+          ]),
         ),
       ),
     ),

@@ -6,6 +6,26 @@ import { get, link, set } from "./state.js";
 
 export const names = { run: "training run", evaluation: "evaluation" };
 
+// Seconds as a reader says them: 45 s, 12 min, 3.4 h, 2 d.
+export function spell(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const [size, unit] = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]].find(([size]) => seconds >= 2 * size) ?? [1, "s"];
+  return `${Number((seconds / size).toFixed(unit === "d" || unit === "h" ? 1 : 0))} ${unit}`;
+}
+
+const STATES = { ended: "finished" };
+const kindOf = (status) => (status === "ended" ? "good" : status?.startsWith("running") ? "going" : "bad");
+
+function state(one) {
+  if (!one.status) return el("td", {}, "–");
+  const said = STATES[one.status] ?? one.status;
+  const short = said.split(":")[0].slice(0, 24);
+  return el("td", { title: said }, el("span", { class: `state ${kindOf(one.status)}` }, short));
+}
+
+// A run opens at the group of its newest step whose rewards differ most.
+export const newest = (name) => link({ view: "rollouts", run: name, step: "~1e15", order: "spread" }, {});
+
 const measured = (one) => (one.kind === "run" ? one.held_out : one.metrics) ?? {};
 
 function cell(one, name) {
@@ -27,7 +47,7 @@ function row(one, columns) {
     el(
       "th",
       { scope: "row" },
-      el("a", { href: link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
+      el("a", { href: one.kind === "run" ? newest(one.name) : link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
       one.notices.map((notice) => el("div", { class: "notice" }, notice)),
     ),
     el(
@@ -38,6 +58,9 @@ function row(one, columns) {
     ),
     one.kind === "run"
       ? [
+          state(one),
+          el("td", { class: "value" }, one.seen ? spell(Date.now() / 1000 - one.seen) : "–"),
+          el("td", { class: "value" }, spell(one.duration)),
           el("td", { class: "value" }, number(one.steps)),
           el("td", { class: "value" }, number(one.reward)),
           el("td", { class: "value" }, number(one.length)),
@@ -71,7 +94,7 @@ function table(kind, runs) {
   const columns = [...counts.keys()]
     .sort((a, b) => preferred(a) - preferred(b) || counts.get(b) - counts.get(a))
     .slice(0, 4);
-  const fixed = kind === "run" ? ["steps", "reward", "length"] : ["model", "tokens/s"];
+  const fixed = kind === "run" ? ["status", "age", "duration", "steps", "reward", "length"] : ["model", "tokens/s"];
   const heads = ["name", "rollouts", ...fixed, ...columns.map((name) => name.replace(/^eval\//, "")), "commit", ""];
   return [
     el("h2", {}, `${names[kind]}s `, el("span", { class: "dim" }, mine.length)),
