@@ -1,19 +1,23 @@
 """token_stats on TPU by two Pallas kernels: running sums, and the logits' gradient a buffer at a time.
 
-Grid: blocks of tokens (independent), blocks of the vocabulary, pieces of the width. Products add up in a float32 block
-of VMEM; after the last piece the block of logits z ends in one of
+Grid: blocks of tokens (independent) and blocks of the vocabulary; a block holds the whole width. Logits are made as
+z.T = head @ hidden.T, a chunk of entries at a time, so that entries lie along the sublanes and what is known of a token is one
+number a lane: nothing is reduced or broadcast across lanes. A step of the grid is one straight line of code in which
+the compiler puts the arithmetic of a chunk beneath the products of the next. A chunk ends in one of
 
-    sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x: a row of VMEM a token
-    gradients  z -> dz of `fused`, bfloat16, to a buffer of some blocks of the vocabulary; XLA then takes dz @ head into a
+    sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x; 8 running sums a token, one a
+               sublane, which XLA merges after the last block
+    gradients  z -> dz.T of `fused`, bfloat16, to a buffer of some blocks of the vocabulary; XLA then takes dz @ head into a
                float32 sum and dz.T @ hidden, and the buffer is used again
 
 FLOPs: 2 T D V forward, 6 T D V backward. HBM: the head is read once a block of tokens; dz is written once and read twice.
-Tested in interpret mode and lowered for TPU on a CPU; not run on TPU hardware.
+Tested in interpret mode and compiled for TPUs without one (`kernels.tpu_cycles`); not run on TPU hardware.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,11 +27,31 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats import fused
 from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
-LANES = 128
+LANES, SUBLANES = 128, 8
+# Most entries and tokens of one product of the sums, and entries of one of the gradients, which takes all tokens of the block:
+# what the compiler overlaps best, by its own estimate.
+CHUNK, GROUP = 256, 256
+GRADIENT_CHUNK = 512
+STRIP = 32  # entries whose gradients are in registers at once
+LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
+MIB = 2**20
+# By the beginning of a device's kind: bytes of VMEM for a kernel (the chips have 128, 64, 64, 128 and, any other, at least
+# 16 MiB; XLA keeps arrays in the rest), and the most tokens of a block. A head's entry is read once a block of
+# tokens: v6e multiplies 560 FLOP in the time of a byte, the others at most 240.
+CHIPS = {
+    "TPU v6": (48 * MIB, 1024),
+    "TPU v5p": (24 * MIB, 512),
+    "TPU v5": (24 * MIB, 512),
+    "TPU v5 lite": (48 * MIB, 512),
+}
+OTHER_CHIP = (10 * MIB, 512)
+# Most elements of a block of the head: the straight line of code, and the time to compile it, grow with them.
+ELEMENTS = 2816 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,32 +59,40 @@ class Tiles:
     """Sizes of the kernels' blocks.
 
     Attributes:
-      rows: tokens of a block, a multiple of 16.
+      rows: tokens of a block, a multiple of 128.
       columns: vocabulary entries of a block, a multiple of 128.
-      depth: most columns of hidden states and head that are moved at once.
       buffer: bytes of the logits' gradient in HBM.
-      vmem: bytes of VMEM that a kernel may use; the blocks and their successors on their way need about half of it.
+      vmem: bytes of VMEM that a kernel may use; the rest is XLA's.
     """
 
     rows: int = 512
-    columns: int = 1024
-    depth: int = 2048
-    buffer: int = 128 * 2**20
-    vmem: int = 48 * 2**20
+    columns: int = 512
+    buffer: int = 128 * MIB
+    vmem: int = 10 * MIB
 
     def __post_init__(self) -> None:
         """Refuses blocks that the compiler cannot lay out."""
-        if self.rows % 16 or self.columns % LANES:
-            raise ValueError(f"rows must be a multiple of 16 and columns of {LANES} (got {self})")
+        if self.rows % LANES or self.columns % LANES:
+            raise ValueError(f"rows and columns must be multiples of {LANES} (got {self})")
 
-    def piece(self, width: int) -> int:
-        """Columns moved at once: the whole width, else its largest divisor of at most `depth` that fills lanes, else 0."""
-        if width <= self.depth:
-            return width
-        return next((n for n in range(self.depth // LANES * LANES, 0, -LANES) if width % n == 0), 0)
+    @classmethod
+    def of(cls, kind: str, tokens: int, width: int) -> "Tiles | None":
+        """The largest blocks of the chip `kind` that hold the whole width, or None where none does."""
+        name = max((name for name in CHIPS if kind.startswith(name)), key=len, default=None)
+        memory, most = CHIPS[name] if name else OTHER_CHIP
+        most = min(most, -(-tokens // LANES) * LANES)
+        for rows in (most, 512, 256, 128):
+            for columns in (1024, 512, 256, 128):
+                tiles = cls(rows=rows, columns=columns, vmem=memory)
+                small = columns * width <= ELEMENTS or columns == LANES
+                if rows <= most and small and tiles.taken(width) <= tiles.vmem:
+                    return tiles
+        return None
 
-
-TILES = Tiles()
+    def taken(self, width: int) -> int:
+        """Bytes of VMEM of both kernels' blocks, of those on their way, and of logits with as much for registers laid aside."""
+        blocks = 2 * (self.rows + self.columns) * width + 2 * self.columns * self.rows
+        return 2 * blocks + 3 * 4 * min(GRADIENT_CHUNK, self.columns) * self.rows
 
 
 def refusal(call: Call) -> str | None:
@@ -69,8 +101,8 @@ def refusal(call: Call) -> str | None:
         return f"it runs on TPUs (got {call.platform})"
     if reason := fused.refusal(call):
         return reason
-    if not TILES.piece(call.width):
-        return f"a width beyond {TILES.depth} must be a multiple of {LANES} (got {call.width})"
+    if Tiles.of(dispatch.device().device_kind, call.tokens, call.width) is None:
+        return f"no block of width {call.width} fits the VMEM of {dispatch.device().device_kind}"
     return None
 
 
@@ -84,7 +116,10 @@ def compute(
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
     """Returns the statistics named by `call.outputs`, as `reference` states them."""
-    return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
+    tiles = Tiles.of(dispatch.device().device_kind, call.tokens, call.width)
+    if tiles is None:
+        raise ValueError(refusal(call))
+    return fused.compute(Kernels(tiles=tiles), (hidden, head, targets), bias, words, call, mesh)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,8 +137,12 @@ class Kernels:
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
         """Returns the sums over the shard's vocabulary of each token."""
         names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
-        out = self._run(inputs, (), call, names)
-        sums = {name: x[: call.tokens, 0] for name, x in zip(names, out)}
+        sums = dict(zip(names, self._run(inputs, call, names=tuple(names))))
+        sums["first"] *= LN2
+        maximum = sums["maximum"].max(axis=0)
+        merged = jax.vmap(lambda own: fused.rescale(own, maximum, call))(sums)
+        sums = {name: maximum if name == "maximum" else merged[name].sum(axis=0) for name in names}
+        sums = {name: x[: call.tokens] for name, x in sums.items()}
         if "logprob" in call.outputs:
             sums["target"] = fused.target_logits(inputs, call.vocabulary)
         if "uniform_logprob" in call.outputs:
@@ -117,166 +156,198 @@ class Kernels:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (0: a mesh's padding)."""
         names = tuple(rows)
-        targets = (inputs.targets - inputs.first_entry)[:, None]
-        numbers = jnp.stack([rows[name] for name in names], axis=1)
+        targets = (inputs.targets - inputs.first_entry)[None]
+        numbers = jnp.stack([rows[name] for name in names]), targets
+        units = -(-call.vocabulary // self.tiles.columns)
+        size = -(-units // -(-units // max(self.tiles.buffer // (call.tokens * 2) // self.tiles.columns, 1)))
+        size *= self.tiles.columns
+        full, rest = divmod(call.vocabulary, size)
 
-        def add(first: Any, entries: int, carry: Any) -> Any:
+        def add(first: Any, dz: jax.Array, entries: int, carry: Any) -> Any:
             dhidden, dhead = carry
-            dz = self._run(inputs, names, call, (first, entries), (numbers, targets))[: call.tokens, :entries]
+            dz = dz[:entries, : call.tokens]
             weights = lax.dynamic_slice_in_dim(inputs.head, first, entries).astype(dz.dtype)
-            dhidden += lax.dot_general(dz, weights, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            dw = lax.dot_general(dz, inputs.hidden, (((0,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
+            dhidden += lax.dot_general(dz, weights, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            dw = lax.dot_general(dz, inputs.hidden, (((1,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
             return dhidden, fused.put(dhead, dw, first, call)
 
+        def buffer(i: Any, carry: Any) -> Any:
+            """Adds what buffer `i` holds; the kernel stands once in the program, whatever the last one's size."""
+            dz = self._run(inputs, call, names, (i * size, size), numbers)
+            if not (full and rest):
+                return add(i * size, dz, rest or size, carry)
+            whole, part = (functools.partial(add, i * size, dz, entries) for entries in (size, rest))
+            return lax.cond(i < full, whole, part, carry)
+
         carry = jnp.zeros(inputs.hidden.shape, jnp.float32), dhead
-        most = self.tiles.buffer // (call.tokens * 2)
-        dhidden, dhead = fused.over_buffers(add, carry, call.vocabulary, self.tiles.columns, most)
+        dhidden, dhead = lax.fori_loop(0, full + (rest > 0), buffer, carry)
         return dhidden, dhead, None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
 
-    def _run(self, inputs: Inputs, names: Any, call: Call, out: Any, numbers: tuple[jax.Array, ...] = ()) -> Any:
-        """Returns the kernel of the sums named `out`, or of dz of `out` = (first entry, entries)."""
-        tiles, width = self.tiles, call.width
-        piece = tiles.piece(width)
-        hidden = jnp.pad(inputs.hidden, ((0, -call.tokens % tiles.rows), (0, 0)))
-        numbers = tuple(jnp.pad(x, ((0, hidden.shape[0] - x.shape[0]), (0, 0))) for x in numbers)
-        first, entries = (0, call.vocabulary) if not numbers else out
-        start = jnp.reshape(jnp.int32(first) // tiles.columns, 1)
-        steps = width // piece
-        grid = hidden.shape[0] // tiles.rows, pl.cdiv(entries, tiles.columns), steps
-        row = functools.partial(pl.BlockSpec, index_map=lambda t, v, d, start: (t, 0))
-        bias = [] if inputs.bias is None else [inputs.bias[None, :]]
-        place = functools.partial(_Place, call=call, tiles=tiles, steps=steps, biased=bool(bias))
-        scratch = [pltpu.VMEM((tiles.rows, tiles.columns), jnp.float32)]
-        if numbers:
-            body = functools.partial(_gradients, place, names)
-            out_shape: Any = jax.ShapeDtypeStruct((hidden.shape[0], grid[1] * tiles.columns), hidden.dtype)
-            out_specs: Any = pl.BlockSpec((tiles.rows, tiles.columns), lambda t, v, d, start: (t, v))
+    def _run(
+        self,
+        inputs: Inputs,
+        call: Call,
+        names: tuple[str, ...],
+        part: tuple[Any, int] | None = None,
+        numbers: tuple[jax.Array, ...] = (),
+    ) -> Any:
+        """The kernel of the sums `names`, [8, T] each, or of dz.T of `part` = (first entry, entries) by the `numbers` named so."""
+        tiles, rows, columns = self.tiles, self.tiles.rows, self.tiles.columns
+        hidden = jnp.pad(inputs.hidden, ((0, -call.tokens % rows), (0, 0)))
+        numbers = tuple(jnp.pad(x, ((0, 0), (0, hidden.shape[0] - x.shape[1]))) for x in numbers)
+        first, entries = part or (0, call.vocabulary)
+        last = pl.cdiv(call.vocabulary, columns) - 1
+        # A mesh pads the vocabulary at its end, with a bias of -inf.
+        bound = jnp.int32(call.vocabulary) if inputs.finite is None else inputs.finite.sum(dtype=jnp.int32)
+        scalars = jnp.stack([jnp.int32(first) // columns, bound])
+        step = functools.partial(_Step, call=call, tiles=tiles, last=last, padded=inputs.finite is not None)
+        if part:
+            body: Any = functools.partial(_gradients, step, names)
+            out_shape: Any = jax.ShapeDtypeStruct((entries, hidden.shape[0]), hidden.dtype)
+            out_specs: Any = pl.BlockSpec((columns, rows), lambda t, v, _: (v, t))
         else:
-            body = functools.partial(_sums, place, len(out))
-            out_shape = [jax.ShapeDtypeStruct((hidden.shape[0], LANES), jnp.float32)] * len(out)
-            out_specs = [row((tiles.rows, LANES))] * len(out)
+            body = functools.partial(_sums, step)
+            out_shape = [jax.ShapeDtypeStruct((SUBLANES, hidden.shape[0]), jnp.float32)] * len(names)
+            out_specs = [pl.BlockSpec((SUBLANES, rows), lambda t, v, _: (0, t))] * len(names)
         spec = pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
-            grid=grid,
+            grid=(hidden.shape[0] // rows, pl.cdiv(entries, columns)),
             in_specs=[
-                pl.BlockSpec((tiles.rows, piece), lambda t, v, d, start: (t, d)),
-                pl.BlockSpec((tiles.columns, piece), lambda t, v, d, start: (start[0] + v, d)),
-                *(pl.BlockSpec((1, tiles.columns), lambda t, v, d, start: (0, start[0] + v)) for _ in bias),
-                *(row((tiles.rows, x.shape[1])) for x in numbers),
+                pl.BlockSpec((rows, call.width), lambda t, v, _: (t, 0)),
+                pl.BlockSpec((columns, call.width), lambda t, v, s: (jnp.minimum(s[0] + v, last), 0)),
+                *(pl.BlockSpec((x.shape[0], rows), lambda t, v, _: (0, t)) for x in numbers),
             ],
             out_specs=out_specs,
-            scratch_shapes=scratch,
+            scratch_shapes=[pltpu.VMEM((math.gcd(GRADIENT_CHUNK if part else CHUNK, columns), rows), jnp.float32)] * 2,
         )
         run: Callable[..., Any] = pl.pallas_call(
             body,
             out_shape=out_shape,
             grid_spec=spec,
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=tiles.vmem
+                dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=tiles.vmem
             ),
             interpret=self.interpret,
         )
-        return run(start, hidden, inputs.head.astype(hidden.dtype), *bias, *numbers)
+        return run(scalars, hidden, inputs.head.astype(hidden.dtype), *numbers)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """The part of the kernels that makes a block of logits; the arguments are the kernel's references."""
+class _Step:
+    """One step of the grid: the chunks of logits that it makes; the arguments are the kernel's references."""
 
-    start: Any
+    scalars: Any
     hidden: Any
     head: Any
-    rest: Any
+    logits: tuple[Any, Any]
     call: Call
     tiles: Tiles
-    steps: int
-    biased: bool
-    # The grid's indices are read where the kernel begins: a branch cannot.
-    block: Any = field(default_factory=lambda: pl.program_id(1))
-    piece: Any = field(default_factory=lambda: pl.program_id(2))
+    last: int
+    padded: bool
 
-    def first_column(self) -> Any:
-        return (self.start[0] + self.block) * self.tiles.columns
+    def each(self, take: Callable[[Any, int, int, Any], None], *, group: int, floor: bool) -> None:
+        """Calls `take(z, first column, first token, first entry)` for each chunk and 128 tokens.
 
-    def add_piece(self, sums: Any) -> None:
-        """Adds the products of one piece of the width to the block of logits."""
-        products = lax.dot_general(
-            self.hidden[...], self.head[...], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        Args:
+          take: gets the reference of a chunk's logits [entries, tokens].
+          group: tokens of one product.
+          floor: puts FLOOR where the vocabulary has ended.
+        """
+        rows, columns, chunk = self.tiles.rows, self.tiles.columns, self.logits[0].shape[0]
+        block = self.scalars[0] + pl.program_id(1)
+
+        @pl.when(block <= self.last)
+        def _inside() -> None:
+            for number, column in enumerate(range(0, columns, chunk)):
+                entry = block * columns + column
+                z = self.logits[number % 2]
+                for token in range(0, rows, group):
+                    place = pl.ds(0, chunk), pl.ds(token, group)
+                    x = lax.dot_general(
+                        self.head[pl.ds(column, chunk), :],
+                        self.hidden[pl.ds(token, group), :],
+                        (((1,), (1,)), ((), ())),
+                        preferred_element_type=jnp.float32,
+                    )
+                    if floor:
+                        index = lax.broadcasted_iota(jnp.int32, x.shape, 0)
+                        x = jnp.where(index < self.scalars[1] - entry, x, FLOOR)
+                    z[place] = x
+                    for lane in range(token, token + group, LANES):
+                        take(z, column, lane, entry)
+
+
+def _after(earlier: list[Any], x: Any) -> Any:
+    """`x`, which the compiler takes to depend on `earlier`, numbers that are never negative.
+
+    Else it begins the arithmetic of all tokens at once, and has no registers for it.
+    """
+    return jnp.where(earlier[-1] < -1.0, earlier[-1], x) if earlier else x
+
+
+def _sums(step: Any, scalars: Any, hidden: Any, head: Any, *refs: Any) -> None:
+    here = step(scalars, hidden, head, refs[-2:])
+    out, k = refs[:-2], LOG2E / here.call.temperature
+    start = pl.program_id(1) == 0
+    earlier: list[Any] = []
+
+    def take(z: Any, column: int, token: int, entry: Any) -> None:
+        place = pl.ds(0, SUBLANES), pl.ds(token, LANES)
+        strips = [(pl.ds(i, SUBLANES), pl.ds(token, LANES)) for i in range(0, z.shape[0], SUBLANES)]
+        before, total, first, *square = (
+            jnp.where(start, 0.0 if i else FLOOR, x[place]) if column == 0 else x[place] for i, x in enumerate(out)
         )
+        before = _after(earlier, before)
+        maximum = before
+        for strip in strips:
+            maximum = jnp.maximum(maximum, z[strip])
+        shift = (before - maximum) * k
+        factor = jnp.exp2(shift)
+        first = (first + shift * total) * factor
+        total = total * factor
+        square = [x * factor**2 for x in square]
+        for strip in strips:
+            x = (z[strip] - maximum) * k
+            e = jnp.exp2(x)
+            total, first = total + e, first + e * x
+            square = [q + e * e for q in square]
+        earlier[:] = [total]
+        for ref, value in zip(out, (maximum, total, first, *square)):
+            ref[place] = value
 
-        @pl.when(self.piece == 0)
-        def _first() -> None:
-            sums[...] = products
-
-        @pl.when(self.piece > 0)
-        def _next() -> None:
-            sums[...] += products
-
-    def inside(self) -> Any:
-        """Returns True at the entries of the vocabulary; the last block may reach beyond it."""
-        column = lax.broadcasted_iota(jnp.int32, (self.tiles.rows, self.tiles.columns), 1)
-        return self.first_column() + column < self.call.vocabulary
-
-    def logits(self, sums: Any) -> Any:
-        z = sums[...]
-        if self.biased:
-            z = z + self.rest[0][...]
-        return jnp.where(self.inside(), jnp.maximum(z, FLOOR), FLOOR)
-
-
-def _sums(place: Any, number: int, start: Any, hidden: Any, head: Any, *refs: Any) -> None:
-    here = place(start, hidden, head, refs)
-    out, sums = refs[-number - 1 : -1], refs[-1]
-    here.add_piece(sums)
-    scale = 1 / here.call.temperature
-
-    @pl.when((here.block == 0) & (here.piece == 0))
-    def _start() -> None:
-        for i, x in enumerate(out):
-            x[...] = jnp.full(x.shape, 0.0 if i else FLOOR, jnp.float32)
-
-    @pl.when(here.piece == here.steps - 1)
-    def _end() -> None:
-        z = here.logits(sums)
-        before, total, first = (x[:, :1] for x in out[:3])
-        maximum = jnp.maximum(before, z.max(axis=1, keepdims=True))
-        shift = (before - maximum) * scale
-        factor = jnp.exp(shift)
-        x = (z - maximum) * scale
-        e = jnp.exp(x)
-        new = [
-            maximum,
-            total * factor + e.sum(axis=1, keepdims=True),
-            (first + shift * total) * factor + (e * x).sum(axis=1, keepdims=True),
-        ]
-        if number > 3:
-            new.append(out[3][:, :1] * factor**2 + (e * e).sum(axis=1, keepdims=True))
-        for ref, value in zip(out, new):
-            ref[...] = jnp.broadcast_to(value, ref.shape)
+    here.each(take, group=math.gcd(here.tiles.rows, GROUP), floor=True)
 
 
-def _gradients(place: Any, names: tuple[str, ...], start: Any, hidden: Any, head: Any, *refs: Any) -> None:
-    here = place(start, hidden, head, refs)
-    numbers, targets, dz, sums = refs[-4:]
-    here.add_piece(sums)
+def _gradients(step: Any, names: tuple[str, ...], scalars: Any, hidden: Any, head: Any, *refs: Any) -> None:
+    here = step(scalars, hidden, head, refs[-2:])
+    numbers, targets, dz = refs[:3]
+    k = LOG2E / here.call.temperature
+    earlier: list[Any] = []
 
-    @pl.when(here.piece == here.steps - 1)
-    def _end() -> None:
-        c = {name: numbers[:, i : i + 1] for i, name in enumerate(names)}
-        logp = (here.logits(sums) - c["maximum"]) * (1 / here.call.temperature) - c["log_total"]
-        p = jnp.exp(logp)
-        weight = c["constant"]
-        if "slope" in c:
-            weight = weight + c["slope"] * logp
-        if "square" in c:
-            weight = weight + c["square"] * p
-        out = p * weight
-        if "uniform" in c:
-            out = out + c["uniform"]
-        if "target" in c:
-            column = here.first_column() + lax.broadcasted_iota(jnp.int32, out.shape, 1)
-            out = out + jnp.where(column == targets[...], c["target"], 0.0)
-        keep = here.inside()
-        if here.biased:
-            keep &= jnp.broadcast_to(here.rest[0][...] > FLOOR, out.shape)
-        dz[...] = jnp.where(keep, out, 0.0).astype(dz.dtype)
+    def take(z: Any, column: int, token: int, entry: Any) -> None:
+        lanes = pl.ds(token, LANES)
+        strip = math.gcd(z.shape[0], STRIP)
+        c = {name: jnp.broadcast_to(numbers[i : i + 1, lanes], (strip, LANES)) for i, name in enumerate(names)}
+        target = jnp.broadcast_to(targets[:, lanes], (strip, LANES)) - entry
+        log_total, slope = c["log_total"] * LOG2E, c.get("slope", 0.0) * LN2
+        maximum = _after(earlier, c["maximum"])
+        index = lax.broadcasted_iota(jnp.int32, (strip, LANES), 0)
+        for i in range(0, z.shape[0], strip):
+            logp = (z[pl.ds(i, strip), lanes] - maximum) * k - log_total
+            p = jnp.exp2(logp)
+            weight = c["constant"]
+            if "slope" in c:
+                weight = weight + slope * logp
+            if "square" in c:
+                weight = weight + c["square"] * p
+            out = p * weight
+            if "uniform" in c:
+                out = out + c["uniform"]
+            if "target" in c:
+                out = jnp.where(index + i == target, out + c["target"], out)
+            if here.padded:
+                out = jnp.where(index + i < here.scalars[1] - entry, out, 0.0)
+            dz[pl.ds(column + i, strip), lanes] = out.astype(dz.dtype)
+        earlier[:] = [p]
+
+    here.each(take, group=here.tiles.rows, floor=False)

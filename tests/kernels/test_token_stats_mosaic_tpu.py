@@ -19,12 +19,14 @@ WORDS = jnp.zeros(2, jnp.uint32)
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_values_and_gradients_are_right_in_interpret_mode(padded, monkeypatch):
-    # Blocks of tokens, of the vocabulary and of the width that do not divide, buffers of two blocks and a rest of one;
-    # with the padding also shares of 24 tokens, of which the second begins at 16.
+    # Blocks of tokens and of the vocabulary that do not divide, buffers of two blocks (each of two chunks) and a rest of one;
+    # with the padding also shares of 104 tokens, of which the second begins at 96.
     if padded:
-        monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=24, elements=2**20, unit=8))
-    tokens, width, vocabulary = 40, 256, 300
-    tiles = Tiles(rows=32, columns=128, depth=128, buffer=2 * 40 * 2 * 128)
+        monkeypatch.setattr(fused, "SHARE", fused.Share(tokens=104, elements=2**20, unit=8))
+    monkeypatch.setattr(mosaic_tpu, "CHUNK", 128)
+    monkeypatch.setattr(mosaic_tpu, "GRADIENT_CHUNK", 128)
+    tokens, width, vocabulary = 200, 96, 600
+    tiles = Tiles(rows=128, columns=256, buffer=2 * tokens * 2 * 256)
     rng = np.random.default_rng(0)
     hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
     head = jnp.asarray(rng.normal(size=(vocabulary + padded, width)) * 2 * width**-0.5, jnp.bfloat16)
@@ -55,7 +57,7 @@ def test_large_logits_stay_finite_and_exact():
     head = head.at[3].set(9.75).at[129].set(-9.75)  # logits 9984, 0 and -9984
     call = call_of(hidden, head)
     arrays = (hidden, head, jnp.array([3, 129, 0] + [3] * 13))
-    kernels = Kernels(tiles=Tiles(rows=16, columns=128), interpret=True)
+    kernels = Kernels(tiles=Tiles(rows=128, columns=128), interpret=True)
     out = fused.compute(kernels, arrays, None, WORDS, call, None)
     np.testing.assert_array_equal(out["logprob"][:3], [0.0, -19968.0, -9984.0])
     np.testing.assert_array_equal(out["entropy"], np.zeros(16))
@@ -67,14 +69,16 @@ def test_both_passes_lower_for_tpu_without_whole_logits(tokens, width, vocabular
     call = call_of(jnp.zeros((1, width), jnp.bfloat16), jnp.zeros((1, width), jnp.bfloat16), outputs=OUTPUTS)
     call = replace(call, platform="tpu", tokens=tokens, vocabulary=vocabulary)
 
+    tiles = Tiles.of("TPU v6 lite", tokens, width)
+
     def total(hidden, head, targets):
-        out = fused.compute(Kernels(tiles=mosaic_tpu.TILES), (hidden, head, targets), None, WORDS, call, None)
+        out = fused.compute(Kernels(tiles=tiles), (hidden, head, targets), None, WORDS, call, None)
         return sum(x.sum() for x in out.values())
 
     traced = jax.jit(jax.grad(total, argnums=(0, 1))).trace(hidden, head, jax.ShapeDtypeStruct((tokens,), jnp.int32))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
-    # The forward's kernel, and the backward's for whole buffers and for the rest.
-    assert text.count("@tpu_custom_call") == 3
+    # The forward's kernel and the backward's, which whole buffers and the rest share.
+    assert text.count("@tpu_custom_call") == 2
     assert f"x{vocabulary}x" not in text.replace(f"<{vocabulary}x", "<")
 
 
@@ -87,7 +91,7 @@ def test_tpus_take_bfloat16_and_every_other_device_and_call_is_refused():
         "bias": {"biased": True},
         "chunk": {"chunk": 512},
         "noise_logprob": {"outputs": ("noise_logprob",)},
-        "multiple of 128": {"width": 2100},
+        "no block of width": {"width": 2**18},
         "gpu": {"platform": "gpu"},
     }
     for reason, change in refused.items():
@@ -97,7 +101,20 @@ def test_tpus_take_bfloat16_and_every_other_device_and_call_is_refused():
 
 
 def test_blocks_that_cannot_be_laid_out_are_refused():
-    with pytest.raises(ValueError, match="multiple of 16 and columns of 128"):
-        Tiles(rows=24)
-    with pytest.raises(ValueError, match="multiple of 16 and columns of 128"):
-        Tiles(columns=64)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        Tiles(rows=64)
+    with pytest.raises(ValueError, match="multiples of 128"):
+        Tiles(columns=192)
+
+
+@pytest.mark.parametrize("width", [896, 1536, 2048, 2100, 3584, 5120, 8192])
+@pytest.mark.parametrize(
+    ("kind", "mib", "most"), [("TPU v6 lite", 128, 1024), ("TPU v5p", 64, 512), ("TPU v4", 16, 512)]
+)
+def test_each_chip_gets_blocks_of_the_whole_width_within_its_memory(kind, mib, most, width):
+    tiles = Tiles.of(kind, 4096, width)
+    # Twice, because the next block is on its way: hidden states, head and dz in bfloat16; beside them a float32 chunk of logits.
+    blocks = 2 * 2 * (tiles.rows * width + tiles.columns * width + tiles.rows * tiles.columns)
+    assert blocks + 4 * min(512, tiles.columns) * tiles.rows < tiles.vmem < mib * 2**20
+    assert tiles.rows == most or (kind == "TPU v4" and width > 2048)
+    assert Tiles.of(kind, 40, width).rows == 128

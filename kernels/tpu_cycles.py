@@ -1,0 +1,112 @@
+"""Prints what TPU's own compiler estimates of the kernels, on a machine without a TPU: cycles, share of peak, seconds.
+
+    pip install "libtpu==0.0.42.*"
+    python -m jaxrl_llm.kernels.tpu_cycles --chips=v6e,v5p --widths=896,2048
+
+Cycles are the compiler's static estimates, waits for memory among them; nothing is run. They compare kernels, and promise
+no seconds. A share counts 2 T D V FLOPs, the products of one pass, against the peak of the chip's matrix units.
+"""
+
+import argparse
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# Of one shape each; a topology of one host is the smallest that the compiler knows.
+TOPOLOGIES = {"v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
+# FLOPs of a cycle.
+PEAKS = {"v6e": 524288, "v5p": 262144, "v5e": 131072}
+
+
+def environment(folder: str) -> dict[str, str]:
+    """What the process needs before JAX starts: no TPU is looked for, and Pallas calls say their cycles."""
+    flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_static_llo_profile_to={folder}"
+    names = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    return names | {"LIBTPU_INIT_ARGS": flags.strip()}
+
+
+def pallas_cycles(text: str) -> list[int]:
+    """Estimated cycles of each Pallas call in a compiled program's text, in the text's order."""
+    found = []
+    for line in text.splitlines():
+        if "tpu_custom_call" in line:
+            cycles = re.search(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"', line)
+            if cycles:
+                found.append(int(cycles[1]))
+    return found
+
+
+def compiled(chip: str, function: Callable[..., Any], *shapes: Any) -> tuple[str, float]:
+    """The text of `function` compiled for one chip, and the processor's seconds that the compiler took."""
+    import jax
+    from jax.experimental import topologies
+
+    from jaxrl_llm.kernels import dispatch
+
+    device = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    with dispatch.target(device):
+        traced = jax.jit(function, in_shardings=sharding, out_shardings=sharding).trace(*shapes)
+        lowered = traced.lower(lowering_platforms=("tpu",))
+    start = time.process_time()
+    text: str = lowered.compile().as_text()
+    return text, time.process_time() - start
+
+
+def rows(chip: str, width: int, tokens: int, vocabulary: int) -> Iterator[dict[str, Any]]:
+    """A row a kernel of token_stats with log-prob and entropy."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.kernels.token_stats.api import token_stats
+
+    hidden, head = (jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for n in (tokens, vocabulary))
+    targets = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+
+    def forward(hidden: Any, head: Any, targets: Any) -> Any:
+        return token_stats(hidden, head, targets, backend="mosaic_tpu")
+
+    def full(hidden: Any, head: Any, targets: Any) -> Any:
+        def total(hidden: Any, head: Any) -> Any:
+            return sum(x.sum() for x in forward(hidden, head, targets).values())
+
+        return jax.grad(total, (0, 1))(hidden, head)
+
+    peak = 2 * tokens * width * vocabulary / PEAKS[chip]
+    for name, function in (("forward", forward), ("full", full)):
+        text, seconds = compiled(chip, function, hidden, head, targets)
+        cycles = pallas_cycles(text)
+        if len(cycles) != (1 if name == "forward" else 2):
+            raise RuntimeError(
+                f"{name} at width {width} on {chip} has Pallas calls of {cycles} cycles: one a kernel is expected"
+            )
+        kernel = "sums" if name == "forward" else "gradients"
+        row = {"chip": chip, "tokens": tokens, "width": width, "vocabulary": vocabulary, "kernel": kernel}
+        yield row | {"cycles": cycles[-1], "share": round(peak / cycles[-1], 3), "cpu_seconds": round(seconds, 1)}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a JSON line a kernel."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--chips", default="v6e", help=f"some of {', '.join(TOPOLOGIES)}")
+    parser.add_argument("--widths", default="896,2048", help="columns of the hidden states")
+    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--vocabulary", type=int, default=8192)
+    args = parser.parse_args(argv)
+    for chip in args.chips.split(","):
+        if chip not in TOPOLOGIES:
+            parser.error(f"unknown chip {chip!r}: use some of {', '.join(TOPOLOGIES)}")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(environment(folder))
+        for chip in args.chips.split(","):
+            for width in map(int, args.widths.split(",")):
+                for row in rows(chip, width, args.tokens, args.vocabulary):
+                    print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
