@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import compilation_cache, out_of_memory, xla_flags
+from jaxrl_llm.distributed import compilation_cache, out_of_memory, topology, xla_flags
 from jaxrl_llm.protocols import Down
 
 _log = logging.getLogger(__name__)
@@ -34,6 +34,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--dry_run", action="store_true", help="print the resolved plan and the memory that it takes, and leave"
     )
     parser.add_argument(
+        "--topology",
+        metavar="NAME",
+        help="with --dry_run: compile for this target, which need not be attached: v6e:16x16, v5p:4x4x4, h200:8 ...",
+    )
+    parser.add_argument(
         "--distributed",
         action="store_true",
         help="one of several processes, found by JAX (TPU pod, Slurm, JobSet); not needed where JAX_COORDINATOR_ADDRESS is set",
@@ -47,9 +52,20 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def prepare() -> None:
-    """Sets up the process for a run, before JAX is imported: XLA's flags, the compilation cache, and what the console shows of the log."""
-    xla_flags.apply()
+def prepare(target: str | None = None) -> None:
+    """Sets up the process for a run, before JAX is imported: XLA's flags, the compilation cache, and what the console shows of the log.
+
+    Args:
+      target: what programs are compiled for, as `topology.prepare` takes it; None is this machine.
+
+    Raises:
+      ValueError: the target is unknown.
+      OSError: its compiler is not installed.
+    """
+    if target is None:
+        xla_flags.apply()
+    else:
+        topology.prepare(target)
     compilation_cache.keep()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # transformers loads tokenizers, without PyTorch
     console = logging.StreamHandler()
@@ -128,8 +144,10 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
       alone: whether the process does nothing else, as where it takes its own arguments.
     """
     arguments = parse_arguments(argv)
-    prepare()
     try:
+        if arguments.topology is not None and not arguments.dry_run:
+            raise ValueError("--topology compiles for devices that are not here: add --dry_run, or leave it out to run")
+        prepare(arguments.topology)
         run, config = built(arguments)
         if (alone or argv is None) and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
@@ -137,12 +155,13 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         if arguments.resume_as_new:
             run = _as_new(run)
         if arguments.dry_run:
-            from jaxrl_llm.tools.plan import peaks, plan
+            from jaxrl_llm.tools.plan import on_target
 
-            print(plan(run), flush=True)
-            if not told_fit(run, config):
+            lines = on_target(run, arguments.topology)
+            print(next(lines), flush=True)
+            if arguments.topology is None and not told_fit(run, config):
                 return 1
-            for line in peaks(run):
+            for line in lines:
                 print(line, flush=True)
         else:
             if not several(arguments.distributed) and not told_fit(run, config, starting=True):
@@ -156,7 +175,10 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
     except RuntimeError as error:
         if arguments.debug or not out_of_memory.ran_out(error):
             raise
-        print(f"error: {out_of_memory.advice(error, 'it ran')}", file=sys.stderr)
+        print(
+            f"error: {out_of_memory.advice(error, 'its programs were compiled' if arguments.dry_run else 'it ran')}",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)

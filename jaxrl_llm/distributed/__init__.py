@@ -1,1 +1,1 @@
-"""Devices and processes: the mesh, values between processes, joining, preemption, XLA's flags."""
+"""Devices and processes: the mesh, targets by name, compiled programs, values between processes, joining, preemption, XLA's flags."""

@@ -39,6 +39,8 @@ TPU = {
     "xla_tpu_overlap_compute_collective_tc": "true",
 }
 
+TPU_KINDS: Mapping[str, Mapping[str, str]] = {}
+
 
 def gpus() -> int:
     """The number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""
@@ -61,14 +63,21 @@ def _host_gb() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
 
 
-def settings(gpus: int, tpu: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables to add for this hardware; flags that `environment` sets already keep their values."""
+def settings(gpus: int, tpu: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables to add for a hardware; flags that `environment` sets already keep their values.
+
+    Args:
+      gpus: GPUs of the host.
+      tpu: kind of its TPUs, such as "v6e", "" where it has some of an unknown kind, or None where it has none.
+      environment: what is set.
+    """
     found: dict[str, str] = {}
     if gpus:
         defaults = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", HOST_LIMIT: str(_host_gb() * 9 // 10)}
         found |= {name: environment.get(name, value) for name, value in defaults.items()}
+    of_tpu = {**TPU, **TPU_KINDS.get(tpu or "", {})}
     of_gpu = SEVERAL_GPUS if gpus > 1 or environment.get("JAX_NUM_PROCESSES", "1") != "1" else GPU
-    for wanted, variable, flags in ((gpus > 0, "XLA_FLAGS", of_gpu), (tpu, "LIBTPU_INIT_ARGS", TPU)):
+    for wanted, variable, flags in ((gpus > 0, "XLA_FLAGS", of_gpu), (tpu is not None, "LIBTPU_INIT_ARGS", of_tpu)):
         if wanted:
             there = environment.get(variable, "")
             named = {flag.partition("=")[0].lstrip("-") for flag in there.split()}
@@ -82,6 +91,7 @@ def apply(environment: MutableMapping[str, str] | None = None) -> dict[str, str]
     allowed = environment.get("JAX_PLATFORMS", "")
     here = lambda name: not allowed or name in allowed  # noqa: E731
     tpu = here("tpu") and bool(importlib.util.find_spec("libtpu")) and tpus() > 0
-    found = settings(gpus() if here("cuda") or here("gpu") else 0, tpu, environment)
+    kind = environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]  # a host of a pod has one such as v6e-64
+    found = settings(gpus() if here("cuda") or here("gpu") else 0, kind if tpu else None, environment)
     environment.update(found)
     return found

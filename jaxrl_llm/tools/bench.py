@@ -6,6 +6,7 @@ It runs the project's own Learner, Policy and EmbeddedSampler, and prints one JS
 several values, separated by commas; each combination is measured in its own process, one after the other, so that its memory
 peak is its own and a failure does not affect the others. Times are medians of calls that wait for their result; tokens/s and MFU
 follow metrics/flops.py: causal attention, real head width, head counted, embedding not counted, recomputation not counted.
+With --topology=v6e:16x16 and the like, programs are compiled for a target that need not be attached (programs.py), and nothing runs.
 """
 
 import argparse
@@ -24,9 +25,10 @@ import numpy as np
 
 from jaxrl_llm import command_line
 from jaxrl_llm.algorithms.batch import MicroBatch
-from jaxrl_llm.distributed import compilation_cache, xla_flags
+from jaxrl_llm.distributed import compilation_cache, topology, xla_flags
 from jaxrl_llm.distributed.mesh import to_host
 from jaxrl_llm.experience import Group, Prompt, SamplingParams
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention
 from jaxrl_llm.kernels.decode_attention import api as decode_attention
 from jaxrl_llm.kernels.token_stats import api as token_stats
@@ -34,8 +36,9 @@ from jaxrl_llm.learner.batch import bare, to_device
 from jaxrl_llm.metrics import flops, profiling, run_folder
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.models.sizes import SHAPES
+from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.embedded.sampler import Engine
-from jaxrl_llm.tools import memory
+from jaxrl_llm.tools import memory, programs
 from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -189,6 +192,31 @@ def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, floa
     }  # fmt: skip
 
 
+def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
+    """What the target's compiler says of the case's program, in place of a measurement; that of a whole step is its update.
+
+    Raises:
+      ValueError: the work has no program of its own.
+    """
+    size, learner, accounts = case.policy.architecture, case.learner, {}
+    with dispatch.recording() as kernels:
+        if case.work in ("update", "score"):
+            batch = full_rows(case)
+            shapes = memory.shapes_of(batch, learner, {}, len(batch.groups))
+            accounts = memory.of_learner(learner, shapes, len(batch.minibatches[0]) if case.work == "update" else 0)
+            count, readings = (flops.update if case.work == "update" else flops.forward)(size, lengths_of(batch)), 1
+        elif case.work == "sample":
+            served, cache = memory.cast(case.policy, case.dtype), None if case.cache == "auto" else case.cache
+            length, readings = case.prompt_tokens + case.response_tokens, case.decode_chunk
+            program = decode.lowered(case.policy, served, case.slots, length, readings, cache)
+            accounts = {"decode": memory.account(program)}
+            count = flops.forward(size, [1]) * case.slots * readings
+        else:
+            raise ValueError(f"--work={case.work} is no program to compile for a target: use update, score or sample")
+    found = {name: programs.facts(account, target, count, readings) for name, account in accounts.items()}
+    return {"kernels": [f"{choice.op} {choice.backend}" for choice in kernels], "programs": found}
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -214,21 +242,17 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield dict(zip(SWEPT, combination))
 
 
-def row(flags: dict[str, str], repeats: int, profile: str | None) -> dict[str, Any]:
-    """The JSON row of one combination, measured in this process."""
+def row(flags: dict[str, str], repeats: int, profile: str | None, name: str | None = None) -> dict[str, Any]:
+    """The JSON row of one combination, measured in this process, or compiled for the target of that name."""
     typed = {name: SWEPT[name][0](value) for name, value in flags.items()}
     for name, known in (("work", WORKS), ("model", SHAPES)):
         if typed[name] not in known:
             raise ValueError(f"--{name}={typed[name]} is not one of {', '.join(known)}")
-    device = jax.devices()[0]
-    typed["devices"] = typed["devices"] or jax.device_count()
-    facts = {"device": device.device_kind, "jax": jax.__version__}
-    return {
-        **typed,
-        **facts,
-        "commit": run_folder.commit(),
-        **measure(Case(flags=typed, repeats=repeats, profile=profile)),
-    }
+    with programs.on(name) as target:
+        typed["devices"] = typed["devices"] or (len(target.devices) if target else jax.device_count())
+        facts = {"device": dispatch.device().device_kind, "jax": jax.__version__, "commit": run_folder.commit()}
+        case = Case(flags=typed, repeats=repeats, profile=profile, own=target.devices if target else None)
+        return {**typed, **facts, **(for_target(case, target) if target else measure(case))}
 
 
 def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict[str, Any]:
@@ -258,14 +282,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--profile", metavar="FOLDER", help="trace one more update or score into the folder, and sum it up"
     )
     parser.add_argument("--output", help="file that rows are added to")
+    parser.add_argument(
+        "--topology", metavar="NAME", help="compile for v6e:16x16, v5p:4x4x4, h200:8 ..., and measure nothing"
+    )
     arguments = parser.parse_args(argv)
-    xla_flags.apply()
+    if arguments.topology:
+        topology.prepare(arguments.topology)
+    else:
+        xla_flags.apply()
     compilation_cache.keep()  # a call reuses a program that was compiled for its memory account
     wanted, failed = list(cases(arguments)), 0
     more = [f"--repeats={arguments.repeats}", *([f"--profile={arguments.profile}"] if arguments.profile else [])]
+    more += [f"--topology={arguments.topology}"] if arguments.topology else []
     for flags in wanted:
         alone = len(wanted) == 1
-        found = row(flags, arguments.repeats, arguments.profile) if alone else in_process(flags, more, arguments.limit)
+        found = (
+            row(flags, arguments.repeats, arguments.profile, arguments.topology)
+            if alone
+            else in_process(flags, more, arguments.limit)
+        )
         failed += "error" in found
         print(json.dumps(found), flush=True)
         if arguments.output:

@@ -63,11 +63,13 @@ class Case:
       flags: {name: value} for each flag of SWEPT.
       repeats: measured calls after the first.
       profile: folder for a trace of one more call, or None.
+      own: devices to compile for in place of the process's, or None.
     """
 
     flags: dict[str, Any]
     repeats: int
     profile: str | None = None
+    own: Sequence[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -84,7 +86,7 @@ class Case:
     @cached_property
     def policy(self) -> Policy:
         mesh = MeshConfig(fsdp=self.fsdp, tensor=self.tensor, context=self.context)
-        partitioner = Partitioner.create(mesh, jax.devices()[: self.devices or None])
+        partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
         return Policy(SHAPES[self.model], partitioner, self.dtype, self.remat, unroll=self.unroll)
 
     @cached_property

@@ -20,8 +20,6 @@ from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, taken_bytes
 from jaxrl_llm.tools import cost_model, memory
 from jaxrl_llm.tools.memory import GIB
-from jaxrl_llm.train.build import learner_of
-from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -99,28 +97,6 @@ def named(name: str | None) -> Device:
 # -- the account -------------------------------------------------------------------------------------------------------
 
 
-def state(stage: Stage, policy: Any) -> dict[str, int]:
-    """Bytes of a stage's state on one device, by kind."""
-    learner = learner_of(stage, policy, 0)
-    trees = {
-        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
-        "moments": learner.abstract.moments, "frozen base": memory.frozen(learner),
-    }  # fmt: skip
-    found = {name: memory.size(tree) for name, tree in trees.items()} | {"reference": reference(stage, policy)}
-    return {name: held for name, held in found.items() if held}
-
-
-def reference(stage: Stage, policy: Any) -> int:
-    """Bytes of the reference on one device, where the stage keeps it there."""
-    held = "reference" in stage.needs and not stage.offload_reference
-    return memory.size(reference_of(stage, policy)) if held else 0
-
-
-def reference_of(stage: Stage, policy: Any) -> Any:
-    """Returns the shapes of the stage's reference, in the dtype that it is kept in."""
-    return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
-
-
 def beside(run: Run, stage: Stage, policy: Any) -> int:
     """Bytes that stay on a device beside a stage's state: the embedded sampler's copy of the weights, and one slot a shard of its cache."""
     sampler = run.sampler
@@ -152,7 +128,7 @@ def needed(run: Run, policy: Any) -> float:
     """Bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
     found = [0.0]
     for stage in run.stages:
-        held = sum(state(stage, policy).values()) + beside(run, stage, policy)
+        held = sum(memory.state(stage, policy).values()) + beside(run, stage, policy)
         tokens = stage.packing.rows // policy.partitioner.batch_shards * stage.packing.row_tokens
         found.append(held + activations(setting_of(policy, stage, policy.remat), tokens, policy.compute_dtype))
     return max(found)

@@ -5,8 +5,9 @@ is alive but not an argument: the moments while a gradient is computed, the refe
 The account leaves out the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores, unscored
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.batch import PACKED, Batch, filled
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
@@ -22,7 +24,9 @@ from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.train.describe import capacity_of
+from jaxrl_llm.train.build import learner_of
+from jaxrl_llm.train.describe import block_of, capacity_of
+from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.stage import Stage
 
 GIB = 2**30
@@ -47,16 +51,23 @@ class Account:
       arguments: its arguments.
       outputs: its outputs that do not reuse an argument's memory.
       temporary: its temporaries while it runs.
+      most: the compiler's own peak of all these together, where they are not all alive at once; None takes their sum.
+      seconds: that compiling took.
+      program: what was compiled, or None where the account is of a part of a program.
     """
 
     resident: int = 0
     arguments: int
     outputs: int
     temporary: int
+    most: int | None = None
+    seconds: float = field(default=0.0, compare=False)
+    program: jax.stages.Compiled | None = field(default=None, compare=False, repr=False)
 
     @property
     def peak(self) -> int:
-        return self.resident + self.arguments + self.outputs + self.temporary
+        own = self.arguments + self.outputs + self.temporary if self.most is None else self.most
+        return self.resident + own
 
 
 def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
@@ -65,7 +76,9 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
     Raises:
       NoAccount: the backend reports none.
     """
-    found = program.compile().memory_analysis()
+    start = time.perf_counter()
+    compiled = program.compile()
+    seconds, found = time.perf_counter() - start, compiled.memory_analysis()
     if found is None:
         raise NoAccount(
             f"the backend {jax.default_backend()!r} gives no account of a compiled program's memory (memory_analysis() is None)"
@@ -75,6 +88,10 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
         arguments=found.argument_size_in_bytes,
         outputs=max(found.output_size_in_bytes - found.alias_size_in_bytes, 0),
         temporary=found.temp_size_in_bytes,
+        # TPU's temporaries are those of all its memories.
+        most=found.peak_memory_in_bytes if dispatch.device().platform == "tpu" else None,
+        seconds=seconds,
+        program=compiled,
     )
 
 
@@ -110,6 +127,13 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
     return size(served) if copied else 0, account(program)
 
 
+def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> Account:
+    """The account of the prefill of a block of the longest prompts."""
+    capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
+    block, served = block_of(policy, sampler, stage, capacity), cast(policy, policy.compute_dtype)
+    return account(decode.prefill.lower(served, block, policy=policy, dtype=sampler.cache))
+
+
 def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
     """The shapes of a micro-batch of the stage, with every token stat that its algorithm needs."""
     if stage.algorithm.learns_from == "pairs":
@@ -125,8 +149,14 @@ def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
     needs = stage.needs
     streams = {field: zeros for need, field in STREAMS.items() if need in needs}
     streams |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
-    sequences = batch.sequences(streams, stage.algorithm.controls, stage.prompts_per_step)
-    advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(learner.advantages, sequences))
+    return shapes_of(batch, learner, streams, stage.prompts_per_step)
+
+
+def shapes_of(batch: Batch, learner: Learner, streams: Mapping[str, np.ndarray], groups: int) -> MicroBatch:
+    """Shapes of the first micro-batch of a batch of `groups` groups, with its token stats; on devices that need not be here."""
+    sequences = batch.sequences(streams, learner.algorithm.controls, groups)
+    shaped = jax.eval_shape(learner.algorithm.advantages, sequences)
+    advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shaped)
     return abstract(filled(batch.minibatches[0], sequences, advantages, 1.0)[0], learner.partitioner)
 
 
@@ -157,6 +187,28 @@ def cast(policy: Policy, dtype: str) -> Any:
         return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, policy.abstract())
+
+
+def state(stage: Stage, policy: Policy) -> dict[str, int]:
+    """Bytes of a stage's state on one device, by kind."""
+    learner = learner_of(stage, policy, 0)
+    trees = {
+        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
+        "moments": learner.abstract.moments, "frozen base": frozen(learner),
+    }  # fmt: skip
+    found = {name: size(tree) for name, tree in trees.items()} | {"reference": reference(stage, policy)}
+    return {name: held for name, held in found.items() if held}
+
+
+def reference(stage: Stage, policy: Policy) -> int:
+    """Bytes of the reference on one device, where the stage keeps it there."""
+    held = "reference" in stage.needs and not stage.offload_reference
+    return size(reference_of(stage, policy)) if held else 0
+
+
+def reference_of(stage: Stage, policy: Policy) -> Any:
+    """Returns the shapes of the stage's reference, in the dtype that it is kept in."""
+    return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
 
 
 def _rollout() -> Rollout:

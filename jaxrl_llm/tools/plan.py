@@ -2,11 +2,12 @@
 
     python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_qwen_coder_0p5b_gsm8k.gin --chips=h200,v5p,v6e --counts=1,4,64,4096
     python -m jaxrl_llm.tools.plan --compare=speed.jsonl
-
     python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_gsm8k.gin --gin="PRETRAINED='FOLDER'" --fit --device=rtx4090
+    python -m jaxrl_llm.tools.plan --gin_file=... --topology=v6e:16x16
 
 The first command simulates the steps of a run on fleets of chips (cost_model.py), the second compares the cost model with rows of
-`bench`, and the third prints settings that fit a device, as gin lines.
+`bench`, the third prints settings that fit a device, as gin lines, and the fourth compiles the run's programs for a target that need
+not be attached (programs.py).
 """
 
 import json
@@ -19,30 +20,30 @@ from typing import Any
 import jax
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import compilation_cache
+from jaxrl_llm.distributed import compilation_cache, topology
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, bucket, taken_bytes
-from jaxrl_llm.tools import cost_model, fit, memory
+from jaxrl_llm.tools import cost_model, fit, memory, programs
 from jaxrl_llm.tools.memory import GIB
-from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import describe
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
 
-def plan(run: Run | Harness) -> str:
-    """Returns the resolved plan of a run, or of an evaluation alone, as text.
+def plan(run: Run | Harness, devices: Sequence[Any] | None = None) -> str:
+    """Returns the resolved plan of a run, or of an evaluation alone, as text; on `devices`, by default all that the process has.
 
     Raises:
       ValueError: a setting cannot work; the message names the binding to change.
       OSError: a file is missing.
     """
-    partitioner = Partitioner.create(run.mesh)
+    partitioner = Partitioner.create(run.mesh, devices)
     if isinstance(run, Harness):
         return "\n".join(_evaluation(run, partitioner))
     policy = run.policy.policy(partitioner)
@@ -95,7 +96,7 @@ def _machine(partitioner: Partitioner, policy: Any, tokenizer: Any) -> list[str]
     whole, trained = _count(policy.plain.abstract()) / 1e6, _count(policy.abstract()) / 1e6
     adapters = "" if policy is policy.plain else f" and {trained:.2f} M of adapters, which alone are trained"
     return [
-        f"devices      {jax.device_count()} x {jax.devices()[0].device_kind}, mesh {_mesh(partitioner)}",
+        f"devices      {partitioner.mesh.size} x {dispatch.device().device_kind}, mesh {_mesh(partitioner)}",
         f"model        {type(size).__name__}, {whole:.2f} M parameters{adapters}, compute in {policy.compute_dtype}, "
         f"remat {policy.remat}",
         f"tokenizer    {len(tokenizer)} tokens of a vocabulary of {size.vocabulary_size}",
@@ -139,58 +140,9 @@ def _memory(stage: Stage, policy: Policy, shards: int) -> str:
     kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
-    found = fit.state(stage, policy)
+    found = memory.state(stage, policy)
     held = ", ".join(f"{name} {held / GIB:.3f}" for name, held in found.items())
     return f"  memory       {sum(found.values()) / GIB:.3f} GiB of state ({held}) + about {activations / GIB:.3f} GiB of activations a device"
-
-
-def peaks(run: Run | Harness) -> Iterable[str]:
-    """Yields the peak memory of a device in each phase of each stage, from XLA's account of its programs, which must be compiled.
-
-    Where the backend keeps no account, one line says so.
-    """
-    if isinstance(run, Run):
-        policy = run.policy.policy(Partitioner.create(run.mesh))
-        try:
-            for stage in run.stages:
-                yield f"peak of {stage.name:<5}" + _peak(run, stage, policy)
-        except memory.NoAccount as error:
-            yield f"peak         unknown: {error}; go by the lines `memory` above, and leave room for what programs hold meanwhile"
-
-
-def _peak(run: Run, stage: Stage, policy: Any) -> str:
-    learner = learner_of(stage, policy, 0)
-    batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
-    longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
-    tokens = stage.sequences // stage.minibatches * longest
-    several = tokens > stage.packing.rows * stage.packing.row_tokens
-
-    def most(microbatches: int) -> int:
-        return max(account.peak for account in memory.of_learner(learner, batch, microbatches, bases).values())
-
-    phases = {"update": most(2 if several else 1)}
-    if stage.samples:
-        phases["score"] = most(0)
-    weights = 0
-    if stage.samples and isinstance(run.sampler, EmbeddedSampler):
-        weights, decoding = memory.of_sampling(policy.plain, run.sampler, stage, run.max_length)
-        state = memory.size(learner.abstract) + memory.size(bases)
-        own = memory.size(
-            memory.cast(policy.plain, policy.compute_dtype)
-        )  # these weights are among the program's arguments
-        phases["sample"] = state + decoding.peak - own
-        if policy is not policy.plain:  # the sum of base and adapters is served, or cast to what is served
-            merged = memory.size(policy.plain.abstract())
-            phases["publish"] = state + (merged if weights else 0)
-            weights = weights or merged
-    if stage.offload_reference and "reference" in stage.needs and "score" in phases:
-        phases["score"] += memory.size(fit.reference_of(stage, policy))
-    also = weights + fit.reference(stage, policy)
-    if stage.teacher is not None and "teacher" in stage.algorithm.needs:
-        also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
-    found = {name: (peak + also) / GIB for name, peak in phases.items()}
-    parts = ", ".join(f"{name} {peak:.3f}" for name, peak in found.items())
-    return f"{max(found.values()):.3f} GiB a device by the account of the compiled programs ({parts})"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
@@ -280,6 +232,13 @@ def compared(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
         yield f"{what:<52} {row['s']:.4f} s, simulated {seconds:.4f} ({seconds / row['s'] - 1:+.1%}){room}"
 
 
+def on_target(run: Run | Harness, name: str | None) -> Iterator[str]:
+    """Yields the plan of a run and what its programs need, on a target or, where its name is None, on the process's devices."""
+    with programs.on(name) as target:
+        yield plan(run, target.devices if target else None)
+        yield from programs.peaks(run, target)
+
+
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser("tools.plan", __doc__)
@@ -295,15 +254,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", help=f"device to fit: {', '.join(fit.DEVICES)} or NAME=GIB (default: the one at hand)"
     )
+    parser.add_argument(
+        "--topology", metavar="NAME", help="compile the run's programs for v6e:16x16, v5p:4x4x4, h200:8 ..."
+    )
     parser.add_argument("--compare", metavar="FILE", help="rows that `bench --output` wrote")
     arguments = parser.parse_args(argv)
-    compilation_cache.keep()
     if bool(arguments.gin_file) == bool(arguments.compare):
         parser.error("give --gin_file or --compare, one of the two")
+    if arguments.topology and arguments.compare:
+        parser.error("--topology compiles the programs of a run: give --gin_file")
     chips = arguments.chips.split(",")
     if unknown := set(chips) - set(cost_model.CHIPS):
         parser.error(f"unknown chips {sorted(unknown)}: use some of {', '.join(cost_model.CHIPS)}")
-    if arguments.compare:
+    compilation_cache.keep()
+    if arguments.topology:
+        topology.prepare(arguments.topology)
+        run, _ = command_line.build(arguments.gin_file, arguments.gin)
+        lines = on_target(run, arguments.topology)
+    elif arguments.compare:
         lines = compared(map(json.loads, Path(arguments.compare).read_text(encoding="utf-8").splitlines()))
     else:
         run, config = command_line.build(arguments.gin_file, arguments.gin)

@@ -71,7 +71,7 @@ def describe(run: Any, policy: Policy) -> list[str]:
             _check(choice, run, policy)
     _check_division(run, policy)
     return [
-        f"kernels      {', '.join(_kernels(found))} on {dispatch.device().device_kind}",
+        f"kernels      {chosen_by(found)} on {dispatch.device().device_kind}",
         f"dtypes       {', '.join(_dtypes(run, policy))}",
         f"sampling     {_sampling(run.sampler)}",
         f"verifiers    {'; '.join(_verifiers(run.stages))}",
@@ -138,14 +138,18 @@ def capacity_of(sampler: EmbeddedSampler, stage: Stage, max_length: int, shards:
     return Capacity.of([request], max_slots=sampler.slots, shards=shards)
 
 
+def block_of(policy: Policy, sampler: EmbeddedSampler, stage: Stage, capacity: Capacity) -> jax.ShapeDtypeStruct:
+    """The tokens of a block of the longest prompts, as they are prefilled together."""
+    length = min(bucket(stage.max_prompt_tokens), capacity.length)
+    rows = min(max(sampler.prefill_tokens // length, 1), stage.prompts_per_step)
+    return jax.ShapeDtypeStruct((bucket(rows, policy.partitioner.batch_shards), length), jnp.int32)
+
+
 def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> None:
     """Traces the prefill of a block of the longest prompts, and a chunk of decoding."""
-    shards = policy.partitioner.batch_shards
-    capacity = capacity_of(sampler, stage, max_length, shards)
+    capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, policy.compute_dtype), policy.abstract())
-    length = min(bucket(stage.max_prompt_tokens), capacity.length)
-    rows = bucket(min(max(sampler.prefill_tokens // length, 1), stage.prompts_per_step), shards)
-    block = jax.ShapeDtypeStruct((rows, length), jnp.int32)
+    block = block_of(policy, sampler, stage, capacity)
     jax.eval_shape(partial(decode.prefill, policy=policy, dtype=sampler.cache), params, block)
     run = partial(decode.decode, policy=policy, steps=sampler.decode_chunk, cut=False)
     jax.eval_shape(run, params, *decode.shapes(policy, capacity.slots, capacity.length, sampler.cache))
@@ -203,15 +207,17 @@ def _check(choice: Choice, run: Any, policy: Policy) -> None:
     )
 
 
-def _kernels(found: Sequence[Choice]) -> Iterator[str]:
-    """Each kernel with the backends that its calls take, and why not a better one."""
+def chosen_by(found: Sequence[Choice]) -> str:
+    """Names each kernel with the backends that its calls take, and why not a better one."""
+    lines = []
     for op in dict.fromkeys(choice.op for choice in found):
         used = {}
         for choice in found:
             if choice.op == op:
                 best = better(choice)
                 used[choice.backend] = f"{choice.backend}" + (f" (not {best}: {choice.refused[best]})" if best else "")
-        yield f"{op} {' and '.join(used.values())}"
+        lines.append(f"{op} {' and '.join(used.values())}")
+    return ", ".join(lines)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

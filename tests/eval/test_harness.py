@@ -78,7 +78,9 @@ def folder(tmp_path_factory):
 def one_device(monkeypatch):
     """Eight simulated devices would spend the test's time on collectives."""
     create = Partitioner.create.__func__
-    monkeypatch.setattr(Partitioner, "create", classmethod(lambda cls, _: create(cls, MeshConfig(), jax.devices()[:1])))
+    monkeypatch.setattr(
+        Partitioner, "create", classmethod(lambda cls, *_: create(cls, MeshConfig(), jax.devices()[:1]))
+    )
 
 
 def built(folder, out, reward=None, *more):

@@ -17,7 +17,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.tools import fit, memory
+from jaxrl_llm.tools import memory
 from jaxrl_llm.train.stage import Stage
 
 FIELDS = {"name": "s", "data": Sorting(size=8), "optimizer": Optimizer(), "steps": 1, "packing": PACKING}
@@ -101,12 +101,12 @@ def test_the_plan_counts_the_state_that_lies_on_a_device():
     policy = make_learner(GRPO_CASE).policy
     whole = sum(math.prod(x.shape) * 4 for x in jax.tree.leaves(policy.abstract()))
     usual = {"weights": whole, "gradients": whole, "moments": 2 * whole, "reference": whole}
-    assert fit.state(stage(), policy) == pytest.approx(usual, rel=1e-3)  # and a count of updates
+    assert memory.state(stage(), policy) == pytest.approx(usual, rel=1e-3)  # and a count of updates
     pairs = replace(stage(algorithm=DPO(), group_size=2), optimizer=Optimizer(moments_dtype="bfloat16"))
     half = usual | {"moments": 1.5 * whole}
-    assert fit.state(pairs, policy) == pytest.approx(half, rel=1e-3)
+    assert memory.state(pairs, policy) == pytest.approx(half, rel=1e-3)
     away = replace(pairs, optimizer=Optimizer(offload=True), offload_reference=True)
-    assert fit.state(away, policy) == {"weights": whole, "gradients": whole}
+    assert memory.state(away, policy) == {"weights": whole, "gradients": whole}
 
 
 def test_a_backend_without_an_account_of_its_programs_leaves_the_plan_and_says_so(monkeypatch, capsys, tmp_path):

@@ -54,20 +54,20 @@ def test_a_traced_step_can_be_read_and_holds_the_update(fast: Path) -> None:
 
 
 def test_flags_of_xla_are_added_for_several_gpus_and_never_change_the_users() -> None:
-    assert xla_flags.settings(0, False, {}) == {}
-    one = xla_flags.settings(1, False, {})
+    assert xla_flags.settings(0, None, {}) == {}
+    one = xla_flags.settings(1, None, {})
     host = int(one.pop("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"))
     kib = int(Path("/proc/meminfo").read_text().split()[1])
     assert 0.88 * 1024 * kib - 1e9 < host * 1e9 <= 0.9 * 1024 * kib
     flags = "--xla_gpu_enable_triton_gemm=false --xla_gpu_memory_limit_slop_factor=120"
     assert one == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_FLAGS": flags}
     own = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
-    found = xla_flags.settings(4, False, own)
+    found = xla_flags.settings(4, None, own)
     assert found["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".5"
     flags = dict(flag.lstrip("-").split("=") for flag in found["XLA_FLAGS"].split())
     assert flags["xla_gpu_enable_latency_hiding_scheduler"] == "false"
     assert flags["xla_gpu_enable_pipelined_all_gather"] == "true"
-    assert "xla_tpu_overlap_compute_collective_tc=true" in xla_flags.settings(0, True, {})["LIBTPU_INIT_ARGS"]
+    assert "xla_tpu_overlap_compute_collective_tc=true" in xla_flags.settings(0, "", {})["LIBTPU_INIT_ARGS"]
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_x=1"}
     assert xla_flags.apply(environment) == {} and environment["XLA_FLAGS"] == "--xla_cpu_x=1"
 

@@ -1,0 +1,260 @@
+"""Reads a compiled program's optimized HLO: what it exchanges, what it waits for, and the cycles that TPU's compiler expects.
+
+Nothing here runs a program. A loop's body counts as often as its trip count says, so the figures are of the whole program on
+one device. Cycles are the compiler's static estimates of its fusions (and of Pallas kernels, where libtpu was started with
+--xla_jf_dump_static_llo_profile_to), without the time that a collective takes: good to compare programs, no promise of seconds.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
+_BROKEN = re.compile(r"\n(?=[\"}][^\n])")  # the metadata of a Pallas call goes on in the next lines
+_NAME = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = ")
+_OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
+_ARRAY = re.compile(r"\b(pred|[suf]\d+\w*|bf16|c64|c128)\[([\d,]*)\]")
+_CALLED = re.compile(r"\b(?:calls|to_apply|called_computations)=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
+_BRANCHES = re.compile(r"\b(?:branch_computations=\{|(?:true|false)_computation=)((?:%[\w.\-]+(?:, )?)+)")
+_CYCLES = (
+    re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'),
+    re.compile(r'"estimated_cycles":"(\d+)"'),
+)
+# Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
+_STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
+_BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+      name: without the percent sign.
+      shape: its result as HLO writes it.
+      opcode: such as fusion or all-gather-start.
+      rest: everything behind the opcode.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+
+    @property
+    def called(self) -> list[str]:
+        """The computations that it calls, loops and branches left out."""
+        return [name.strip(" %") for found in _CALLED.findall(self.rest) for name in found.split(",")]
+
+    @property
+    def branches(self) -> list[str]:
+        return [name.strip(" %") for found in _BRANCHES.findall(self.rest) for name in found.split(",")]
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest[: _closing(self.rest, 1)])
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate of one execution, 0 where it gives none."""
+        return next((int(found[1]) for pattern in _CYCLES if (found := pattern.search(self.rest))), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """An exchange between devices.
+
+    Attributes:
+      kind: one of KINDS.
+      shape: the result as HLO writes it.
+      bytes: of the larger one of result and operands, on one device.
+      devices: that exchange with one another.
+      asynchronous: whether computation may run meanwhile.
+      times: executions in the whole program.
+      looped: whether it is inside a loop.
+      name: the instruction.
+    """
+
+    kind: str
+    shape: str
+    bytes: int
+    devices: int
+    asynchronous: bool
+    times: int
+    looped: bool
+    name: str
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a device must send in the whole program, by an exchange around a ring."""
+        share = (self.devices - 1) / self.devices
+        return self.times * self.bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
+
+
+def bytes_of(shape: str) -> list[int]:
+    """Bytes of each array of a shape as HLO writes it."""
+    found = []
+    for dtype, sizes in _ARRAY.findall(shape):
+        width = _BYTES.get(dtype) or max(int(re.findall(r"\d+", dtype)[0]) // 8, 1)
+        found.append(width * math.prod(int(n) for n in sizes.split(",") if n))
+    return found
+
+
+class Program:
+    """The computations of one optimized program.
+
+    Attributes:
+      computations: {name: instructions}.
+      entry: the name of the one that runs first.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.entry, current = "", None
+        for line in _BROKEN.sub(" ", text).splitlines():
+            if found := _HEAD.match(line):
+                current = self.computations.setdefault(found[2], {})
+                self.entry = found[2] if found[1] else self.entry
+            elif current is not None and (instruction := _instruction(line)) is not None:
+                current[instruction.name] = instruction
+        if not self.entry:
+            raise ValueError("the text holds no ENTRY computation: give the text of a compiled program")
+
+    @cached_property
+    def executed(self) -> list[tuple[str, Instruction, int, bool]]:
+        """(computation, instruction, executions, whether in a loop) of what runs; insides of fusions are left out."""
+        return list(self._walk(self.entry, 1, False))
+
+    def _walk(self, name: str, times: int, looped: bool) -> Iterator[tuple[str, Instruction, int, bool]]:
+        for instruction in self.computations[name].values():
+            yield name, instruction, times, looped
+            if instruction.opcode == "while":
+                yield from self._walk(_named("body", instruction), times * self.trips(instruction), True)
+            elif instruction.opcode in ("call", "conditional", "async-start"):
+                for called in (*instruction.called, *instruction.branches):
+                    yield from self._walk(called, times, looped)
+
+    def trips(self, loop: Instruction) -> int:
+        """How often a loop's body runs: what XLA knows, or the largest constant of the condition; 1 where there is neither."""
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(found[1])
+        condition = self.computations[_named("condition", loop)].values()
+        constants = [
+            int(c.rest.partition(")")[0])
+            for c in condition
+            if c.opcode == "constant" and re.match(r"[su]32\[\]", c.shape)
+        ]
+        return max(constants, default=1)
+
+    @cached_property
+    def cycles(self) -> int:
+        """Estimated cycles of the whole program on one device, without the time of collectives; 0 where none are given."""
+        return sum(times * instruction.cycles for _, instruction, times, _ in self.executed)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        """The exchanges of the program, in the order in which they stand.
+
+        TPU's compiler spreads an asynchronous one over several fusions with computation, of which the last waits for it, and
+        writes a scattered sum as a fusion of an all-reduce that a slice follows.
+        """
+        found = []
+        started = {c for _, i, _, _ in self.executed if i.opcode == "async-start" for c in i.called}
+        for place, one, times, looped in self.executed:
+            if one.opcode != "fusion":
+                kind = one.opcode.removesuffix("-start")
+                if kind in KINDS:
+                    asynchronous = one.opcode.endswith("-start") or place in started
+                    found.append(self._collective(one, kind, place, asynchronous, (times, looped)))
+                continue
+            for name in one.called:
+                inside = self.computations[name]
+                waits = any(_LAST_STEP in i.rest for i in inside.values())
+                for i in inside.values():
+                    if i.opcode in KINDS and (waits or _STEP not in i.rest):
+                        kind = "reduce-scatter" if name.startswith("all-reduce-scatter") else i.opcode
+                        found.append(self._collective(i, kind, name, waits, (times, looped)))
+        return found
+
+    def _collective(
+        self, one: Instruction, kind: str, place: str, asynchronous: bool, runs: tuple[int, bool]
+    ) -> Collective:
+        around = self.computations[place]
+        operands = sum(sum(bytes_of(around[name].shape)) for name in one.operands if name in around)
+        results = bytes_of(one.shape)
+        # The result of a start holds its operands too.
+        result = max(results, default=0) if one.opcode.endswith("-start") else sum(results)
+        return Collective(
+            kind=kind, shape=one.shape, bytes=max(operands, result), devices=_group(one.rest),
+            asynchronous=asynchronous and '"is_sync":true' not in one.rest, times=runs[0], looped=runs[1], name=one.name,
+        )  # fmt: skip
+
+    def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """(instruction, dtype, sizes) of every array that lies in memory while the program runs; insides of fusions do not."""
+        for _, instruction, _, _ in self.executed:
+            for dtype, sizes in _ARRAY.findall(instruction.shape):
+                yield instruction.name, dtype, tuple(int(n) for n in sizes.split(",") if n)
+
+
+def _instruction(line: str) -> Instruction | None:
+    named = _NAME.match(line)
+    if named is None:
+        return None
+    rest = line[named.end() :]
+    if rest.startswith("("):
+        end = _closing(rest, 0) + 1
+        shape, rest = rest[:end], rest[end:]
+    else:
+        shape, _, rest = rest.partition(" ")
+        rest = " " + rest
+    opcode = _OPCODE.match(rest)
+    return None if opcode is None else Instruction(named[1], shape, opcode[1], rest[opcode.end() :])
+
+
+def _closing(text: str, depth: int) -> int:
+    """Index of the parenthesis at which `depth` open ones and those that the text opens are closed; the text's length without one."""
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if letter == ")" and depth == 0:
+            return index
+    return len(text)
+
+
+def _named(attribute: str, loop: Instruction) -> str:
+    found = re.search(rf"\b{attribute}=%([\w.\-]+)", loop.rest)
+    assert found is not None, f"a loop without {attribute}: {loop.rest[:200]}"
+    return found[1]
+
+
+def _group(rest: str) -> int:
+    """How many devices exchange with one another, from an instruction's replica groups; 2 where pairs are named instead."""
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return len(found[1].split(","))
+    if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
+        return int(found[1])
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", rest):
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", found[1]))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", found[2]))
+    return 2
+
+
+def summed(collectives: Sequence[Collective]) -> Mapping[tuple[str, bool], tuple[int, float, int]]:
+    """{(kind, whether asynchronous): (executions, bytes sent by a device, bytes of the largest)}."""
+    found: dict[tuple[str, bool], tuple[int, float, int]] = {}
+    for one in collectives:
+        key = one.kind, one.asynchronous
+        times, sent, most = found.get(key, (0, 0.0, 0))
+        found[key] = times + one.times, sent + one.sent, max(most, one.bytes)
+    return found

@@ -1,0 +1,209 @@
+"""Compiles the programs of a run, and says what a device needs for them; also for a target that is not attached (`--topology`).
+
+    python -m jaxrl_llm.launch --dry_run --topology=v6e:16x16 --gin_file=...
+    python -m jaxrl_llm.tools.plan --topology=h200:8 --gin_file=...
+    python -m jaxrl_llm.tools.bench --topology=v5p:4x4x4 --work=update --model=qwen2.5-1.5b
+
+For a target each program has three more lines. The estimate is of its static cycles (TPUs alone, exchanges left out), beside
+what products, memory and links take at the least: model FLOPs over the peak, arguments and results over the bandwidth, bytes
+sent over the links. The exchanges are counted by kind, with the bytes that a device sends; SYNCHRONOUS ones are waited for.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_llm.distributed import hlo, topology
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.eval.harness import Harness
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.metrics import flops
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+from jaxrl_llm.tools import cost_model, memory
+from jaxrl_llm.tools.memory import GIB, Account
+from jaxrl_llm.train.build import learner_of
+from jaxrl_llm.train.describe import chosen_by
+from jaxrl_llm.train.run import Run
+from jaxrl_llm.train.stage import Stage
+
+CLOCKS: Mapping[str, float] = {"v5p": 1.75e9, "v6e": 1.75e9}  # Hz of the cores
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What programs are compiled for.
+
+    Attributes:
+      name: such as v6e:16x16.
+      kind: such as v6e.
+      devices: its devices; they compile and cannot run.
+    """
+
+    name: str
+    kind: str
+    devices: list[Any]
+
+    @property
+    def chip(self) -> cost_model.Chip:
+        return cost_model.CHIPS[self.kind]
+
+
+@contextmanager
+def on(name: str | None) -> Iterator[Target | None]:
+    """Chooses kernels for the target of that name while it is open; None is the process's own devices."""
+    if name is None:
+        yield None
+        return
+    target = Target(name=name, kind=topology.parsed(name)[0], devices=topology.devices(name))
+    with dispatch.target(target.devices[0]):
+        yield target
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+def peaks(run: Run | Harness, target: Target | None = None) -> Iterator[str]:
+    """Yields the peak memory of a device in each phase of each stage, from the account of its programs, which are compiled.
+
+    For a target, what each program does comes before. Where the backend keeps no account, one line says so.
+
+    Raises:
+      MemoryError: a phase needs more than a chip of the target has; the message names what takes less.
+    """
+    if not isinstance(run, Run):
+        return
+    policy = run.policy.policy(Partitioner.create(run.mesh, target.devices if target else None))
+    try:
+        for stage in run.stages:
+            with dispatch.recording() as kernels:
+                accounts, phases = _phases(run, stage, policy, target)
+            if target is not None:
+                yield f"programs of {stage.name} for {target.name}, kernels {chosen_by(kernels)}"
+                work = _work(run, stage, policy)
+                for name, account in accounts.items():
+                    yield from described(name, account, target, *work.get(name, (0.0, 1)))
+            parts = ", ".join(f"{name} {peak / GIB:.3f}" for name, peak in phases.items())
+            most = max(phases.values())
+            yield f"peak of {stage.name:<5}{most / GIB:.3f} GiB a device by the account of the compiled programs ({parts})"
+            if target is not None:
+                check_fit(most, max(phases, key=lambda name: phases[name]), target)
+    except memory.NoAccount as error:
+        yield f"peak         unknown: {error}; go by the lines `memory` above, and leave room for what programs hold meanwhile"
+
+
+def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple[dict[str, Account], dict[str, float]]:
+    """The account of each program of a stage, and the peak bytes of each phase."""
+    learner = learner_of(stage, policy, 0)
+    batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
+    tokens = stage.sequences // stage.minibatches * longest(stage)
+    several = tokens > stage.packing.rows * stage.packing.row_tokens
+    accounts = memory.of_learner(learner, batch, 2 if several else 1, bases)
+    phases: dict[str, float] = {"update": max(account.peak for account in accounts.values())}
+    if stage.samples:
+        accounts |= memory.of_learner(learner, batch, 0, bases)
+        phases["score"] = accounts["score"].peak
+    weights = 0
+    if stage.samples and isinstance(run.sampler, EmbeddedSampler):
+        weights, accounts["decode"] = memory.of_sampling(policy.plain, run.sampler, stage, run.max_length)
+        if target is not None:
+            accounts["prefill"] = memory.of_prefill(policy.plain, run.sampler, stage, run.max_length)
+        state = memory.size(learner.abstract) + memory.size(bases)
+        own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # among the program's arguments
+        phases["sample"] = state + accounts["decode"].peak - own
+        if policy is not policy.plain:  # the sum of base and adapters is served, or cast to what is served
+            merged = memory.size(policy.plain.abstract())
+            phases["publish"] = state + (merged if weights else 0)
+            weights = weights or merged
+    if stage.offload_reference and "reference" in stage.needs and "score" in phases:
+        phases["score"] += memory.size(memory.reference_of(stage, policy))
+    also = weights + memory.reference(stage, policy)
+    if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+        also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
+    return accounts, {name: peak + also for name, peak in phases.items()}
+
+
+def longest(stage: Stage) -> int:
+    """The most positions that a sequence of the stage takes in a row."""
+    return min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
+
+
+def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]]:
+    """{program: (model FLOPs on all devices, readings of its arguments)} of a stage's programs, at full rows of the longest sequences."""
+    size, packing = policy.architecture, stage.packing
+    lengths = [longest(stage)] * (packing.rows * packing.row_tokens // longest(stage))
+    found = {name: (flops.update(size, lengths), 1) for name in ("whole", "first", "accumulate")}
+    found["score"] = flops.forward(size, lengths), 1
+    if stage.samples and isinstance(run.sampler, EmbeddedSampler):
+        capacity = memory.capacity_of(run.sampler, stage, run.max_length, policy.partitioner.batch_shards)
+        steps = run.sampler.decode_chunk
+        found["decode"] = flops.forward(size, [1]) * capacity.slots * steps, steps
+    return found
+
+
+def check_fit(peak: float, phase: str, target: Target) -> None:
+    """Raises MemoryError where a phase needs more bytes a device than the target's chip has."""
+    if peak > target.chip.memory:
+        raise MemoryError(
+            f"the {phase} needs {peak / GIB:.2f} GiB a device and {target.name} has {target.chip.memory / GIB:.2f}: lower ROWS, then "
+            "ROW_TOKENS; recompute more by sources.PolicySource.remat = 'full'; take more chips and train.MeshConfig.fsdp = -1; keep "
+            "moments on the host by train.Optimizer.offload = True; an embedded sampler takes less with fewer "
+            "embedded.EmbeddedSampler.slots"
+        )
+
+
+# -- one program -------------------------------------------------------------------------------------------------------
+
+
+def facts(account: Account, target: Target, model_flops: float = 0.0, readings: int = 1) -> dict[str, Any]:
+    """What the compiler says of one program on one device.
+
+    Args:
+      account: its memory and what was compiled.
+      target: what it was compiled for.
+      model_flops: FLOPs of the model on all devices; 0 where the program has none.
+      readings: how often it reads its arguments.
+
+    Returns:
+      Seconds, bytes and cycles by name, and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the largest].
+    """
+    assert account.program is not None, "only what was compiled has facts"
+    program, chip = hlo.Program(account.program.as_text() or ""), target.chip
+    found: dict[str, Any] = {
+        "compile_s": account.seconds, "peak_bytes": account.peak - account.resident, "arguments_bytes": account.arguments,
+        "temporary_bytes": account.temporary,
+        "products_s": model_flops / len(target.devices) / chip.peak,
+        "memory_s": (account.arguments * readings + account.outputs) / chip.bandwidth,
+        "links_s": sum(one.sent for one in program.collectives) / chip.link,
+        "exchanges": [[*key, *value] for key, value in hlo.summed(program.collectives).items()],
+    }  # fmt: skip
+    if program.cycles:
+        found |= {"cycles": program.cycles, "cycles_s": program.cycles / CLOCKS[target.kind]}
+    return found
+
+
+def described(
+    name: str, account: Account, target: Target, model_flops: float = 0.0, readings: int = 1
+) -> Iterator[str]:
+    """Yields lines on one program of a target."""
+    if account.program is None:
+        return
+    found = facts(account, target, model_flops, readings)
+    sizes = ", ".join(f"{part} {found[f'{part}_bytes'] / GIB:.2f}" for part in ("arguments", "temporary"))
+    yield (
+        f"  {name:<10} {found['peak_bytes'] / GIB:.2f} of {target.chip.memory / GIB:.2f} GiB a device ({sizes}), compiled in "
+        f"{found['compile_s']:.0f} s"
+    )
+    least = ", ".join(f"{part} {1e3 * found[f'{part}_s']:.3g} ms" for part in ("products", "memory", "links"))
+    cycles = (
+        f"{found['cycles'] / 1e6:.4g} M cycles = {1e3 * found['cycles_s']:.3g} ms without exchanges"
+        if "cycles" in found
+        else "no cycles from this compiler"
+    )
+    yield f"    estimate {cycles}; at the least {least}"
+    parts = [
+        f"{kind} {'asynchronous' if hidden else 'SYNCHRONOUS'} {times} x, {sent / 1e6:.3g} MB sent, the largest {most / 2**20:.3g} MiB"
+        for kind, hidden, times, sent, most in found["exchanges"]
+    ]
+    yield f"    exchanges {'; '.join(parts) or 'none'}"
