@@ -31,6 +31,9 @@ _CYCLES = (
     re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'),
     re.compile(r'"estimated_cycles":"(\d+)"'),
 )
+_SUMS = ("all-reduce", "reduce-scatter")
+# What runs a computation beside others; TPUs that have SparseCores exchange there by the second.
+_STARTS = ("async-start", "call-start")
 # Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
 _STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
 _BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
@@ -142,7 +145,7 @@ class Program:
             yield name, instruction, times, looped
             if instruction.opcode == "while":
                 yield from self._walk(_named("body", instruction), times * self.trips(instruction), True)
-            elif instruction.opcode in ("call", "conditional", "async-start"):
+            elif instruction.opcode in ("call", "conditional", *_STARTS):
                 for called in (*instruction.called, *instruction.branches):
                     yield from self._walk(called, times, looped)
 
@@ -171,7 +174,7 @@ class Program:
         writes a scattered sum as a fusion of an all-reduce that a slice follows.
         """
         found = []
-        started = {c for _, i, _, _ in self.executed if i.opcode == "async-start" for c in i.called}
+        started = {c for _, i, _, _ in self.executed if i.opcode in _STARTS for c in i.called}
         for place, one, times, looped in self.executed:
             if one.opcode != "fusion":
                 kind = one.opcode.removesuffix("-start")
@@ -200,6 +203,34 @@ class Program:
             kind=kind, shape=one.shape, bytes=max(operands, result), devices=_group(one.rest),
             asynchronous=asynchronous and '"is_sync":true' not in one.rest, times=runs[0], looped=runs[1], name=one.name,
         )  # fmt: skip
+
+    @cached_property
+    def waited(self) -> int:
+        """Bytes of the largest exchange inside a loop that is waited for."""
+        return max((one.bytes for one in self.collectives if one.looped and not one.asynchronous), default=0)
+
+    @cached_property
+    def narrow_sums(self) -> list[str]:
+        """Instructions that add over devices in 16 bits, where one device alone would add in the matrix unit's 32.
+
+        They are sums between devices, and products of a loop that passes a share of the weights from device to device, whose
+        results are parts of one sum.
+        """
+        narrow = re.compile(r"\b(bf16|f16)\[")
+        found = [one.name for one in self.collectives if one.kind in _SUMS and narrow.search(one.shape)]
+        for loop in (i for _, i, _, _ in self.executed if i.opcode == "while"):
+            body = list(self.computations[_named("body", loop)].values())
+            if any(i.opcode.startswith("collective-permute") for i in body):
+                inside = [
+                    i
+                    for one in body
+                    if one.opcode == "fusion"
+                    for c in one.called
+                    for i in self.computations[c].values()
+                ]
+                parts = [i for i in (*body, *inside) if i.opcode in ("convolution", "dot")]
+                found += [i.name for i in parts if narrow.match(i.shape)]
+        return found
 
     def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         """(instruction, dtype, sizes) of every array that lies in memory while the program runs; insides of fusions do not."""

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_llm.distributed import scatter
+
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
 # Activations have the axes batch and length; lookup is the batch of arrays that are split over their width too. Parameters have the axes
@@ -80,8 +82,8 @@ class Partitioner:
 
     @classmethod
     def create(cls, config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> "Partitioner":
-        """The partitioner over `devices` (default: all of them)."""
-        devices = list(jax.devices() if devices is None else devices)
+        """The partitioner over `devices` (default: all of them), which lie in the mesh as they do in a TPU's torus."""
+        devices = scatter.in_lines(jax.devices() if devices is None else devices)
         grid = np.array(devices, dtype=object).reshape(config.sizes(len(devices)))
         return cls(Mesh(grid, MESH_AXES))
 
@@ -121,7 +123,7 @@ class Partitioner:
         """
         parts = list(self.spec(axes, shape))
         wanted = any(STORED in self.rules[name] for name in axes if name is not None)
-        if wanted and self.axis_sizes[STORED] > 1 and not any(STORED in _names(part) for part in parts):
+        if wanted and self.axis_sizes[STORED] > 1 and not any(STORED in names(part) for part in parts):
             fitting = [
                 (size, -i)
                 for i, (name, size) in enumerate(zip(axes, shape, strict=True))
@@ -129,12 +131,12 @@ class Partitioner:
             ]
             if fitting:
                 place = -max(fitting)[1]
-                chosen = (*_names(parts[place]), STORED)
+                chosen = (*names(parts[place]), STORED)
                 parts[place] = chosen if len(chosen) > 1 else chosen[0]
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def _ways(self, part: Any) -> int:
-        return math.prod(self.axis_sizes[axis] for axis in _names(part))
+        return math.prod(self.axis_sizes[axis] for axis in names(part))
 
     @property
     def replicated(self) -> NamedSharding:
@@ -147,7 +149,7 @@ class Partitioner:
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
 
 
-def _names(part: Any) -> tuple[str, ...]:
+def names(part: Any) -> tuple[str, ...]:
     """The mesh axes of one entry of a PartitionSpec."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
@@ -162,7 +164,7 @@ def whole_share(tree: Any) -> tuple[float, float]:
     total, whole, held, ideal = 0, 0, 0.0, 0.0
     for x in jax.tree.leaves(tree):
         ways = x.sharding.mesh.shape[STORED]
-        divided = any(STORED in _names(part) for part in x.sharding.spec)
+        divided = any(STORED in names(part) for part in x.sharding.spec)
         here = math.prod(x.sharding.shard_shape(x.shape))
         total, whole = total + math.prod(x.shape), whole + (0 if divided else math.prod(x.shape))
         held, ideal = held + here, ideal + (here if divided else here / ways)

@@ -2,7 +2,8 @@
 
 With several GPUs, they enable the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the
 weights of the next layer are gathered and the gradients of the last one scattered while a layer computes. On TPU, asynchronous
-collectives are fused with computation. On GPU, JAX gets almost all of the device's memory, since a run shares its GPU with
+collectives are fused with computation, and a product of weights that fsdp splits is one product of gathered weights: XLA would
+cut it in as many products as there are chips, whose sums it rounds to bfloat16. On GPU, JAX gets almost all of the device's memory, since a run shares its GPU with
 nobody, and most of the host's memory for offloaded arrays (XLA's own limit is 64 GB). Matrix products use cuBLAS, which XLA's
 tuning chose on an H200 for all large products of an update, and which needs less memory in the log-probs' gradient.
 """
@@ -37,9 +38,15 @@ TPU = {
     "xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     "xla_tpu_overlap_compute_collective_tc": "true",
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 
-TPU_KINDS: Mapping[str, Mapping[str, str]] = {}
+# Sums whose shares stay on the devices run on the SparseCores, beside computation: the TensorCores would wait for them.
+ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_use_tc_device_shape_on_sc": "true",
+}
+TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": ON_SPARSE_CORES}
 
 
 def gpus() -> int:

@@ -13,7 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
+
+from jaxrl_llm.distributed import scatter
+from jaxrl_llm.distributed.mesh import names
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "a", "b"], meta_fields=["scale"])
@@ -38,14 +42,77 @@ class Adapted:
         return self
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How a mesh holds a weight whose gradient is summed over its devices.
+
+    Attributes:
+      mesh: the device mesh.
+      rows: the mesh axes that split the batch and the length of activations.
+      spec: the mesh axes that split each dimension of the weight where it lies.
+    """
+
+    mesh: Mesh
+    rows: tuple[Any, Any]
+    spec: PartitionSpec
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["stored"])
+@dataclass(frozen=True)
+class Spread:
+    """A weight that a mesh divides: the gradient that a device finds with its rows is summed to where the weight lies.
+
+    Left to XLA, sums over many TPUs become all-reduces of the whole gradient, which are waited for.
+
+    Attributes:
+      weights: [*in, *out].
+      stored: where it lies.
+    """
+
+    weights: Any
+    stored: Stored
+
+    def __getitem__(self, index: Any) -> "Spread":
+        """Returns itself, since layers read a parameter as `parameter[...]`."""
+        return self
+
+
+def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
+    """`product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
+    if stored is None:
+        return product(x, g)
+    mesh, split = stored.mesh, [axis for part in stored.rows for axis in names(part)]
+    kept = [tuple(axis for axis in names(part) if axis in split) for part in stored.spec]
+    rows, out = PartitionSpec(*stored.rows), PartitionSpec(*(part or None for part in kept))
+
+    def local(x: jax.Array, g: jax.Array) -> jax.Array:
+        total, scattered = product(x, g), []
+        for dimension, axes in enumerate(kept):
+            for axis in axes:
+                total = scatter.scattered(total, mesh, axis, dimension)
+                scattered.append(axis)
+        others = tuple(axis for axis in split if axis not in scattered)
+        return jax.lax.psum(total, others) if others else total
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, rows), out_specs=out, axis_names=set(split), check_vma=False
+    )  # fmt: skip
+    return run(x, g)
+
+
 def linear(
-    x: Float[Array, "B T ..."], weights: Float[Array, "..."] | Adapted, inputs: int = 1
+    x: Float[Array, "B T ..."], weights: Float[Array, "..."] | Adapted | Spread, inputs: int = 1
 ) -> Float[Array, "B T ..."]:
     """Contracts the last `inputs` axes of `x` with the first `inputs` axes of the weights, in the dtype of `x`."""
     if isinstance(weights, Adapted):
-        low = _product(_product(x, weights.a, inputs), weights.b, 1)
-        return _product(x, weights.weights, inputs) + weights.scale * low
-    return _product(x, weights, inputs)
+        low = _product(_product(x, weights.a, inputs, None), weights.b, 1, None)
+        return _product(x, weights.weights, inputs, None) + weights.scale * low
+    weights, stored = _unwrapped(weights)
+    return _product(x, weights, inputs, stored)
+
+
+def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
+    return (weights.weights, weights.stored) if isinstance(weights, Spread) else (weights, None)
 
 
 @jax.custom_vjp
@@ -63,31 +130,32 @@ biased.defvjp(lambda y, bias: (biased(y, bias), bias), _biased_backward)
 
 
 def gated_linear(
-    gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted
+    gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted | Spread
 ) -> Float[Array, "B T D"]:
     """Multiplies silu(gate) * up, rounded to the dtype of `gate`, by the weights; the result has that dtype too."""
     if isinstance(weights, Adapted):
         return linear(_gated(gate, up), weights)
-    return _gated_product(gate, up, weights)
+    weights, stored = _unwrapped(weights)
+    return _gated_product(gate, up, weights, stored)
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(gate.dtype)
 
 
-@jax.custom_vjp
-def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array) -> jax.Array:
-    return _gated_forward(gate, up, weights)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None) -> jax.Array:
+    return _gated_forward(gate, up, weights, stored)[0]
 
 
 def _gated_forward(
-    gate: jax.Array, up: jax.Array, weights: jax.Array
+    gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     return jnp.tensordot(_gated(gate, up), weights.astype(gate.dtype), 1), (gate, up, weights)
 
 
 def _gated_backward(
-    saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+    stored: Stored | None, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     gate, up, weights = saved
     dtype, dh = gate.dtype, jnp.tensordot(g, weights.astype(g.dtype), ((2,), (1,)))
@@ -95,30 +163,39 @@ def _gated_backward(
     gate, up, dh = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((gate, up, dh)))
     share = jax.nn.sigmoid(gate)
     h, dgate, dup = gate * share * up, dh * up * share * (1 + gate * (1 - share)), dh * gate * share
-    dw = jnp.tensordot(h.astype(dtype), g, ((0, 1), (0, 1)), preferred_element_type=jnp.float32)
+    dw = _summed(partial(_rows_product, count=2), stored, h.astype(dtype), g)
     return dgate.astype(dtype), dup.astype(dtype), dw.astype(weights.dtype)
 
 
 _gated_product.defvjp(_gated_forward, _gated_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x: jax.Array, weights: jax.Array, inputs: int) -> jax.Array:
+def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
+    """Contracts the first `count` axes of both, in float32."""
+    rows = tuple(range(count))
+    return jnp.tensordot(x, g, (rows, rows), preferred_element_type=jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
     return jnp.tensordot(x, weights.astype(x.dtype), inputs)
 
 
-def _forward(x: jax.Array, weights: jax.Array, inputs: int) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(
+    x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # This is a bare product instead of a call of `_product`: the remat policy "dots" recognises what to keep by its primitive.
     return jnp.tensordot(x, weights.astype(x.dtype), inputs), (x, weights)
 
 
-def _backward(inputs: int, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    inputs: int, stored: Stored | None, saved: tuple[jax.Array, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, weights = saved
     outputs = weights.ndim - inputs
     last = lambda n, ndim: tuple(range(ndim - n, ndim))  # noqa: E731
-    rows = tuple(range(g.ndim - outputs))
     dx = jnp.tensordot(g, weights.astype(g.dtype), (last(outputs, g.ndim), last(outputs, weights.ndim)))
-    dw = jnp.tensordot(x, g, (rows, rows), preferred_element_type=jnp.float32)
+    dw = _summed(partial(_rows_product, count=g.ndim - outputs), stored, x, g)
     return dx, dw.astype(weights.dtype)
 
 

@@ -1,5 +1,6 @@
 """The policy: a language model as pure functions of its parameters, for an architecture, a mesh and a compute dtype."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,12 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxrl_llm.distributed.mesh import Axes, Partitioner
+from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture
 from jaxrl_llm.models.attention import Places
+from jaxrl_llm.models.linear import Adapted, Spread, Stored
 from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
 
 Params = dict[
@@ -21,6 +24,7 @@ Params = dict[
 ]  # nested dictionaries with float32 arrays at the leaves; leaves under "layers" are stacked [L, ...]
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
+ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
 CACHE_AXES: Axes = ("layers", "batch", None, "kv_heads", "head_width")
 
 
@@ -121,7 +125,8 @@ class Policy:
         if capture is not None:
             capture.check(self.architecture.layers)
         places = Places(positions, segments)
-        return self._model(params).hidden(tokens, places, capture=capture, max_segments=max_segments)
+        spread = self._spread(params, tokens.shape)
+        return self._model(spread).hidden(tokens, places, capture=capture, max_segments=max_segments)
 
     def measured(
         self,
@@ -175,6 +180,24 @@ class Policy:
     @cached_property
     def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
+
+    def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
+        """The parameters with how the mesh holds each matrix of the layers, where all its devices split activations of [B, T] `rows`."""
+        split = self.partitioner.spec(("batch", "length"), rows)
+        used = math.prod(self.partitioner.axis_sizes[axis] for part in split for axis in names(part))
+        wanted = math.prod(self.partitioner.axis_sizes[axis] for axis in ROW_AXES)
+        if used < wanted or used == 1:
+            return params
+
+        def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
+            if isinstance(leaf, Adapted) or "embed" not in axes:  # frozen under its adapters; a norm's scale or a bias
+                return leaf
+            return Spread(leaf, Stored(self.partitioner.mesh, tuple(split), PartitionSpec(*like.sharding.spec[1:])))
+
+        shapes, axes = self.plain.abstract()["layers"], self.plain.axes()["layers"]
+        adapted = lambda x: isinstance(x, Adapted)  # noqa: E731
+        layers = jax.tree.map(marked, params["layers"], shapes, axes, is_leaf=adapted)
+        return {**params, "layers": layers}
 
     def _model(self, params: Params) -> Transformer:
         graph, abstract = self._blueprint

@@ -1,7 +1,7 @@
 """One configuration of the benchmark: its flags, the components built from them, and random rollouts of full length."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -28,6 +28,7 @@ from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, Engine
 SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "work": (str, "update", "update, score, sample or step"),
     "model": (str, "qwen2.5-1.5b", f"one of {', '.join(SHAPES)}"),
+    "layers": (int, "0", "layers of the model; 0 takes all"),
     "dtype": (str, "bfloat16", "dtype of activations and cache"),
     "rows": (int, "8", "rows of an update, or of scoring"),
     "row_tokens": (int, "4096", "tokens of a row"),
@@ -87,7 +88,9 @@ class Case:
     def policy(self) -> Policy:
         mesh = MeshConfig(fsdp=self.fsdp, tensor=self.tensor, context=self.context)
         partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
-        return Policy(SHAPES[self.model], partitioner, self.dtype, self.remat, unroll=self.unroll)
+        size = SHAPES[self.model]
+        size = replace(size, layers=self.layers) if self.layers else size
+        return Policy(size, partitioner, self.dtype, self.remat, unroll=self.unroll)
 
     @cached_property
     def learner(self) -> Learner:

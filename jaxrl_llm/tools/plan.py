@@ -218,6 +218,7 @@ def compared(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
             or "s" not in row
             or "H200" not in row["device"]
             or row["offload"]
+            or row.get("layers")
         ):
             continue
         setting, tokens, length = cost_model.of_row(row, SHAPES[row["model"]])

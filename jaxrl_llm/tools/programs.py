@@ -166,7 +166,9 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
       readings: how often it reads its arguments.
 
     Returns:
-      Seconds, bytes and cycles by name, and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the largest].
+      Seconds, bytes and cycles by name, of which `waited_bytes` is the largest exchange of a loop that is waited for; `narrow_sums`,
+      the instructions that add over devices in 16 bits; and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the
+      largest].
     """
     assert account.program is not None, "only what was compiled has facts"
     program, chip = hlo.Program(account.program.as_text() or ""), target.chip
@@ -176,6 +178,8 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
         "products_s": model_flops / len(target.devices) / chip.peak,
         "memory_s": (account.arguments * readings + account.outputs) / chip.bandwidth,
         "links_s": sum(one.sent for one in program.collectives) / chip.link,
+        "waited_bytes": program.waited,
+        "narrow_sums": program.narrow_sums,
         "exchanges": [[*key, *value] for key, value in hlo.summed(program.collectives).items()],
     }  # fmt: skip
     if program.cycles:
@@ -207,3 +211,5 @@ def described(
         for kind, hidden, times, sent, most in found["exchanges"]
     ]
     yield f"    exchanges {'; '.join(parts) or 'none'}"
+    if found["narrow_sums"]:
+        yield f"    warning: {len(found['narrow_sums'])} sums over devices are rounded to 16 bits, so the loss depends on the mesh"

@@ -84,6 +84,29 @@ def test_a_program_of_this_process_has_the_exchanges_that_were_written():
     assert found == {"all-gather": (5, True, 8 * 4, 4), "reduce-scatter": (5, True, 8 * 8 * 4, 4)}
 
 
+def test_products_that_travel_with_their_weights_and_sums_of_16_bits_are_found():
+    passed = STEPS.replace(
+        "  %sum = ",
+        "  %part = bf16[64,64]{1,0} convolution(%u, %v), dim_labels=bf_io->bf\n"
+        "  %next = (bf16[6,64]{1,0}, bf16[6,64]{1,0}) collective-permute-start(%v), source_target_pairs={{0,1}}\n  %sum = ",
+    )
+    assert hlo.Program(STEPS).narrow_sums == [] and hlo.Program(passed).narrow_sums == ["part"]
+    assert hlo.Program(passed.replace("bf16[64,64]", "f32[64,64]")).narrow_sums == []
+    assert hlo.Program(STEPS.replace("%r = f32[8,128]", "%r = bf16[8,128]")).narrow_sums == ["r"]
+    assert hlo.Program(STEPS).waited == 8 * 128 * 4
+
+
+def test_what_runs_on_a_sparse_core_is_asynchronous():
+    aside = STEPS.replace(
+        "%sum = f32[2,128]{1,0} fusion(%y), kind=kCustom, calls=%all-reduce-scatter.3",
+        "%sum = f32[2,128]{1,0} call-start(%y), to_apply=%all-reduce-scatter.3",
+    )
+    assert {c.kind: c.asynchronous for c in hlo.Program(aside).collectives if c.looped} == {
+        "all-gather": True,
+        "all-reduce": True,
+    }
+
+
 def test_a_text_that_is_no_program_is_refused():
     with pytest.raises(ValueError, match="no ENTRY computation"):
         hlo.Program("nothing")

@@ -68,6 +68,10 @@ def test_flags_of_xla_are_added_for_several_gpus_and_never_change_the_users() ->
     assert flags["xla_gpu_enable_latency_hiding_scheduler"] == "false"
     assert flags["xla_gpu_enable_pipelined_all_gather"] == "true"
     assert "xla_tpu_overlap_compute_collective_tc=true" in xla_flags.settings(0, "", {})["LIBTPU_INIT_ARGS"]
+    kinds = {kind: xla_flags.settings(0, kind, {})["LIBTPU_INIT_ARGS"].split() for kind in ("", "v5e", "v5p", "v6e")}
+    assert all("--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000" in flags for flags in kinds.values())
+    sparse = "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true"
+    assert [kind for kind, flags in kinds.items() if sparse in flags] == ["v5p", "v6e"]
     environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_x=1"}
     assert xla_flags.apply(environment) == {} and environment["XLA_FLAGS"] == "--xla_cpu_x=1"
 

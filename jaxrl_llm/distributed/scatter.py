@@ -1,0 +1,60 @@
+"""Sums over the devices of a mesh axis of which each device keeps its own share, along the lines of a TPU's torus.
+
+TPU's compiler makes a reduce-scatter of a sum along a line of the torus, and an all-reduce, which sends twice as much and leaves
+the whole array on every device, of a sum over several lines. So a sum over an axis that fills a rectangle of the torus is
+scattered along its lines first and then across them. Each stage is a float32 sum; nothing is rounded in between.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+Groups = list[list[int]]  # indices along a mesh axis that exchange with one another
+
+
+def in_lines(devices: Sequence[Any]) -> list[Any]:
+    """The devices, those of a TPU sorted by their places in the torus and each slice by itself, so that neighbours are neighbours."""
+    if any(getattr(device, "coords", None) is None for device in devices):
+        return list(devices)
+    place = lambda d: (getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0))  # noqa: E731
+    return sorted(devices, key=place)
+
+
+def stages(places: Sequence[tuple[int, ...]]) -> list[Groups]:
+    """The stages of a sum over devices at these places of a torus, in the order of the mesh axis.
+
+    Where the devices fill a rectangle and are listed line by line, the first stage joins what lies along its first axis, and
+    so on; otherwise all devices are one group.
+    """
+    number = len(places)
+    extents = [sorted(set(axis)) for axis in zip(*places)]
+    sizes = [len(extent) for extent in extents if len(extent) > 1]
+    if len(sizes) < 2 or math.prod(sizes) != number or list(itertools.product(*extents)) != list(places):
+        return [[list(range(number))]]
+    grid, found = np.arange(number).reshape(sizes), []
+    for axis, size in enumerate(sizes):
+        found.append(np.moveaxis(grid, axis, -1).reshape(-1, size).tolist())
+    return found
+
+
+def _stages(mesh: Mesh, axis: str) -> list[Groups]:
+    """The stages of sums over a mesh axis; those of one line of devices hold for all lines, as the mesh is a grid."""
+    line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+    if any(getattr(device, "coords", None) is None for device in line):
+        return [[list(range(len(line)))]]
+    return stages([tuple(device.coords) for device in line])
+
+
+def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
+    """The sum of `x` over the devices of a mesh axis, of which each keeps its share of `dimension`; under shard_map."""
+    for groups in _stages(mesh, axis):
+        whole = len(groups) == 1
+        x = jax.lax.psum_scatter(
+            x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=None if whole else groups
+        )
+    return x
