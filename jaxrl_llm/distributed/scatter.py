@@ -19,7 +19,7 @@ Groups = list[list[int]]  # indices along a mesh axis that exchange with one ano
 
 def in_lines(devices: Sequence[Any]) -> list[Any]:
     """The devices, those of a TPU sorted by their places in the torus and each slice by itself, so that neighbours are neighbours."""
-    if any(getattr(device, "coords", None) is None for device in devices):
+    if any(device.platform != "tpu" for device in devices):
         return list(devices)
     place = lambda d: (getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0))  # noqa: E731
     return sorted(devices, key=place)
@@ -45,7 +45,7 @@ def stages(places: Sequence[tuple[int, ...]]) -> list[Groups]:
 def _stages(mesh: Mesh, axis: str) -> list[Groups]:
     """The stages of sums over a mesh axis; those of one line of devices hold for all lines, as the mesh is a grid."""
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
-    if any(getattr(device, "coords", None) is None for device in line):
+    if any(device.platform != "tpu" for device in line):
         return [[list(range(len(line)))]]
     return stages([tuple(device.coords) for device in line])
 

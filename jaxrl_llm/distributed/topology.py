@@ -27,6 +27,7 @@ _LIMITS = """gpu_device_info {
   memory_bandwidth: 4800000000000 device_memory_size: 151397597184
 }
 platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
 """
 
 

@@ -242,13 +242,13 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
         yield dict(zip(SWEPT, combination))
 
 
-def row(flags: dict[str, str], repeats: int, profile: str | None, name: str | None = None) -> dict[str, Any]:
-    """The JSON row of one combination, measured in this process, or compiled for the target of that name."""
+def row(flags: dict[str, str], repeats: int, profile: str | None, on: str | None = None) -> dict[str, Any]:
+    """The JSON row of one combination, measured in this process, or compiled for the target `on`."""
     typed = {name: SWEPT[name][0](value) for name, value in flags.items()}
     for name, known in (("work", WORKS), ("model", SHAPES)):
         if typed[name] not in known:
             raise ValueError(f"--{name}={typed[name]} is not one of {', '.join(known)}")
-    with programs.on(name) as target:
+    with programs.on(on) as target:
         typed["devices"] = typed["devices"] or (len(target.devices) if target else jax.device_count())
         facts = {"device": dispatch.device().device_kind, "jax": jax.__version__, "commit": run_folder.commit()}
         case = Case(flags=typed, repeats=repeats, profile=profile, own=target.devices if target else None)

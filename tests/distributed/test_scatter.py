@@ -24,6 +24,7 @@ MATRICES = 7  # of a layer: query, key, value, output, gate, up, down
 class Chip:
     coords: tuple[int, int, int]
     slice_index: int = 0
+    platform: str = "tpu"
 
 
 def torus(*sizes):
