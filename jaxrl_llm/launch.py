@@ -60,7 +60,7 @@ def prepare(target: str | None = None) -> None:
 
     Raises:
       ValueError: the target is unknown.
-      OSError: its compiler is not installed.
+      ImportError: its compiler is not installed.
     """
     if target is None:
         xla_flags.apply()
@@ -103,13 +103,13 @@ def several(distributed: bool) -> bool:
     return rendezvous.coordinator_arguments(os.environ, distributed) is not None
 
 
-def built(arguments: argparse.Namespace) -> tuple[Any, str]:
+def built(files: Sequence[str], bindings: Sequence[str], distributed: bool = False) -> tuple[Any, str]:
     """`command_line.build`; where rows are 'auto', the settings chosen for this device are printed and are part of the configuration."""
-    run, config = command_line.build(arguments.gin_file, arguments.gin)
+    run, config = command_line.build(files, bindings)
     packings = [getattr(stage, "packing", None) for stage in getattr(run, "stages", ())]
     if not any(getattr(packing, "rows", None) == "auto" for packing in packings):
         return run, config
-    if several(arguments.distributed):
+    if several(distributed):
         raise ValueError(
             "rows = 'auto' is chosen by one process for its devices, and this run has several: set ROWS to what `python -m "
             "jaxrl_llm.tools.plan --fit` prints"
@@ -118,7 +118,7 @@ def built(arguments: argparse.Namespace) -> tuple[Any, str]:
 
     chosen = fit.bindings_of(run, config)
     print("\n".join(["rows = 'auto' takes for this device:", *(f"  {line}" for line in chosen)]), flush=True)
-    return command_line.build(arguments.gin_file, [*arguments.gin, *chosen])
+    return command_line.build(files, [*bindings, *chosen])
 
 
 def told_fit(run: Any, config: str, starting: bool = False) -> bool:
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         if arguments.topology is not None and not arguments.dry_run:
             raise ValueError("--topology compiles for devices that are not here: add --dry_run, or leave it out to run")
         prepare(arguments.topology)
-        run, config = built(arguments)
+        run, config = built(arguments.gin_file, arguments.gin, arguments.distributed)
         if (alone or argv is None) and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]

@@ -182,11 +182,14 @@ class Policy:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
 
     def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
-        """The parameters with how the mesh holds each matrix of the layers, where all its devices split activations of [B, T] `rows`."""
+        """The parameters with how the mesh holds each matrix of the layers, where all its devices split activations of [B, T] `rows`.
+
+        GPUs are left to XLA, whose sums there are reduce-scatters that overlap with products.
+        """
         split = self.partitioner.spec(("batch", "length"), rows)
         used = math.prod(self.partitioner.axis_sizes[axis] for part in split for axis in names(part))
         wanted = math.prod(self.partitioner.axis_sizes[axis] for axis in ROW_AXES)
-        if used < wanted or used == 1:
+        if used < wanted or used == 1 or self.partitioner.mesh.devices.flat[0].platform == "gpu":
             return params
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:

@@ -144,7 +144,7 @@ def choose(run: Run, device: Device) -> Choice | None:
         stages = [
             replace(s, optimizer=replace(s.optimizer, moments_dtype=moments, offload=offload)) for s in run.stages
         ]
-        held = [sum(state(s, policy).values()) + beside(run, s, policy) for s in stages]
+        held = [sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in stages]
         found: list[tuple[float, Choice]] = []
         for remat in REMATS:
             fitting = [_rows(s, policy, remat, USABLE * device.bytes - h) for s, h in zip(stages, held, strict=True)]
@@ -230,7 +230,7 @@ OTHERWISE = (
 
 def _too_small(run: Run, device: Device, takes: float | None = None) -> str:
     policy = run.policy.policy(Partitioner.create(run.mesh))
-    held = max(sum(state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
+    held = max(sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
     amount = f"about {takes / GIB:.1f} GiB" if takes else f"{held / GIB:.1f} GiB before any activation"
     return f"the run does not fit: it takes {amount} a device, and {device.name} has {device.bytes / GIB:.1f} GiB"
 
@@ -257,7 +257,7 @@ def verdict(run: Any, config: str, device: Device) -> Verdict | None:
     if takes <= USABLE * device.bytes:
         return None
     choice = choose(run, device)
-    held = max(sum(state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
+    held = max(sum(memory.state(s, policy).values()) + beside(run, s, policy) for s in run.stages)
     way = OTHERWISE if choice is None else "these settings fit: " + "; ".join(lines(run, config, choice))
     return Verdict(f"{_too_small(run, device, takes)}; {way}", held > device.bytes)
 

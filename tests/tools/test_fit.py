@@ -8,7 +8,7 @@ import tiny_run
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.tools import fit, plan
+from jaxrl_llm.tools import fit, plan, programs
 
 MIB = 2**20
 # 19 million parameters, whole on each device, so that the state (369 MiB with the reference) is larger than a micro-batch.
@@ -52,7 +52,7 @@ def test_the_choice_fits_grows_with_the_device_and_is_the_same_each_time(tmp_pat
 def test_the_estimate_is_of_the_size_of_the_compiled_programs_account(tmp_path: Path) -> None:
     run, _ = built(tmp_path, **LARGER, ROWS=8, ROW_TOKENS=64)
     policy = run.policy.policy(Partitioner.create(run.mesh))
-    (line,) = plan.peaks(run)
+    (line,) = programs.peaks(run)
     compiled = float(line.split()[3]) * 2**30
     assert 0.7 < fit.needed(run, policy) / compiled < 1.5
 
