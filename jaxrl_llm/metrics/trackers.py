@@ -164,7 +164,7 @@ class MLflowWriter:
             kept.id = client.create_run(experiment, run_name=kept.name).info.run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        now = int(time.time() * 1000)
+        now = time.time_ns() // 1_000_000
         metric = self._mlflow.entities.Metric
         found = [metric(name, float(value), now, step) for name, value in values.items() if math.isfinite(value)]
         for start in range(0, len(found), BATCH):

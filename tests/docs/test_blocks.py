@@ -42,6 +42,9 @@ def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(
+    "JAXRL_LLM_PAGES" not in os.environ, reason="minutes of whole runs: set JAXRL_LLM_PAGES=1, as .ci/run does"
+)
 @pytest.mark.timeout(1500)  # of several runs, each of which compiles
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if any(block.runs for block in blocks(page))], ids=lambda p: p.name
