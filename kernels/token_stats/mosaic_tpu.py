@@ -158,29 +158,18 @@ class Kernels:
         names = tuple(rows)
         targets = (inputs.targets - inputs.first_entry)[None]
         numbers = jnp.stack([rows[name] for name in names]), targets
-        units = -(-call.vocabulary // self.tiles.columns)
-        size = -(-units // -(-units // max(self.tiles.buffer // (call.tokens * 2) // self.tiles.columns, 1)))
-        size *= self.tiles.columns
-        full, rest = divmod(call.vocabulary, size)
 
-        def add(first: Any, dz: jax.Array, entries: int, carry: Any) -> Any:
+        def add(first: Any, entries: int, carry: Any) -> Any:
             dhidden, dhead = carry
-            dz = dz[:entries, : call.tokens]
+            dz = self._run(inputs, call, names, (first, entries), numbers)[:entries, : call.tokens]
             weights = lax.dynamic_slice_in_dim(inputs.head, first, entries).astype(dz.dtype)
             dhidden += lax.dot_general(dz, weights, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
             dw = lax.dot_general(dz, inputs.hidden, (((1,), (0,)), ((), ())), preferred_element_type=dhead.dtype)
             return dhidden, fused.put(dhead, dw, first, call)
 
-        def buffer(i: Any, carry: Any) -> Any:
-            """Adds what buffer `i` holds; the kernel stands once in the program, whatever the last one's size."""
-            dz = self._run(inputs, call, names, (i * size, size), numbers)
-            if not (full and rest):
-                return add(i * size, dz, rest or size, carry)
-            whole, part = (functools.partial(add, i * size, dz, entries) for entries in (size, rest))
-            return lax.cond(i < full, whole, part, carry)
-
         carry = jnp.zeros(inputs.hidden.shape, jnp.float32), dhead
-        dhidden, dhead = lax.fori_loop(0, full + (rest > 0), buffer, carry)
+        most = self.tiles.buffer // (call.tokens * 2)
+        dhidden, dhead = fused.over_buffers(add, carry, call.vocabulary, self.tiles.columns, most)
         return dhidden, dhead, None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
 
     def _run(
