@@ -58,7 +58,8 @@ class PythonRun:
     def history(self) -> list[dict[str, Any]]:
         """{"step": number, metric: value} of each step until now, from the run folder."""
         file = self.folder / "metrics.jsonl"
-        found = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+        lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # without a line that is being written
+        found = [json.loads(line) for line in lines]
         return [{n: float(v) if isinstance(v, str) else v for n, v in row.items()} for row in found if len(row) > 1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

@@ -1,8 +1,13 @@
-"""The folder of a run or an evaluation: records what reproduces it (gin text, seed, version, commit, devices) and its log."""
+"""The folder of a run or an evaluation: records what reproduces it (gin text, seed, version, commit, devices) and its log.
+
+What is written here survives a full disk and a kill: a file is replaced as a whole (`replace_text`), or grows by whole lines (`append_lines`).
+"""
 
 import contextlib
+import io
 import json
 import logging
+import os
 import subprocess
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -28,13 +33,57 @@ def writable(run_dir: Path, macro: str = "RUN_DIR") -> Path:
     return run_dir
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a file's text by one atomic step: where the new text cannot be written (OSError), the file keeps the old one."""
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        fresh.write_text(text)
+        fresh.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            fresh.unlink()
+        raise
+
+
+def append_lines(path: Path, lines: str) -> None:
+    """Appends lines to a file that holds whole lines alone.
+
+    A line that a killed process left torn is cut off before, and lines that cannot be written whole are taken back, so that
+    nothing torn stays, neither at the end nor, after later lines, inside.
+
+    Raises:
+      OSError: the lines cannot be written; the file is as it was.
+    """
+    with path.open("a+b", buffering=0) as file:
+        end = _whole(file)
+        left = memoryview(lines.encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except BaseException:
+            with contextlib.suppress(OSError):  # what is no regular file cannot be cut
+                file.truncate(end)
+            raise
+
+
+def _whole(file: io.FileIO) -> int:
+    """Cuts off what follows a file's last line break; returns the size in bytes that it has then."""
+    size = file.seek(0, os.SEEK_END)
+    if size:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            size = file.truncate(file.readall().rfind(b"\n") + 1)
+    return size
+
+
 def provenance(run_dir: Path, seed: int, config: str) -> None:
     """Writes what reproduces the run: gin text, seed, version and commit; a configuration that differs is kept as config.N.gin."""
     file = run_dir / "config.gin"
     if config and file.is_file() and file.read_text() != config:
         file.rename(run_dir / f"config.{len(list(run_dir.glob('config.*.gin')))}.gin")
     if config:
-        file.write_text(config)
+        replace_text(file, config)
     facts = {
         "seed": seed,
         "version": jaxrl_llm.__version__,
@@ -42,7 +91,7 @@ def provenance(run_dir: Path, seed: int, config: str) -> None:
         "jax": jax.__version__,
         "devices": [str(d) for d in jax.devices()],
     }
-    (run_dir / "run.json").write_text(json.dumps(facts, indent=2) + "\n")
+    replace_text(run_dir / "run.json", json.dumps(facts, indent=2) + "\n")
 
 
 def commit() -> str | None:
@@ -60,7 +109,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 class JsonLines(logging.Handler):
-    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, closed when the call returns.
+    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, whole or not at all.
 
     Args:
       path: the file; lines of earlier starts stay.
@@ -95,8 +144,7 @@ class JsonLines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            with self._path.open("ab") as file:
-                file.write(self.format(record).encode() + b"\n")
+            append_lines(self._path, self.format(record) + "\n")
         except Exception:  # a failed write must not stop the run: logging reports it on standard error
             self.handleError(record)
 

@@ -19,6 +19,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.metrics.run_folder import replace_text
+
 _log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # seconds between heartbeats
@@ -105,7 +107,7 @@ def _beating(owner: Path) -> Iterator[None]:
     """Names this process as the owner and beats while the block runs; a folder that is gone ends nothing."""
     known = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
     since = datetime.now(UTC).isoformat(timespec="seconds")
-    owner.write_text(json.dumps({**known, "since": since}))
+    replace_text(owner, json.dumps({**known, "since": since}))
     ended = threading.Event()
 
     def beat() -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm.metrics.run_folder import replace_text
 from jaxrl_llm.metrics.writers import plain, readable
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Kept:
     def write(self, step: int) -> None:
         """Keeps that `step` was logged."""
         self.last = step
-        self._file.write_text(json.dumps({"name": self.name, "id": self.id, "last": step}) + "\n")
+        replace_text(self._file, json.dumps({"name": self.name, "id": self.id, "last": step}) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from traceback import FrameSummary as Frame
 from typing import Any
 
 from jaxrl_llm import components
-from jaxrl_llm.metrics.run_folder import JsonLines
+from jaxrl_llm.metrics.run_folder import JsonLines, replace_text
 
 STALLED = 75  # exit code of a process that does not react (EX_TEMPFAIL: the same command resumes the run)
 GRACE_S = 30.0
@@ -152,10 +152,8 @@ class Watching:
             "time": time.time(), "progress": self._progress[1], **asdict(self.place), "rank": self.rank,
             "pid": os.getpid(), "host": socket.gethostname(), "outcome": self.outcome,
         }  # fmt: skip
-        fresh = self.health.with_name(f"{self.health.name}.new")
         try:
-            fresh.write_text(json.dumps(facts) + "\n")
-            fresh.replace(self.health)
+            replace_text(self.health, json.dumps(facts) + "\n")
         except OSError as error:
             _log.warning("the health file %s cannot be written: %s", self.health, error)
 

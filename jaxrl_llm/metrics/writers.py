@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.metrics.event_files import cut_events, event_files, new_event_file
+from jaxrl_llm.metrics.run_folder import append_lines
 from jaxrl_llm.protocols import Writer
 
 
@@ -126,11 +127,10 @@ class JsonlWriter:
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Appends JSON lines to a file; raises OSError that names the file."""
+    """Appends JSON lines to a file, all or none; raises OSError that names the file."""
     lines = "".join(f"{json.dumps(plain(row), ensure_ascii=False, allow_nan=False)}\n" for row in rows)
     try:
-        with path.open("ab") as file:
-            file.write(lines.encode())
+        append_lines(path, lines)
     except OSError as error:
         advice = "make it writable or free space, and start the run again: it goes on from its last checkpoint"
         raise OSError(error.errno, f"{error.strerror} (writing metrics): {advice}", str(path)) from error

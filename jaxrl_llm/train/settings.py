@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.metrics.run_folder import commit
+from jaxrl_llm.metrics.run_folder import append_lines, commit, replace_text
 
 SETTINGS, CHANGES = "settings.json", "changes.jsonl"
 
@@ -134,7 +134,7 @@ def note(run_dir: Path, run: Any, found: Sequence[Change], step: int | None, sta
     """Writes the settings of a run and what `compare` found to change in them after `step`, in the stage of number `stage`."""
     bent = refused(found, [s.name for s in run.stages], stage)
     _note(run_dir, found, step, bent)
-    (run_dir / SETTINGS).write_text(json.dumps(settings_of(run), indent=1) + "\n")
+    replace_text(run_dir / SETTINGS, json.dumps(settings_of(run), indent=1) + "\n")
 
 
 def _note(run_dir: Path, found: Sequence[Change], step: int | None, bent: Sequence[Change]) -> None:
@@ -145,5 +145,4 @@ def _note(run_dir: Path, found: Sequence[Change], step: int | None, bent: Sequen
         {"time": time, "step": step, "name": c.name, "was": c.was, "is": c.now, "bends": c in bent, "commit": commit()}
         for c in found
     ]
-    with (run_dir / CHANGES).open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    append_lines(run_dir / CHANGES, "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,18 @@
+"""The history of a run is what its folder holds, also while another process writes there."""
+
+import math
+
+import pytest
+
+from jaxrl_llm import command_line
+from jaxrl_llm.interface.python_run import PythonRun
+
+
+@pytest.mark.parametrize("torn", (b"", b'{"step": 2, "rew', b'{"step": 2, "gr\xc3'))
+def test_a_row_that_is_being_written_is_no_part_of_the_history(tmp_path, torn):
+    run, *_ = command_line.build(["gin/quickstart.gin"], [f"RUN_DIR = {str(tmp_path)!r}"])
+    rows = b'{"step": 0}\n{"step": 1, "reward/mean": 0.5, "loss/total": "NaN"}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(rows + torn)
+    (found,) = PythonRun(run, "").history
+    assert math.isnan(found.pop("loss/total"))
+    assert found == {"step": 1, "reward/mean": 0.5}
