@@ -10,8 +10,10 @@ from jaxrl_llm.experience import Prompt
 
 
 def early_letters(prompt: Prompt, text: str) -> float:
-    """The share of a response's characters that come from the first half of the alphabet, after REWARD_S seconds."""
+    """The share of a response's characters that come from the first half of the alphabet, after REWARD_S seconds and no file REWARD_HOLD."""
     del prompt
+    while os.path.exists(os.environ.get("REWARD_HOLD", "")):
+        time.sleep(0.01)
     time.sleep(float(os.environ.get("REWARD_S", 0)))
     return sum(c in "abcde" for c in text) / max(len(text), 1)
 

@@ -5,7 +5,9 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import tiny_run
 from chaos_table import Row, Stopwatch, Trial
@@ -31,24 +33,37 @@ CHANGED: dict[str, dict[str, object]] = {
 }
 
 
-def start(run_dir: Path, **more: object) -> subprocess.Popen[bytes]:
+def start(run_dir: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        tiny_run.command(run_dir, **{**SLOW, **more}), cwd=tiny_run.ROOT, env=tiny_run.environment() | SLOWLY,
+        tiny_run.command(run_dir, **SLOW), cwd=tiny_run.ROOT, env=tiny_run.environment() | SLOWLY | dict(environment or {}),
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-def doing(run_dir: Path) -> tuple[str, int]:
-    """What a run is in, and its step."""
+def doing(run_dir: Path, process: subprocess.Popen[Any]) -> tuple[str, int]:
+    """What a process that runs in a folder is in, and its step; ("", -1) until it says so: the folder may hold what one before it said."""
     try:
         health = json.loads((run_dir / "health.json").read_text())
     except (OSError, ValueError):
-        return "", 0
-    return health["doing"], health["step"]
+        return "", -1
+    return (health["doing"], health["step"]) if health["pid"] == process.pid else ("", -1)
+
+
+def moment(run_dir: Path, process: subprocess.Popen[Any], rng: random.Random, *, evaluates: bool) -> tuple[str, int]:
+    """Waits for a random moment of a process's life, or of its evaluations; returns what it is in then, and its step."""
+    least, longest = (rng.randint(0, 4), 0.2) if evaluates else rng.choice([(-1, 10.0), *((n, 0.4) for n in range(6))])
+    deadline = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < deadline:
+        place, step = doing(run_dir, process)
+        if step >= least and (place == "evaluating" or not evaluates):
+            break
+        time.sleep(0.005)
+    time.sleep(rng.uniform(0, longest))
+    return doing(run_dir, process)
 
 
 def preempted(trial: Trial) -> Row:
-    """SIGTERM at random moments of a run's life until it ends: exit status 75, no learned step lost, the undisturbed metrics."""
+    """SIGTERM at random moments of a run's life until it ends, each third within an evaluation: exit status 75, no learned step lost, the undisturbed metrics."""
     rng, row, where = random.Random(trial.seed), Row(tried=0, outcome=""), []
     whole = trial.folder / "whole"
     assert start(whole).wait(300) == 0
@@ -56,12 +71,7 @@ def preempted(trial: Trial) -> Row:
         run = trial.folder / f"run{row.tried}"
         for _ in range(trial.times):
             process = start(run)
-            wanted = rng.randint(1, 6), rng.uniform(0, 0.4)
-            deadline = time.monotonic() + 120
-            while doing(run)[1] < wanted[0] and process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.005)
-            time.sleep(wanted[1])
-            place, step = doing(run)
+            place, step = moment(run, process, rng, evaluates=row.tried % 3 == 0)
             process.send_signal(signal.SIGTERM)
             status = process.wait(120)
             if status == 0:
@@ -78,6 +88,7 @@ def preempted(trial: Trial) -> Row:
         row.into += len(tiny_run.rows(whole))
         row.out += len(tiny_run.rows(run))
     evaluating = sum(place == "evaluating" for place in where)
+    assert evaluating * 10 >= 3 * trial.times, f"{evaluating} of {len(where)} signals lie in evaluations"
     row.outcome = (
         f"{evaluating} of {len(where)} in evaluations; no learned step lost, the undisturbed metrics bit for bit"
     )
@@ -85,21 +96,36 @@ def preempted(trial: Trial) -> Row:
 
 
 def launched_twice(trial: Trial) -> Row:
-    """A second launch in a folder that is being written is refused by the owner's name; the first ends undisturbed."""
-    row = Row(tried=0, outcome="")
+    """A second launch in a folder that is being written is refused by the owner's name; the first ends undisturbed.
+
+    The first is held in its first rewards until the second has ended; the second comes as soon as the first has the folder, or once
+    the first is held.
+    """
+    row, whole, hold = Row(tried=0, outcome=""), trial.folder / "whole", trial.folder / "hold"
+    assert start(whole).wait(300) == 0
     for number in range(trial.times):
         run = trial.folder / f"run{number}"
-        first = start(run)
-        while not (run / "owner.json").exists() and first.poll() is None:
-            time.sleep(0.01)
-        second = tiny_run.launch(run, **SLOW)
-        assert second.returncode == 1 and f"process {first.pid} on" in second.stderr, second.stderr
-        assert first.wait(300) == 0
-        steps = [r["step"] for r in tiny_run.rows(run)]
-        assert steps == sorted(set(steps))
+        hold.touch()
+        first = start(run, environment={"REWARD_HOLD": str(hold)})
+        try:
+            while first.poll() is None and not ((run / "owner.json").exists() and (number % 2 or held(run, first))):
+                time.sleep(0.01)
+            second = tiny_run.launch(run, **SLOW)
+            assert second.returncode == 1 and f"process {first.pid} on" in second.stderr, second.stderr
+            hold.unlink()
+            assert first.wait(300) == 0
+        finally:
+            first.kill()
+        assert tiny_run.rows(run) == tiny_run.rows(whole)
         row.tried += 1
-    row.outcome = "one refused by the owner's name, one whole"
+        row.into, row.out = row.into + len(tiny_run.rows(whole)), row.out + len(tiny_run.rows(run))
+    row.outcome = "one refused by the owner's name, one whole with the undisturbed metrics bit for bit"
     return row
+
+
+def held(run_dir: Path, process: subprocess.Popen[Any]) -> bool:
+    """Whether a process is in its first evaluation, whose rewards are held."""
+    return doing(run_dir, process)[0] == "evaluating"
 
 
 def resumed_with_other_settings(trial: Trial) -> Row:

@@ -1,6 +1,7 @@
 """Whole runs that lose what they stand on for good: all samplers, a reward service, a judge, the disk. Exit 75, and on by the same command."""
 
 import asyncio
+import json
 import random
 import resource
 import subprocess
@@ -246,12 +247,25 @@ def ended(prop: Prop, run_dir: Path) -> None:
     assert last_saved(run_dir) == 5, said[-500:]
 
 
+def torn(run_dir: Path) -> list[str]:
+    """The files of a run folder that hold a torn line, or torn JSON."""
+
+    def whole(file: Path) -> bool:
+        *lines, rest = file.read_bytes().split(b"\n") if file.suffix == ".jsonl" else (file.read_bytes(), b"")
+        try:
+            return not rest and all(isinstance(json.loads(line), dict) for line in lines)
+        except ValueError:
+            return False
+
+    return [file.name for file in sorted(run_dir.glob("*.json*")) if not whole(file)]
+
+
 def fallen(prop: Prop, run_dir: Path, rng: random.Random) -> str:
     """Takes away what a run stands on after it has learned something, and looks at how it ends; says how it was taken."""
     wanted, delay = rng.randint(2, 4), rng.uniform(0, 0.4)
     with started(prop, run_dir) as process:
         deadline = time.monotonic() + 120
-        while doing(run_dir)[1] < wanted and process.poll() is None and time.monotonic() < deadline:
+        while doing(run_dir, process)[1] < wanted and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
         time.sleep(delay)
         how = prop.fall(process, rng)
@@ -259,6 +273,7 @@ def fallen(prop: Prop, run_dir: Path, rng: random.Random) -> str:
     assert process.returncode == STOPPED, f"{how}: exit {process.returncode}: {said[-300:]} {error[-1500:]}"
     lines = [line for line in said.splitlines() if line.startswith("stopped")]
     assert len(lines) == 1 and prop.says in lines[0] and lines[0].endswith("the same command goes on"), said[-1500:]
+    assert not torn(run_dir), f"{how}: torn: {torn(run_dir)}"
     written = max((row["step"] for row in tiny_run.rows(run_dir)), default=0)
     assert isinstance(prop, Disk) or last_saved(run_dir) >= written, f"{how}: step {written} is learned and not saved"
     return how
