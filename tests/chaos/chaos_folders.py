@@ -51,14 +51,19 @@ def doing(run_dir: Path, process: subprocess.Popen[Any]) -> tuple[str, int]:
 
 def moment(run_dir: Path, process: subprocess.Popen[Any], rng: random.Random, *, evaluates: bool) -> tuple[str, int]:
     """Waits for a random moment of a process's life, or of its evaluations; returns what it is in then, and its step."""
-    least, longest = (rng.randint(0, 4), 0.2) if evaluates else rng.choice([(-1, 10.0), *((n, 0.4) for n in range(6))])
-    deadline = time.monotonic() + 120
+    more = rng.randint(0, 2 if evaluates else 4)  # steps
+    if not evaluates and rng.random() < 0.2:  # before it has come far, maybe before it handles signals
+        time.sleep(rng.uniform(0, 10))
+        return doing(run_dir, process)
+    begun, deadline = -1, time.monotonic() + 120
     while process.poll() is None and time.monotonic() < deadline:
         place, step = doing(run_dir, process)
-        if step >= least and (place == "evaluating" or not evaluates):
+        if begun < 0 and place not in ("", "starting"):
+            begun = step
+        if 0 <= begun <= step - more and (place == "evaluating" or not evaluates):
             break
         time.sleep(0.005)
-    time.sleep(rng.uniform(0, longest))
+    time.sleep(rng.uniform(0, 0.2 if evaluates else 0.4))
     return doing(run_dir, process)
 
 
