@@ -9,7 +9,7 @@ import gin
 from jaxrl_llm.components import home
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard
-from jaxrl_llm.tools.bindings_page import Binding, bindings, components, page, referred_to, section, shared
+from jaxrl_llm.tools.pages.bindings import Binding, bindings, components, page, referred_to, section, shared
 
 ROOT = Path(__file__).parents[2]
 
@@ -53,7 +53,7 @@ def function(prompt: str, *, scale: float = 2.0) -> float:
 
 
 def test_the_page_is_current():
-    current = "python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md"
+    current = "python -m jaxrl_llm.tools.pages.bindings > docs/reference/bindings.md"
     assert (ROOT / "docs" / "reference" / "bindings.md").read_text() == page(), f"the code changed: run {current}"
 
 

@@ -1,4 +1,4 @@
-"""Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md`.
+"""Prints the Markdown page of every gin binding: `python -m jaxrl_llm.tools.pages.bindings > docs/reference/bindings.md`.
 
 A binding is a field of a component. Components are the classes and functions named by the files in gin/, and every frozen,
 keyword-only dataclass of the packages from which a run is composed. Types and defaults come from the code, meanings from docstrings.
@@ -18,7 +18,7 @@ from typing import Any
 from jaxrl_llm.components import FACES, home, selector
 from jaxrl_llm.tools.pages import macros
 
-GIN = Path(__file__).parents[1] / "gin"
+GIN = Path(__file__).parents[2] / "gin"
 # The packages that re-export components, and the rooms and modules whose classes are components.
 COMPOSED_FROM = (
     *(face.removeprefix("jaxrl_llm.") for face in FACES),
@@ -217,7 +217,7 @@ def page() -> str:
     opening = (
         "# Settings\n\n"
         "Every hyper-parameter that a gin file or `--gin 'module.Component.field = value'` can set. Written by"
-        " `python -m jaxrl_llm.tools.bindings_page > docs/reference/bindings.md`; edit the docstrings, not this page.\n"
+        " `python -m jaxrl_llm.tools.pages.bindings > docs/reference/bindings.md`; edit the docstrings, not this page.\n"
     )
     between = (
         "## Fields that several components have\n\nThey are set of the component, as `grpo.GRPO.kl_coef` is of"
