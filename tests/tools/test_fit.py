@@ -83,7 +83,7 @@ def launched(run_dir: Path, *flags: str, **more: Any) -> int:
 def test_a_dry_run_that_does_not_fit_says_so_with_settings_that_do_and_compiles_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(plan, "peaks", lambda run: pytest.fail("compiles"))
+    monkeypatch.setattr(programs, "peaks", lambda *_: pytest.fail("compiles"))
     monkeypatch.setattr(fit, "here", lambda: fit.Device("a small device", 420 * MIB))
     assert launched(tmp_path / "run", "--dry_run", **LARGER, ROWS=1024, ROW_TOKENS=512) == 1
     shown = capsys.readouterr()

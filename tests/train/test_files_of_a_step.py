@@ -19,7 +19,7 @@ root, entered = os.path.realpath(sys.argv[1]), set()
 
 def seen(frame, event, argument):
     if event == "call":
-        entered.add(os.path.realpath(frame.f_code.co_filename))
+        entered.add(frame.f_code.co_filename)
 
 step = trainer.Trainer.step
 
@@ -35,7 +35,7 @@ async def watched(*arguments):
 trainer.Trainer.step = watched
 run, config = command_line.build(["tests/tiny.gin"], sys.argv[2:])
 run.run(config)
-tests = os.path.join(root, "tests")
+entered, tests = set(map(os.path.realpath, entered)), os.path.join(root, "tests")
 print(*sorted(f[len(root) + 1 :] for f in entered if f.startswith(root) and not f.startswith(tests)), sep="\\n", file=sys.stderr)
 """
 
