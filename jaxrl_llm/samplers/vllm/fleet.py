@@ -272,7 +272,8 @@ class Fleet:
             server.http.version = -1
         await asyncio.gather(*(self._rejoin(server) for server in list(self.servers)))
         if not any(server.ready for server in self.servers):
-            causes = "; ".join(server.cause for server in self.servers) or "no server is known"
+            # A cause is a stage's name where another attempt to bring the server back is under way.
+            causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
             raise ServerFault(f"no server took version {published.version} of the weights: {causes}")
 
     @property
