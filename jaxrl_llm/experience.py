@@ -16,6 +16,7 @@ def seed_of(*numbers: int) -> int:
 
 Finish = Literal["stop", "length", "aborted"]
 Role = Literal["sample", "greedy"]
+CallStatus = Literal["ok", "bad_json", "unclosed", "unknown_tool"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +139,49 @@ class Completion:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Turn:
+    """The tokens of one call of the sampler, within a branch.
+
+    Attributes:
+      start: place of the first sampled token in the branch's `tokens`.
+      end: place after the last one.
+      call: number of the call in its session, from 0.
+    """
+
+    start: int
+    end: int
+    call: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branch:
+    """One exact sequence that the sampler saw: a path from the root of a rollout's calls to a leaf.
+
+    Attributes:
+      prefix: int32 [P] tokens of the first call's prompt.
+      tokens: int32 [T] what follows: sampled tokens, and what other parties said in between.
+      sampler_logprobs: float32 [T], 0 where the policy did not choose the token.
+      mask: bool [T], True where the policy chose the token and no other branch learns from it.
+      versions: int32 [T] policy version that drew each token, or that was served when another party's token came.
+      finish: why the last call of the branch ended, as in `Completion`.
+      turns: the calls on the path, in their order; a call that another branch learns from is among them, with `mask` False.
+    """
+
+    prefix: np.ndarray
+    tokens: np.ndarray
+    sampler_logprobs: np.ndarray
+    mask: np.ndarray
+    versions: np.ndarray
+    finish: Finish
+    turns: tuple[Turn, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {name: len(getattr(self, name)) for name in ("tokens", "sampler_logprobs", "mask", "versions")}
+        if len(set(lengths.values())) > 1 or len(self.prefix) == 0:
+            raise ValueError(f"a branch needs a prefix and arrays of one length (got {len(self.prefix)} and {lengths})")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rollout:
     """A prompt and the transcript that followed it; index t describes tokens[t], given the prompt and tokens[<t].
 
@@ -151,6 +195,12 @@ class Rollout:
       text: the decoded response.
       spans: named token ranges, bool [T] each, for algorithms whose advantages differ between parts of a response.
       role: "sample" or "greedy"; greedy rollouts are scored but left out of statistics and loss.
+      branches: all branches in the order of their calls, of which the last one's arrays are the rollout's own; () for that one alone.
+      turns: the calls of the sampler in `tokens`; () where all of it is one.
+      valid: False where the environment or the agent failed; such a rollout has no reward, not even 0, and is not learned from.
+      error: what failed: the error's type, where, and its text; "" where `valid`.
+      rewards: what the environment or the agent gave, {name: reward, or None where it is not known}.
+      info: what it says beside that, JSON-like, for people to read and for rewards.
     """
 
     prompt: Prompt
@@ -162,6 +212,135 @@ class Rollout:
     text: str = ""
     spans: Mapping[str, np.ndarray] = field(default_factory=dict)
     role: Role = "sample"
+    branches: tuple[Branch, ...] = ()
+    turns: tuple[Turn, ...] = ()
+    valid: bool = True
+    error: str = ""
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> tuple[Branch, ...]:
+        """All branches, at least one; `branches`, or the one that the rollout's own arrays are."""
+        names = ("tokens", "sampler_logprobs", "mask", "versions", "finish", "turns")
+        return self.branches or (Branch(prefix=self.prompt.prefix, **{n: getattr(self, n) for n in names}),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """How long one rollout of an environment or an agent may take.
+
+    Attributes:
+      reset_s: most seconds of the environment's reset.
+      step_s: most seconds of one step of the environment.
+      episode_s: most seconds of the whole rollout.
+      max_turns: most turns of the policy.
+      max_tokens: most tokens that the policy samples, over all turns; None for no limit but the others.
+      max_length: most tokens of one call's prompt and completion together.
+      max_calls: most requests of an agent; None for no limit but the others.
+      most_text: most characters of one observation; a longer one is cut in its middle, with a mark.
+    """
+
+    reset_s: float = 60.0
+    step_s: float = 60.0
+    episode_s: float = 600.0
+    max_turns: int = 8
+    max_tokens: int | None = None
+    max_length: int = 1 << 30
+    max_calls: int | None = None
+    most_text: int = 20_000
+
+    def __post_init__(self) -> None:
+        components.above(self, 0, "reset_s", "step_s", "episode_s")
+        components.at_least(self, 1, "max_turns", "max_tokens", "max_length", "max_calls")
+        components.at_least(self, 100, "most_text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What an environment or an agent is given at its start.
+
+    Attributes:
+      prompt: the row of the dataset.
+      messages: the prompt's chat messages; a prompt of plain text is one message of the role "user".
+      tools: schemas of the functions that the policy may call, as of OpenAI's "tools".
+      seed: of everything that the environment draws.
+      limits: of the rollout.
+    """
+
+    prompt: Prompt
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    seed: int = 0
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCall:
+    """A call of a tool that was read in a completion.
+
+    Attributes:
+      id: names the call in the tool's answer.
+      name: the tool; "" where it could not be read.
+      arguments: by name; None where they could not be read.
+      raw: the call as it was written.
+      status: "ok", "bad_json", "unclosed" (the completion ended within it) or "unknown_tool".
+    """
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any] | None
+    raw: str = ""
+    status: CallStatus = "ok"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Action:
+    """One turn of the policy, as an environment sees it.
+
+    Attributes:
+      text: the content, without thoughts and without well-formed calls.
+      reasoning: the thoughts.
+      calls: calls of tools in their order, those that could not be read among them.
+      finish: why the turn ended, as in `Completion`.
+    """
+
+    text: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish: Finish = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """An environment's answer to a reset or a step.
+
+    Attributes:
+      messages: what is appended to the dialogue, of the roles "tool" and "user".
+      done: whether the episode ended; the messages of the last observation are not shown to the policy.
+      reward: of this step; None for none.
+      info: what is known beside that, JSON-like.
+    """
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    done: bool = False
+    reward: float | None = None
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How the rollout of an environment or an agent ended.
+
+    Attributes:
+      rewards: {name: reward, or None where not known}; they become the score parts "env/<name>".
+      stop: why it ended, in a word: "done", "stop", or the name of the limit in `Limits`.
+      info: what is known beside that, JSON-like.
+    """
+
+    rewards: Mapping[str, float | None] = field(default_factory=dict)
+    stop: str = "done"
+    info: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +379,8 @@ class Group:
         return total
 
     def valid(self) -> np.ndarray:
-        """Whether every part of the total that has a weight is valid, bool [G]."""
-        valid = np.ones(len(self.rollouts), bool)
+        """Whether the rollout and every part of the total that has a weight are valid, bool [G]."""
+        valid = np.array([r.valid for r in self.rollouts], bool)
         for name, weight in ((n, self.scores.weights.get(n, 1.0)) for n in self.scores.parts):
             if weight != 0 and not name.startswith("log/"):
                 valid &= np.asarray(self.scores.valid[name], bool)

@@ -1,12 +1,24 @@
 """The interfaces between the parts of a run, and the error that ends one."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
+from jaxrl_llm.experience import (
+    Action,
+    Completion,
+    Ending,
+    Group,
+    Observation,
+    Prompt,
+    Rollout,
+    SamplingParams,
+    Scores,
+    Task,
+)
 
 Params = dict[str, Any]
 
@@ -118,10 +130,64 @@ class SamplerFactory(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers the policy between its turns; one that is always done gives single turns."""
+    """Answers the policy between its turns: one object for each rollout, used by one task at a time.
 
-    def step(self, rollout: Rollout, state: Any) -> tuple[str | None, Any]:
-        """Returns the text that follows the transcript so far (None where the rollout is done), and the environment's next state."""
+    It may have a method `tools(prompt)`, which returns the schemas of the tools that it offers, before `reset`. An error of a method
+    makes the rollout invalid; what a tool or a game reports as wrong is an observation.
+    """
+
+    async def reset(self, task: Task) -> Observation:
+        """Begins the episode; its messages are appended to the task's."""
+        ...
+
+    async def step(self, action: Action) -> Observation:
+        """Answers one turn of the policy."""
+        ...
+
+    async def close(self) -> None:
+        """Gives back what the episode holds; called once, also after errors and cancellation."""
+        ...
+
+
+@runtime_checkable
+class EnvironmentFactory(Protocol):
+    """The component that gin builds; it holds pools, servers and processes, and makes an environment for each rollout."""
+
+    def build(self, prompt: Prompt, sample: int, seed: int) -> Environment:
+        """The environment of rollout number `sample` of a prompt; it is cheap and waits for nothing."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where an agent finds the policy.
+
+    Attributes:
+      base_url: of an OpenAI-compatible API, for this rollout alone.
+      key: its secret, sent as a bearer token.
+      model: the name that requests give.
+    """
+
+    base_url: str
+    key: str
+    model: str
+
+
+@runtime_checkable
+class Agent(Protocol):
+    """A program that owns its loop and reaches the policy by an endpoint alone: one object for each rollout."""
+
+    async def run(self, task: Task, endpoint: Endpoint) -> Ending:
+        """Works on the task to its end; an error makes the rollout invalid."""
+        ...
+
+
+@runtime_checkable
+class AgentFactory(Protocol):
+    """The component that gin builds; it makes an agent for each rollout."""
+
+    def build(self, prompt: Prompt, sample: int, seed: int) -> Agent:
+        """The agent of rollout number `sample` of a prompt; it is cheap and waits for nothing."""
         ...
 
 

@@ -225,7 +225,7 @@ def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt])
 
 
 def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
-    arrays = {name: _array(entry[name], kind) for name, kind in _ARRAYS.items()}
+    arrays: dict[str, Any] = {name: _array(entry[name], kind) for name, kind in _ARRAYS.items()}
     spans = {name: _array(span, np.bool_) for name, span in entry["spans"].items()}
     return Rollout(prompt=prompt, finish=entry["finish"], text=entry["text"], role=entry["role"], spans=spans, **arrays)
 

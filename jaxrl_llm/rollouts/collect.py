@@ -21,7 +21,7 @@ from jaxrl_llm import components
 from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
-from jaxrl_llm.protocols import Environment, Filter, Marker, Reward, Sampler
+from jaxrl_llm.protocols import Filter, Marker, Reward, Sampler
 
 _log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class RolloutGenerator:
 
     sampler: Sampler
     tokenizer: Any
-    environment: Environment | None = None
+    environment: Any = None
     marker: Marker | None = None
     max_turns: int = 8
     counters: Counter[str] = field(default_factory=Counter)

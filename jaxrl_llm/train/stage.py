@@ -11,7 +11,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.models.sources import ModelSource, ValueSource
-from jaxrl_llm.protocols import NEEDS, Algorithm, Dataset, Environment, Filter, Marker, Needing, Reward, Schedule
+from jaxrl_llm.protocols import NEEDS, Algorithm, Dataset, Filter, Marker, Needing, Reward, Schedule
 from jaxrl_llm.train.phases import WHOLE, Phase
 
 # Needs that cost a model or rollouts, which a stage holds for all its phases.
@@ -87,7 +87,7 @@ class Stage:
     settings: SamplingParams = field(default_factory=SamplingParams)
     reward: Reward | None = None
     filter: Filter | None = None
-    environment: Environment | None = None
+    environment: Any = None
     max_turns: int = 8
     marker: Marker | None = None
     max_prompt_tokens: int = 512
