@@ -110,6 +110,34 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a sampler may know of the conversation that a prefix is a turn of; it changes no draw.
+
+    Attributes:
+      id: names the conversation, whose turns are sampled in one place while its load allows it.
+      length: most tokens of a turn's prefix and completion together, until the conversation ends.
+      known: tokens at the beginning of the prefix that earlier turns of the conversation consisted of.
+      at_once: turns of all conversations that may be asked for at a time.
+    """
+
+    id: str
+    length: int
+    known: int = 0
+    at_once: int = 1
+
+
+@runtime_checkable
+class Conversing(Protocol):
+    """A sampler whose `sample` takes a Conversation by the keyword `conversation`.
+
+    Attributes:
+      converses: always True.
+    """
+
+    converses: bool
+
+
 @runtime_checkable
 class Retiring(Protocol):
     """A sampler that holds weights on the learner's devices, and can give their memory back before the next ones are made."""

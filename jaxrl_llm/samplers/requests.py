@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from jaxrl_llm.experience import Completion, Finish, SamplingParams
+from jaxrl_llm.protocols import Conversation
 
 Decode = Callable[[list[int]], str]
 
@@ -58,6 +59,7 @@ class Request:
       seeds: one for each prefix.
       max_length: most tokens of a prefix and its completion together.
       version: the oldest policy version that may answer, where several are served at a time.
+      conversation: what the prefixes are turns of, or None.
       open: False once nobody waits for the result.
       groups: finished groups, or the error that ended the engine.
     """
@@ -68,6 +70,7 @@ class Request:
     seeds: Sequence[int]
     max_length: int
     version: int = -1
+    conversation: Conversation | None = None
     open: bool = True
     groups: asyncio.Queue = field(default_factory=asyncio.Queue)
     _finished: dict[int, dict[int, Completion]] = field(default_factory=dict)
@@ -76,10 +79,16 @@ class Request:
     def sequences(self) -> int:
         return len(self.prefixes) * self.n
 
+    @property
+    def at_once(self) -> int:
+        """Sequences that there should be room for, other turns of other conversations included."""
+        return max(self.sequences, self.conversation.at_once if self.conversation else 0)
+
     @cached_property
     def length(self) -> int:
-        """Tokens of the longest prefix and completion that may come."""
-        return max(len(prefix) + self.limit(index) for index, prefix in enumerate(self.prefixes))
+        """Tokens of the longest prefix and completion that may come, later turns of the conversation included."""
+        later = min(self.conversation.length, self.max_length) if self.conversation else 0
+        return max(later, *(len(prefix) + self.limit(index) for index, prefix in enumerate(self.prefixes)))
 
     def limit(self, index: int) -> int:
         """Most tokens of a completion of prefix `index`."""

@@ -22,8 +22,8 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.kernels.decode_attention.api import NARROW
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.protocols import Params
-from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, announce, fitting, free_bytes
+from jaxrl_llm.protocols import Conversation, Params
+from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, announce, bytes_of, fitting, free_bytes
 from jaxrl_llm.samplers.requests import Request, check
 
 
@@ -90,6 +90,7 @@ class Counters:
 
     generated: int = 0
     prefilled: int = 0
+    again: int = 0
     slot_steps: int = 0
     seconds: float = 0.0
 
@@ -124,8 +125,8 @@ class Engine:
     cache: str | None = None
     version: int = field(default=-1, init=False)
 
-    # All processes of a run ask it alike, and decode together.
-    everywhere = True
+    everywhere = True  # all processes of a run ask it alike, and decode together
+    converses = True
 
     def __post_init__(self) -> None:
         self._params: dict[str, Any] | None = None
@@ -146,8 +147,9 @@ class Engine:
         return len(self._programs)
 
     def sample(
-        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
-    ) -> AsyncIterator[PromptCompletions]:
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int],
+        conversation: Conversation | None = None,
+    ) -> AsyncIterator[PromptCompletions]:  # fmt: skip
         """Yields (index of the prefix, its n completions) as groups finish.
 
         Draw t of sample i of prefix j depends on (seeds[j], i, t) and the logits alone. Log-probs are float32, of the
@@ -158,6 +160,7 @@ class Engine:
           n: completions of each prefix.
           settings: how tokens are drawn; other values compile nothing new.
           seeds: one for each prefix, 0 <= seed < 2^64.
+          conversation: what the prefixes are turns of; the batch is made for its longest turn and for the turns of all.
 
         Raises:
           ValueError: where an argument is not as described; nothing is sampled then.
@@ -168,7 +171,9 @@ class Engine:
                 "the sampler is closed" if self._closed else "the sampler has no weights yet: publish() first"
             )
         prefixes = [np.asarray(prefix) for prefix in prefixes]
-        request = Request(prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length)
+        request = Request(
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, conversation=conversation
+        )  # fmt: skip
         check(request, self.policy.architecture.vocabulary_size, self.tokenizer)
         return self._stream(request)
 
@@ -208,6 +213,7 @@ class Engine:
         return {
             "sampler/generated_tokens": float(done.generated),
             "sampler/prefill_tokens": float(done.prefilled),
+            "sampler/prefill_again_tokens": float(done.again),
             "sampler/tokens_per_s": done.generated / done.seconds if done.seconds else 0.0,
             "sampler/occupancy": done.generated / done.slot_steps if done.slot_steps else 0.0,
             "sampler/seconds": done.seconds,
@@ -266,8 +272,8 @@ class Engine:
                 "or set embedded.EmbeddedSampler.share_weights = False"
             )
         while not batch.place(params, version) and batch.free() and (block := self._next_block(batch)):
-            self._counters.prefilled += sum(len(request.prefixes[index]) for request, index in block)
-            batch.prefill(block, params, version)
+            self._counters.prefilled += batch.prefill(block, params, version)
+            self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
         chunk = batch.step(params, self.decode_chunk)
         await _finished(chunk)
         kept, steps = batch.collect(chunk, version, self._text)
@@ -278,11 +284,12 @@ class Engine:
     def _next_block(self, batch: SlotBatch) -> list[Prefix]:
         """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that the batch does not hold."""
         block: list[Prefix] = []
-        longest = 0
+        longest, rows = 0, set[bytes]()
         while self._waiting:
             request, index = self._waiting[0]
             longest = max(longest, len(request.prefixes[index]))
-            full = bool(block) and prod(batch.block_shape(len(block) + 1, longest)) > self.prefill_tokens
+            rows.add(bytes_of(self._waiting[0]))
+            full = bool(block) and prod(batch.block_shape(len(rows), longest)) > self.prefill_tokens
             if full or not self._fits(batch):
                 break
             self._waiting.popleft()
@@ -384,13 +391,8 @@ class EmbeddedSampler:
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
                 f"(got {max_length}): set the lengths of prompt and response"
             )
+        serve = partial(served, policy, share=self.share_weights, gather=self.gather_weights)
         return Engine(
-            policy=policy,
-            serve=partial(served, policy, share=self.share_weights, gather=self.gather_weights),
-            tokenizer=tokenizer,
-            max_length=max_length,
-            slots=self.slots,
-            decode_chunk=self.decode_chunk,
-            prefill_tokens=self.prefill_tokens,
-            cache=self.cache,
-        )
+            policy=policy, serve=serve, tokenizer=tokenizer, max_length=max_length, slots=self.slots,
+            decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
+        )  # fmt: skip

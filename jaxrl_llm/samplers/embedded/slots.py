@@ -32,6 +32,12 @@ def bucket(size: int, unit: int = 1) -> int:
     return unit << max(0, -(-size // unit) - 1).bit_length()
 
 
+def bytes_of(prefix: Prefix) -> bytes:
+    """The token ids of a prefix, by which equal ones are found."""
+    request, index = prefix
+    return np.asarray(request.prefixes[index], np.int32).tobytes()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Capacity:
     """The fixed shapes of a batch.
@@ -51,7 +57,8 @@ class Capacity:
     @classmethod
     def of(cls, requests: Sequence[Request], *, max_slots: int, shards: int) -> "Capacity":
         """Returns the smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
-        slots = bucket(sum(request.sequences for request in requests), shards)
+        asked = sum(request.sequences for request in requests)
+        slots = bucket(max(asked, *(request.at_once for request in requests)), shards)
         length = bucket(max(request.length for request in requests), _SHORTEST)
         return cls(
             slots=min(slots, -(-max_slots // shards) * shards),
@@ -109,15 +116,22 @@ class SlotBatch:
         length = min(bucket(longest, _SHORTEST), self.capacity.length)
         return bucket(rows, self.policy.partitioner.batch_shards), length
 
-    def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> None:
-        """Prefills prompts, one block at a time; their sequences take slots at the next `place`."""
+    def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> int:
+        """Prefills prompts, one block at a time, equal ones once; their sequences take slots at the next `place`.
+
+        Returns the tokens that were prefilled, without padding.
+        """
+        rows = {bytes_of(prefix): i for i, prefix in reversed(list(enumerate(prefixes)))}
+        places = {held: row for row, held in enumerate(sorted(rows, key=rows.__getitem__))}
         longest = max(len(request.prefixes[index]) for request, index in prefixes)
-        tokens = np.full(self.block_shape(len(prefixes), longest), decode.NO_TOKEN, np.int32)
+        tokens = np.full(self.block_shape(len(places), longest), decode.NO_TOKEN, np.int32)
         drafts: deque[tuple[int, Draft]] = deque()
-        for row, (request, index) in enumerate(prefixes):
+        for request, index in prefixes:
+            row = places[bytes_of((request, index))]
             tokens[row, : len(request.prefixes[index])] = request.prefixes[index]
             drafts.extend((row, draft) for draft in request.drafts(index))
         self._block = Block(cache=self._prefilled(params, tokens), tokens=tokens, version=version, drafts=drafts)
+        return int((tokens != decode.NO_TOKEN).sum())
 
     def place(self, params: Params, version: int) -> bool:
         """Gives free slots to sequences of the block; False where there is none left to place."""

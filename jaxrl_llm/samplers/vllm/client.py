@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingParams, seed_of
-from jaxrl_llm.protocols import Params, SamplerDown
+from jaxrl_llm.protocols import Conversation, Params, SamplerDown
 from jaxrl_llm.samplers.requests import Draft, Request, check
 from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
 from jaxrl_llm.samplers.vllm.fleet import Fleet
@@ -74,10 +74,12 @@ class VllmClient:
 
     # Sampling goes on while the learner updates: nothing here runs on the learner's devices.
     overlaps = True
+    converses = True
 
     def sample(
-        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
-    ) -> AsyncIterator[Group]:
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int],
+        conversation: Conversation | None = None,
+    ) -> AsyncIterator[Group]:  # fmt: skip
         """Yields (index of the prefix, its n completions) as groups finish.
 
         Log-probs are those of the distribution that the token was drawn from; greedy tokens report the untempered softmax.
@@ -88,6 +90,7 @@ class VllmClient:
           n: completions of each prefix.
           settings: how tokens are drawn.
           seeds: one for each prefix, 0 <= seed < 2^64.
+          conversation: what the prefixes are turns of; they go to the server of the turn before while its load allows it.
 
         Raises:
           ValueError: where an argument is not as described, or a server calls a request wrong.
@@ -101,8 +104,9 @@ class VllmClient:
         prefixes = [np.asarray(prefix) for prefix in prefixes]
         vocabulary = self.publisher.policy.architecture.vocabulary_size
         request = Request(
-            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, version=self.version
-        )
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, version=self.version,
+            conversation=conversation,
+        )  # fmt: skip
         check(request, vocabulary, self.tokenizer)
         return self._stream(request)
 
@@ -278,7 +282,8 @@ class VllmClient:
         first = drafts[0]
         ask = self._ask(drafts)
         home = hashlib.blake2b(first.prefix.tobytes(), digest_size=8).digest()
-        pieces = await fleet.ask(ask, home, first.request.version)
+        talk = first.request.conversation
+        pieces = await fleet.ask(ask, home, first.request.version, talk.id.encode() if talk else b"")
         pairs = list(zip(drafts, pieces, strict=True))
         left = [draft for draft, piece in pairs if not self._take(draft, piece, int(ask.sampling["max_tokens"]))]
         empty = 0 if any(piece.tokens for piece in pieces) else empty + 1

@@ -128,13 +128,14 @@ class Fleet:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    async def ask(self, ask: Ask, home: bytes, oldest: int) -> list[Piece]:
+    async def ask(self, ask: Ask, home: bytes, oldest: int, conversation: bytes = b"") -> list[Piece]:
         """Returns what one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
 
         Args:
           ask: the request.
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
           oldest: the oldest version that may answer, where servers are updated a few at a time.
+          conversation: goes before `home` where it is known; empty for none.
 
         Raises:
           Unserved: no server took requests for `wait_s`.
@@ -143,7 +144,7 @@ class Fleet:
         """
         fault: ServerFault | None = None
         for _ in range(self.limits.tries):
-            server = await self.turns.turn(ask.n, home, oldest)
+            server = await self.turns.turn(ask.n, home, oldest, conversation)
             try:
                 return await self._answered(server, ask)
             except ServerFault as error:

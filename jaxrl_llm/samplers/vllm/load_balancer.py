@@ -14,7 +14,8 @@ from jaxrl_llm.samplers.vllm.server_update import Server
 
 _REMEMBERED = 100_000  # prefixes whose server is known
 
-Waiting = deque[tuple[int, bytes, asyncio.Future[Server]]]
+Homes = tuple[bytes, ...]  # of a conversation and of a prefix: the first that is known counts
+Waiting = deque[tuple[int, Homes, asyncio.Future[Server]]]
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,17 +45,18 @@ class LoadBalancer:
         """Sequences that wait."""
         return sum(n for queue in self._waiting.values() for n, _, turn in queue if not turn.done())
 
-    async def turn(self, n: int, home: bytes, oldest: int) -> Server:
+    async def turn(self, n: int, home: bytes, oldest: int, conversation: bytes = b"") -> Server:
         """Returns a server with room for n sequences, in the order of asking; `release` gives the room back.
 
         Args:
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
           oldest: the oldest version that may answer.
+          conversation: as `home`, for prefixes that continue one another; it goes before `home` from the second turn on.
         """
         if self.ended is not None:
             raise self.ended
         turn: asyncio.Future[Server] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(oldest, deque()).append((n, home, turn))
+        self._waiting.setdefault(oldest, deque()).append((n, (conversation, home) if conversation else (home,), turn))
         self.dispatch()
         try:
             return await turn
@@ -73,9 +75,9 @@ class LoadBalancer:
         for oldest in sorted(self._waiting):
             queue = self._waiting[oldest]
             while queue:
-                n, home, turn = queue[0]
+                n, homes, turn = queue[0]
                 if not turn.done():
-                    server = self._choose(n, home, oldest)
+                    server = self._choose(n, homes, oldest)
                     if server is None:
                         break
                     server.load += n
@@ -91,7 +93,7 @@ class LoadBalancer:
             return [s for s in open_ones if s.http.version >= oldest]
         return [] if self.newest is None else [s for s in open_ones if s.http.version == self.newest]
 
-    def _choose(self, n: int, home: bytes, oldest: int) -> Server | None:
+    def _choose(self, n: int, homes: Homes, oldest: int) -> Server | None:
         """Returns the prefix's own server, unless it is much busier than the least loaded; None where all are full.
 
         Servers that are still in their update will take their share, so those that are through with it leave them theirs for as
@@ -104,11 +106,12 @@ class LoadBalancer:
         if not room:
             return None
         least = min(room, key=lambda s: s.load)
-        known = self._homes.get(home)
+        known = next((self._homes[home] for home in homes if home in self._homes), None)
         chosen = known if known in room and known.load <= least.load + max(most // 8, n) else least
-        self._homes[home] = chosen
-        self._homes.move_to_end(home)
-        if len(self._homes) > _REMEMBERED:
+        for home in homes:
+            self._homes[home] = chosen
+            self._homes.move_to_end(home)
+        while len(self._homes) > _REMEMBERED:
             self._homes.popitem(last=False)
         return chosen
 
