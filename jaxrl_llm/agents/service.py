@@ -1,0 +1,223 @@
+"""The token service: sessions over any sampler, each call a continuation of exact token ids."""
+
+import asyncio
+import contextlib
+import secrets
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.agents.session import Asked, Call, Ended, Session
+from jaxrl_llm.experience import Completion, SamplingParams
+from jaxrl_llm.protocols import Conversation, Conversing, Sampler
+
+_REMEMBERED = 10_000  # closed sessions whose late requests are told so
+
+
+class Overloaded(Exception):
+    """More calls wait than the service takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What one call asks for beside its prompt; all of it is bounded by the session.
+
+    Attributes:
+      max_tokens: most tokens to sample; None for as many as there is room for.
+      stop_strings: further strings that end the completion.
+      stop_token_ids: further ids that end it.
+      seed: makes the draws of equal calls of the session equal.
+      settings: how tokens are drawn, where the session is not trained; None for the session's own way.
+      fork: see `Session.begin`.
+    """
+
+    max_tokens: int | None = None
+    stop_strings: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    settings: SamplingParams | None = None
+    fork: str = ""
+
+
+@dataclass(eq=False)
+class TokenService:
+    """Sessions over one sampler.
+
+    Attributes:
+      sampler: continues token prefixes.
+      settings: the run's sampling parameters, which sessions have unless they are opened with others.
+      max_length: most tokens of a call's prompt and completion together; None is the sampler's own.
+      at_once: calls that are expected at a time, for which an embedded sampler makes room.
+      most_waiting: calls in flight from which on further ones are refused.
+      model: the name by which requests know the policy.
+    """
+
+    sampler: Sampler
+    settings: SamplingParams
+    max_length: int | None = None
+    at_once: int = 64
+    most_waiting: int = 16_384
+    model: str = "policy"
+    counters: Counter[str] = field(default_factory=Counter, init=False)
+
+    def __post_init__(self) -> None:
+        own = getattr(self.sampler, "max_length", None)
+        self.length: int = min(n for n in (self.max_length, own, 1 << 30) if n is not None)
+        self._sessions: dict[str, Session] = {}
+        self._past: OrderedDict[str, Session] = OrderedDict()
+        self._converses = isinstance(self.sampler, Conversing)
+        self._in_flight = self._sampling = 0  # calls that are taken, and those of them that the sampler has
+        self._flowing, self._empty = asyncio.Event(), asyncio.Event()
+        self._flowing.set()
+        self._empty.set()
+
+    # -- sessions ------------------------------------------------------------------------------------------------------
+
+    def open(
+        self, *, seed: int, settings: SamplingParams | None = None, max_length: int | None = None, max_tokens: int | None = None,
+        max_calls: int | None = None, trained: bool = True,
+    ) -> Session:  # fmt: skip
+        """Opens a session with a new secret.
+
+        Args:
+          seed: of all its draws.
+          settings: how tokens are drawn; None is the run's way.
+          max_length: most tokens of a prompt and its completion; bounded by the service's.
+          max_tokens: most tokens sampled in all calls; None for no limit.
+          max_calls: most calls; None for no limit.
+          trained: whether the session is learned from; requests may then not change how tokens are drawn.
+        """
+        length = self.length if max_length is None else min(max_length, self.length)
+        session = Session(
+            id=secrets.token_hex(8), key=secrets.token_urlsafe(32), settings=settings or self.settings, seed=seed,
+            max_length=length, max_tokens=max_tokens, max_calls=max_calls, trained=trained, on_close=self._closed,
+        )  # fmt: skip
+        self._sessions[session.id] = session
+        return session
+
+    def session(self, id: str) -> Session | None:
+        """Returns an open session, or one that was closed not long ago; None for others."""
+        return self._sessions.get(id) or self._past.get(id)
+
+    @property
+    def sessions(self) -> Sequence[Session]:
+        """The open sessions."""
+        return tuple(self._sessions.values())
+
+    def _closed(self, session: Session) -> None:
+        self._past[session.id] = self._sessions.pop(session.id)
+        if len(self._past) > _REMEMBERED:
+            self._past.popitem(last=False)
+        self.counters["sessions"] += 1
+        self.counters.update({name: int(value) for name, value in session.metrics().items()})
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    async def continue_(
+        self, session: Session, ids: np.ndarray, *, max_tokens: int | None = None, stop_strings: Sequence[str] = (),
+        stop_token_ids: Sequence[int] = (),
+    ) -> Completion:  # fmt: skip
+        """Samples a continuation of `ids`, int32 [P], and records it in the session; raises as `call` does."""
+        wish = Wish(max_tokens=max_tokens, stop_strings=tuple(stop_strings), stop_token_ids=tuple(stop_token_ids))
+        return (await self.call(session, ids, wish)).completion
+
+    async def call(self, session: Session, ids: np.ndarray, wish: Wish) -> Call:
+        """Samples a continuation of `ids`, int32 [P], as a call of the session.
+
+        A call that comes while the weights change waits. Where the caller is cancelled, sampling ends and the call leaves no trace.
+
+        Raises:
+          Ended: the session is closed, also while the call is in flight, or one of its limits is reached.
+          ValueError: the prompt is too long (`session.TooLong`), or the sampler calls the request wrong.
+          Overloaded: too many calls are in flight.
+        """
+        if self._in_flight >= self.most_waiting:
+            raise Overloaded(f"{self._in_flight} calls are in flight or wait, the most that are taken")
+        asked = session.begin(np.asarray(ids, np.int32), wish.fork)
+        work = asyncio.create_task(self._sampled(session, asked, wish))
+        session.running(asked, work.cancel)
+        self._in_flight += 1
+        try:
+            completion, served = await work
+        except asyncio.CancelledError:
+            session.give_up(asked)
+            task = asyncio.current_task()
+            if session.closed and not (task is not None and task.cancelling()):
+                raise Ended("closed", f"the session {session.id} was closed") from None
+            raise
+        except BaseException:
+            session.give_up(asked)
+            raise
+        finally:
+            self._in_flight -= 1
+        return session.finish(asked, completion, served)
+
+    async def _sampled(self, session: Session, asked: Asked, wish: Wish) -> tuple[Completion, int]:
+        """Returns the completion, and the version that was served when it was asked for."""
+        await self._flowing.wait()
+        self._empty.clear()
+        self._sampling += 1
+        try:
+            settings = self._settings(session, len(asked.prompt), wish)
+            seed = session.draw_seed(asked, wish.seed)
+            given: dict[str, Any] = {}
+            if self._converses:
+                known = 0 if asked.parent is None else asked.parent.length
+                given["conversation"] = Conversation(
+                    id=session.id, length=session.max_length, known=known, at_once=self.at_once
+                )
+            served = self.sampler.version
+            groups = self.sampler.sample([asked.prompt], 1, settings, [seed], **given)
+            try:
+                async for _, (completion,) in groups:
+                    return completion, served
+            finally:
+                if (end := getattr(groups, "aclose", None)) is not None:
+                    await end()  # an iterator that is left alone samples on
+            raise RuntimeError("the sampler ended without a completion")
+        finally:
+            self._sampling -= 1
+            if not self._sampling:
+                self._empty.set()
+
+    def _settings(self, session: Session, length: int, wish: Wish) -> SamplingParams:
+        """How a call draws: in the session's way, unless it is not trained, with the stops of both, within all limits."""
+        own = session.settings
+        drawn = own if session.trained or wish.settings is None else wish.settings
+        wished = own.max_tokens if wish.max_tokens is None else wish.max_tokens
+        most = max(1, min(own.max_tokens, wished, session.max_length - length, session.left()))
+        return replace(
+            drawn, max_tokens=most, min_tokens=min(drawn.min_tokens, most),
+            stop_token_ids=tuple(dict.fromkeys((*own.stop_token_ids, *wish.stop_token_ids))),
+            stop_strings=tuple(dict.fromkeys((*own.stop_strings, *wish.stop_strings))),
+        )  # fmt: skip
+
+    # -- updates of the weights ----------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Lets no call reach the sampler within the block, which begins when those in flight have ended; calls wait meanwhile.
+
+        For samplers that cannot draw while the learner updates, as the embedded one: around the update and its publication.
+        """
+        self._flowing.clear()
+        try:
+            await self._empty.wait()
+            yield
+        finally:
+            self._flowing.set()
+
+    async def close(self) -> None:
+        """Closes all sessions, which ends their calls."""
+        for session in self.sessions:
+            session.close()
+        await self._empty.wait()
+
+    def take(self) -> Mapping[str, float]:
+        """Returns the counts of the sessions that were closed since the last call, and the open ones, named "agents/..."."""
+        found = {f"agents/{name}": float(value) for name, value in self.counters.items()}
+        self.counters.clear()
+        return found | {"agents/open_sessions": float(len(self._sessions)), "agents/in_flight": float(self._in_flight)}
