@@ -4,6 +4,7 @@ aiohttp and uvicorn limit the time between two requests of a connection, but not
 """
 
 import asyncio
+import ipaddress
 import os
 import re
 import signal
@@ -27,6 +28,16 @@ def bare_environment(environment: Mapping[str, str] = os.environ) -> dict[str, s
 def without_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """All variables but those whose names say that they hold a secret, such as HF_TOKEN or WANDB_API_KEY."""
     return {name: value for name, value in environment.items() if not SECRET.search(name)}
+
+
+def loopback(host: str) -> bool:
+    """Whether the address is reached from this machine alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")

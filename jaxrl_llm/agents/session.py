@@ -205,14 +205,16 @@ class Session:
         self._places[_digest(asked.prompt)].discard(asked.place)
         self.counters["aborted"] += 1
 
-    def drop(self, call: Call) -> None:
-        """Takes an answer that nobody read out of the tree, unless a later call continues it."""
-        if not any(other.parent == call.number for other in self._calls.values()):
-            self._calls.pop(call.number, None)
+    def drop(self, *calls: Call) -> None:
+        """Takes answers that nobody read out of the tree, but for those that a later call continues."""
+        continued = {call.parent for call in self._calls.values()}
+        for call in calls:
+            if call.number not in continued:
+                self._calls.pop(call.number, None)
 
-    def restore(self, call: Call) -> None:
-        """Takes a dropped answer in again, which somebody has read after all."""
-        self._calls[call.number] = call
+    def restore(self, *calls: Call) -> None:
+        """Takes dropped answers in again, which somebody has read after all."""
+        self._calls |= {call.number: call for call in calls}
 
     def close(self) -> None:
         """Ends the session and the calls in flight; its branches stay."""
@@ -290,7 +292,9 @@ class Session:
             done, where = call.completion, f"call {call.number} of the session"
             lengths = {len(done.tokens), len(done.logprobs), len(done.versions)}
             if len(lengths) > 1:
-                raise Untrainable(f"{where} has tokens, log-probs and versions of different lengths ({sorted(lengths)})")
+                raise Untrainable(
+                    f"{where} has tokens, log-probs and versions of different lengths ({sorted(lengths)})"
+                )
             if not np.isfinite(done.logprobs).all() or (done.logprobs > _MOST_LOGPROB).any():
                 raise Untrainable(
                     f"{where} has log-probs that are not finite or above 0, such as "

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import json
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -139,19 +138,9 @@ def token_of(host: str, token_env: str) -> str:
     token = os.environ.get(token_env, "") if token_env else ""
     if token_env and not token:
         raise ValueError(f"--token_env: the environment variable {token_env} is not set")
-    if not token and not loopback(host):
+    if not token and not serving.loopback(host):
         raise ValueError(f"--host {host} can be reached from other machines: give a token by --token_env")
     return token
-
-
-def loopback(host: str) -> bool:
-    """Whether the address is reached from this machine alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def server(app: FastAPI, host: str, port: int) -> Any:

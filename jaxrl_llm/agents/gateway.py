@@ -1,0 +1,236 @@
+"""The gateway: one HTTP server by which agents of any make reach the policy, each by the address and the secret of its session.
+
+POST {base}/chat/completions    GET {base}/models                  base = http://HOST:PORT/s/SESSION/v1
+POST http://HOST:PORT/s/SESSION/inference/v1/generate              GET http://HOST:PORT/health
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+from jaxrl_llm import components, serving
+from jaxrl_llm.agents import chat_request, chat_route, generate_route
+from jaxrl_llm.agents.chat_route import Chat, ChatRenderer
+from jaxrl_llm.agents.service import TokenService
+from jaxrl_llm.agents.session import Session
+from jaxrl_llm.agents.wire import Answer, BadRequest, Once, events, failure
+from jaxrl_llm.protocols import Endpoint
+
+_MOST_BYTES = 1 << 26  # of a request: a conversation of millions of tokens
+_SHORTEST_TOKEN = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """Where the gateway listens.
+
+    Attributes:
+      host: address to listen on; agents elsewhere than on this machine need a token.
+      port: 0 takes one that is free.
+      token_variable: environment variable of a token that stands before each session's secret; empty for none.
+      passed: names of sampling parameters that the generate route takes without knowing them.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    token_variable: str = ""
+    passed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        components.within(self, "[0, 65535]", "port")
+
+    def token(self) -> str:
+        """The token; raises ValueError where it is not set, too short, or missing on an address that others reach."""
+        token = os.environ.get(self.token_variable, "") if self.token_variable else ""
+        if self.token_variable and len(token) < _SHORTEST_TOKEN:
+            raise ValueError(
+                f"Gateway.token_variable names {self.token_variable!r}, which must hold a random token of at least {_SHORTEST_TOKEN} "
+                f"characters (got {len(token)})"
+            )
+        if not token and not serving.loopback(self.host):
+            raise ValueError(
+                f"Gateway.host {self.host!r} can be reached from other machines: set Gateway.token_variable to an environment variable "
+                "that holds a token, or listen on 127.0.0.1"
+            )
+        return token
+
+    async def start(self, service: TokenService, rendering: ChatRenderer | None = None) -> "RunningGateway":
+        """Listens, and returns the running gateway; without `rendering` it has the generate route alone.
+
+        Raises:
+          ValueError: see `token`.
+          OSError: the port cannot be used.
+        """
+        running = RunningGateway(service=service, rendering=rendering, config=self, token=self.token())
+        await running.open()
+        return running
+
+
+@dataclass(eq=False, kw_only=True)
+class RunningGateway:
+    """A gateway that listens."""
+
+    service: TokenService
+    rendering: ChatRenderer | None
+    config: Gateway
+    token: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        self.chat = None if self.rendering is None else Chat(service=self.service, rendering=self.rendering)
+        self._once: dict[str, Once[Answer]] = {}
+        self._patience = serving.Patience()
+        self._runner: web.AppRunner | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self.port = 0
+
+    # -- the server ----------------------------------------------------------------------------------------------------
+
+    def application(self) -> web.Application:
+        """Returns the routes."""
+        names = None if self.token else serving.LOOPBACK_NAMES
+        app = web.Application(
+            client_max_size=_MOST_BYTES, middlewares=[serving.middleware(self._patience), _shaped, serving.guard(names)]
+        )  # fmt: skip
+        app.router.add_get("/health", _health)
+        app.router.add_get("/s/{session}/v1/models", self._models)
+        app.router.add_post(f"/s/{{session}}{generate_route.PATH}", self._generate)
+        if self.chat is not None:
+            app.router.add_post("/s/{session}/v1/chat/completions", self._chat)
+        return app
+
+    async def open(self) -> None:
+        """Listens; raises OSError where the port cannot be used."""
+        runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.config.host, self.config.port, backlog=4096).start()
+        except OSError:
+            await runner.cleanup()
+            raise
+        assert runner.server is not None
+        self._runner, self.port = runner, runner.addresses[0][1]
+        self._watch = asyncio.create_task(serving.looking(runner.server, self._patience))
+
+    async def close(self) -> None:
+        """Ends all requests and stops listening; sessions stay as they are."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self.chat is not None:
+            self.chat.close()
+
+    def endpoint(self, session: Session) -> Endpoint:
+        """Where an agent on this machine finds the policy for a session."""
+        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
+        host = f"[{host}]" if ":" in host else host
+        base = f"http://{host}:{self.port}/s/{session.id}/v1"
+        return Endpoint(base_url=base, key=self._key(session), model=self.service.model)
+
+    def _key(self, session: Session) -> str:
+        return f"{self.token}.{session.key}" if self.token else session.key
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def _session(self, request: web.Request) -> Session:
+        """The session of a request; raises BadRequest (401) unless it names one and has its secret."""
+        session = self.service.session(request.match_info["session"])
+        given = request.headers.get("authorization", "").encode()
+        if session is None or not hmac.compare_digest(given, f"Bearer {self._key(session)}".encode()):
+            raise BadRequest("no session has this address and this key", code="invalid_api_key", status=401)
+        return session
+
+    async def _body(self, request: web.Request) -> tuple[dict[str, Any], bytes]:
+        text = await serving.body(request, self._patience.body_s)
+        try:
+            body = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise BadRequest(f"the body is no JSON: {error}") from error
+        if not isinstance(body, dict):
+            raise BadRequest(f"the body is a JSON object (got {type(body).__name__})")
+        if body.get("model") not in (None, self.service.model):
+            raise BadRequest(
+                f"the model is {self.service.model!r} (got {body['model']!r})", "model", "model_not_found", status=404
+            )
+        return body, hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        session = self._session(request)
+        card = {
+            "id": self.service.model, "object": "model", "created": 0, "owned_by": "jaxrl_llm", "max_model_len": session.max_length,
+        }  # fmt: skip
+        return web.json_response({"object": "list", "data": [card]})
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        body, digest = await self._body(request)
+        asked = generate_route.read(body, session, frozenset(self.config.passed))
+        work = self._answered(request, session, digest, lambda: generate_route.generate(self.service, session, asked))
+        if not asked.stream:
+            return web.json_response((await work).body)
+
+        async def said() -> Any:
+            return generate_route.chunks((await work).body)
+
+        return await events(request, said())
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        assert self.chat is not None
+        chat, session = self.chat, self._session(request)
+        body, digest = await self._body(request)
+        asked = chat_request.read(body, session)
+        work = self._answered(request, session, digest, lambda: chat.answer(session, asked))
+        if not asked.stream:
+            return web.json_response((await work).body)
+
+        async def said() -> Any:
+            return chat_route.chunks((await work).body, asked.counted)
+
+        return await events(request, said())
+
+    async def _answered(
+        self, request: web.Request, session: Session, digest: bytes, work: Callable[[], Awaitable[Answer]]
+    ) -> Answer:
+        """The answer to a request, or the first one where it is a retry."""
+        key = request.headers.get("idempotency-key", "")
+        again = bool(key) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
+        return await self._retries(session).get((key, digest), again, work)
+
+    def _retries(self, session: Session) -> Once[Answer]:
+        """The requests of a session; those of closed sessions are forgotten here."""
+        if session.id not in self._once:
+            for old in [name for name in self._once if (s := self.service.session(name)) is None or s.closed]:
+                del self._once[old]
+                if self.chat is not None:
+                    self.chat.forget(old)
+
+            self._once[session.id] = Once(
+                drop=lambda answer: session.drop(*answer.calls),
+                restore=lambda answer: session.restore(*answer.calls),
+                retried=lambda: session.counters.update(retries=1),
+            )
+        return self._once[session.id]
+
+
+async def _health(request: web.Request) -> web.Response:
+    del request
+    return web.json_response({"status": "ok"})
+
+
+@web.middleware
+async def _shaped(request: web.Request, handler: serving.Handler) -> web.StreamResponse:
+    """Gives every failure OpenAI's shape."""
+    try:
+        return await handler(request)
+    except (ConnectionResetError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        return failure(error)
