@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, Scores
+from jaxrl_llm.experience import Branch, Completion, Group, Prompt, Rollout, Scores, Turn
 
-_TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Rollout, Group, Scores)}
+_TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Turn, Branch, Rollout, Group, Scores)}
 _LENGTH = 8  # bytes
 _DEFERRED = "deferred"  # names the number of a deferred value in what `split` returns
 
@@ -73,7 +73,7 @@ def packed(value: Any) -> bytes:
 
 
 def unpacked(data: bytes | memoryview) -> Any:
-    """Returns the value that `packed` wrote; tuples become lists, and NumPy's numbers become Python's."""
+    """Returns the value that `packed` wrote; tuples become lists but in rollouts, and NumPy's numbers become Python's."""
     data = memoryview(data)  # its slices are no copies
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     header = json.loads(bytes(data[_LENGTH:end]))
@@ -96,7 +96,10 @@ def unpacked(data: bytes | memoryview) -> Any:
         return {name: read(x) for name, x in node["map"].items()}
 
     for name, parts in header["objects"]:
-        objects.append(_TYPES[name](**{part: read(x) for part, x in parts.items()}))
+        found = {part: read(x) for part, x in parts.items()}
+        if name in ("Branch", "Rollout"):
+            found = {part: tuple(x) if isinstance(x, list) else x for part, x in found.items()}
+        objects.append(_TYPES[name](**found))
     return read(header["root"])
 
 

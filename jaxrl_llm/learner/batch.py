@@ -13,6 +13,7 @@ from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.experience import Group, Rollout
 from jaxrl_llm.learner.packing import PackedRows, Packing
+from jaxrl_llm.learner.trajectory import Stretch, row, stretches
 
 PACKED = ("batch", "length")
 
@@ -24,7 +25,7 @@ class Batch:
     Attributes:
       groups: the scored groups.
       sources: names of the data sources; `Sequences.source` holds indices into it.
-      response_tokens: T, most tokens of a response.
+      response_tokens: T, most tokens of a rollout's row (`trajectory.row`).
       capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
       minibatches: packed rows of the micro-batches of each minibatch.
     """
@@ -48,12 +49,17 @@ class Batch:
     ) -> "Batch":
         """Packs each minibatch, which is a set of whole groups, on its own.
 
+        `response_tokens` is doubled until the row of every rollout of several branches has room.
+
         Raises:
           ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
         """
         count = sum(len(g.rollouts) for g in groups)
         if count > capacity:
             raise ValueError(f"{count} sequences are more than the batch holds ({capacity})")
+        longest = max((len(row(r).tokens) for g in groups for r in g.rollouts if len(r.branches) > 1), default=0)
+        while response_tokens < longest:
+            response_tokens *= 2
         packed = _minibatches(groups, packing, np.array_split(np.arange(len(groups)), minibatches))
         return cls(
             groups=groups, sources=sources, response_tokens=response_tokens, capacity=capacity, minibatches=packed
@@ -67,7 +73,8 @@ class Batch:
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
-        return [r for g in self.groups for r in g.rollouts]
+        """The rollouts with the arrays of their rows."""
+        return [row(r) for g in self.groups for r in g.rollouts]
 
     @property
     def rows(self) -> list[PackedRows]:
@@ -228,14 +235,33 @@ def _minibatches(groups: Sequence[Group], packing: Packing, parts: Sequence[np.n
 
 
 def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]], *, together: bool) -> list[PackedRows]:
-    """Packs the sequences of `atoms` into micro-batches; `together` keeps each atom in one micro-batch."""
-    members = [i for atom in atoms for i in atom]
-    local = {i: k for k, i in enumerate(members)}
-    prompts = [rollouts[i].prompt.prefix for i in members]
-    responses = [rollouts[i].tokens for i in members]
-    lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True)]
-    placements = packing.place(lengths, [[local[i] for i in atom] for atom in atoms] if together else None)
+    """Packs the rollouts of `atoms` into micro-batches; `together` keeps each atom in one, and a rollout's branches always share one."""
+    held = [(i, stretch) for atom in atoms for i in atom for stretch in stretches(rollouts[i])]
+    forked = len(held) > sum(map(len, atoms))
+    places: dict[int, list[int]] = {}
+    for k, (i, _) in enumerate(held):
+        places.setdefault(i, []).append(k)
+    units = [[k for i in atom for k in places[i]] for atom in atoms] if together else list(places.values())
+    prompts, responses = [stretch.prefix for _, stretch in held], [stretch.tokens for _, stretch in held]
+    placements = packing.place([stretch.positions for _, stretch in held], units if together or forked else None)
     packed = [PackedRows.build(packing, p, prompts, responses) for p in placements]
-    number = np.asarray(members, np.int32)
-    globally = lambda x: np.where(x >= 0, number[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
-    return [replace(rows, row_of=globally(rows.row_of), members=globally(rows.members)) for rows in packed]
+    return [_numbered(rows, held) for rows in packed]
+
+
+def _numbered(rows: PackedRows, held: Sequence[tuple[int, Stretch]]) -> PackedRows:
+    """Packed stretches with the numbers of their rollouts, and their places in the rollouts' rows."""
+    number = np.array([i for i, _ in held], np.int32)
+    offset = np.array([stretch.offset for _, stretch in held], np.int32)
+    globally = lambda x, of: np.where(x >= 0, of[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731
+    local = {i: k for k, i in enumerate(dict.fromkeys(number[rows.members[rows.members >= 0]].tolist()))}
+    sequence_of = np.array([local[number[k]] if k >= 0 else 0 for k in rows.members], np.int32)
+    members = np.full(len(rows.members), -1, np.int32)
+    members[: len(local)] = list(local)
+    index_of = np.where(rows.index_of >= 0, rows.index_of + offset[np.maximum(rows.row_of, 0)], -1).astype(np.int32)
+    return replace(
+        rows,
+        row_of=globally(rows.row_of, number),
+        index_of=index_of,
+        members=members,
+        sequence=sequence_of[rows.sequence],
+    )

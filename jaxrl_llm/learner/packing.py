@@ -62,6 +62,10 @@ class Packing:
         """Most sequences of a micro-batch."""
         return self.rows * self.sequences_per_row
 
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Whether sequences of `lengths` positions fit one micro-batch together."""
+        return max(lengths) <= self.row_tokens and self._rows(lengths, list(range(len(lengths)))) is not None
+
     def place(self, lengths: Sequence[int], atoms: Sequence[Sequence[int]] | None = None) -> list["Placement"]:
         """Assigns every sequence to a row of a micro-batch.
 

@@ -12,6 +12,7 @@ from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.experience import Group
 from jaxrl_llm.learner.batch import Batch, bare, to_device
 from jaxrl_llm.learner.learner import Bases, Learner
+from jaxrl_llm.learner.trajectory import row
 from jaxrl_llm.models.sources import ModelSource, Opened
 from jaxrl_llm.protocols import Params
 
@@ -105,12 +106,12 @@ def means_of_rollouts(groups: Sequence[Group], stats: TokenStats) -> list[dict[s
     out, start = [], 0
     for group in groups:
         rows = range(start, start + len(group.rollouts))
+        masks = [row(rollout).mask for rollout in group.rollouts]
         start += len(group.rollouts)
         means = {}
         for name, values in stats.items():
             each = [
-                values[i, : len(r.mask)][r.mask].mean() if r.mask.any() else 0.0
-                for i, r in zip(rows, group.rollouts, strict=True)
+                values[i, : len(mask)][mask].mean() if mask.any() else 0.0 for i, mask in zip(rows, masks, strict=True)
             ]
             means[name] = np.asarray(each, np.float64)
         out.append(means)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.learner.trajectory import stretches
 from jaxrl_llm.metrics import flops
 
 _log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ def speed(
       layers: number of first layers that the updates ran; None for all.
     """
     working = max(seconds["step"] - seconds.get("evaluate", 0.0), 1e-9)
-    lengths = [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]
+    lengths = [stretch.positions for g in batch.groups for r in g.rollouts for stretch in stretches(r)]
     model_flops = epochs * flops.update(architecture, lengths, layers=layers)
     values = {
         "speed/tokens_per_s": sum(lengths) / working,

@@ -68,7 +68,7 @@ class HFRewardModel:
           FileNotFoundError, ValueError: the folder is absent or holds no sequence classifier, or a token is not in its vocabulary.
         """
         del stats
-        values = await self.values([np.concatenate([r.prompt.prefix, r.tokens]).astype(np.int32) for r in rollouts])
+        values = await self.values([np.concatenate([r.paths[-1].prefix, r.tokens]).astype(np.int32) for r in rollouts])
         return part(self.name, [float(x) for x in values])
 
     async def values(self, sequences: Sequence[np.ndarray]) -> np.ndarray:

@@ -20,7 +20,8 @@ from jaxrl_llm.distributed.serialization import Deferred
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
 
-FORMAT = 2  # of the buffer in checkpoints; 1, which has no number, holds arrays as base64 text
+FORMAT = 3  # of the buffer in checkpoints; 2 knows no branches, and 1, which has no number, holds arrays as base64 text
+_PLAYED = ("branches", "turns", "valid", "error", "rewards", "info")  # what an environment or an agent adds
 _ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
 
 
@@ -105,7 +106,9 @@ class RolloutBuffer:
         """Drops rollouts that hold a token of a version before `oldest`, and groups that keep fewer than `least` rollouts."""
         kept = []
         for group in groups:
-            stays = [i for i, r in enumerate(group.rollouts) if not np.any(r.versions[r.mask] < oldest)]
+            stays = [
+                i for i, r in enumerate(group.rollouts) if not any(np.any(b.versions[b.mask] < oldest) for b in r.paths)
+            ]
             self._counters["stale"] += len(group.rollouts) - len(stays)
             if len(stays) == len(group.rollouts):
                 kept.append(group)
@@ -135,7 +138,7 @@ class RolloutBuffer:
             raise ValueError(
                 "the checkpoint was made with Stage.max_staleness = 0: set MAX_STALENESS as it was, or start a new run folder"
             )
-        if (number := state.get("format", 1)) not in (1, FORMAT):
+        if (number := state.get("format", 1)) not in range(1, FORMAT + 1):
             raise ValueError(
                 f"the checkpoint holds groups sampled ahead in format {number}, and this version reads the formats 1 to {FORMAT}: go on "
                 "with the version that wrote it, or start a new run folder"
@@ -206,7 +209,8 @@ def stored(group: Group) -> dict[str, Any]:
 def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
     found: dict[str, Any] = {name: np.asarray(getattr(rollout, name), kind) for name, kind in _ARRAYS.items()}
     spans = {name: np.asarray(span, np.bool_) for name, span in rollout.spans.items()}
-    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans}
+    played = {name: getattr(rollout, name) for name in _PLAYED}
+    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans} | played
 
 
 def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:
@@ -227,7 +231,11 @@ def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt])
 def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
     arrays: dict[str, Any] = {name: _array(entry[name], kind) for name, kind in _ARRAYS.items()}
     spans = {name: _array(span, np.bool_) for name, span in entry["spans"].items()}
-    return Rollout(prompt=prompt, finish=entry["finish"], text=entry["text"], role=entry["role"], spans=spans, **arrays)
+    played: dict[str, Any] = {
+        name: tuple(x) if isinstance(x := entry[name], list) else x for name in _PLAYED if name in entry
+    }
+    arrays |= {"finish": entry["finish"], "text": entry["text"], "role": entry["role"], "spans": spans}
+    return Rollout(prompt=prompt, **arrays, **played)
 
 
 def _array(written: np.ndarray | str, kind: Any) -> np.ndarray:
