@@ -1,0 +1,146 @@
+"""The built-in agent: lets the policy and an environment talk by turns, each prompt the exact ids before it and what was said since."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.agents.messages import Message, of_action, shortened
+from jaxrl_llm.agents.rendering import Renderer
+from jaxrl_llm.agents.service import TokenService
+from jaxrl_llm.agents.session import Ended, Session, TooLong
+from jaxrl_llm.experience import Action, Completion, Ending, Observation, Task
+from jaxrl_llm.protocols import Environment
+
+
+@dataclass(frozen=True, eq=False)
+class Dialogue:
+    """Plays an environment's episodes with the policy.
+
+    Attributes:
+      service: continues token ids by the policy.
+      rendering: turns messages into ids and completions into actions.
+    """
+
+    service: TokenService
+    rendering: Renderer
+
+    async def play(self, environment: Environment, task: Task, session: Session) -> Ending:
+        """Resets the environment, and lets the policy and it answer each other until it is done or a limit is reached.
+
+        A turn that was cut off is shown to the environment like any other, its `finish` being "length".
+
+        Args:
+          environment: a new one; who built it closes it.
+          task: its `limits` of turns, tokens, length and text end the dialogue; those of time are kept by the caller.
+          session: where the service records the calls; its own limits end the dialogue too.
+
+        Returns:
+          The ending. `rewards` has "reward", the sum of the steps' rewards, where a step gave one, and is empty otherwise; `stop` is "done",
+          "aborted", or the limit that was reached; `info` joins that of all observations, and has turns, calls by status and
+          characters left out.
+
+        Raises:
+          Ended: the session was closed.
+          ValueError: the template has no place for a message of the task or of the environment.
+        """
+        talk = _Talk(task)
+        talk.hear(await environment.reset(task))
+        ids = self.rendering.opening(task, talk.said)
+        while not talk.stop:
+            completion = await self._sampled(session, ids, talk)
+            if completion is None:
+                break
+            action = self.rendering.parse(completion.tokens, finish=completion.finish, tools=task.tools)
+            talk.act(action, len(completion.tokens))
+            observation = await environment.step(action)
+            talk.hear(observation)
+            if not talk.stop:
+                ids = self._next(np.concatenate([ids, completion.tokens]), completion, talk)
+        return talk.ending()
+
+    async def _sampled(self, session: Session, ids: np.ndarray, talk: "_Talk") -> Completion | None:
+        """The policy's next turn; None, with the reason in `talk.stop`, where there is no room for one or it was aborted."""
+        limits, length = talk.task.limits, len(ids)
+        if length >= limits.max_length:
+            talk.stop = "max_length"
+            return None
+        room = limits.max_length - length
+        if limits.max_tokens is not None:
+            room = min(room, limits.max_tokens - talk.sampled)
+        if room < 1:
+            talk.stop = "max_tokens"
+            return None
+        try:
+            completion = await self.service.continue_(
+                session, ids, max_tokens=room, stop_token_ids=self.rendering.stop_token_ids
+            )
+        except Ended as error:
+            if error.limit == "closed":
+                raise
+            talk.stop = error.limit
+            return None
+        except TooLong:
+            talk.stop = "max_length"
+            return None
+        if completion.finish == "aborted":
+            talk.stop = "aborted"
+            return None
+        return completion
+
+    def _next(self, prior_ids: np.ndarray, completion: Completion, talk: "_Talk") -> np.ndarray:
+        """The next prompt: the exact ids so far and what the environment said, or all messages anew where the template wants that."""
+        found = self.rendering.bridge(prior_ids, completion.finish, talk.said, talk.task.tools)
+        return self.rendering.opening(talk.task, talk.history) if found is None else found
+
+
+@dataclass(eq=False)
+class _Talk:
+    """A dialogue so far.
+
+    Attributes:
+      task: what it is about.
+      said: the messages of the last observation.
+      history: all messages after the task's.
+      stop: why it ended; "" while it goes on.
+    """
+
+    task: Task
+    said: Sequence[Message] = ()
+    history: list[Message] = field(default_factory=list)
+    turns: int = 0
+    sampled: int = 0
+    left_out: int = 0
+    stop: str = ""
+    rewards: list[float] = field(default_factory=list)
+    calls: Counter[str] = field(default_factory=Counter)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    def act(self, action: Action, tokens: int) -> None:
+        """Takes in a turn of the policy."""
+        self.turns += 1
+        self.sampled += tokens
+        self.calls.update(call.status for call in action.calls)
+        self.history.append(of_action(action))
+
+    def hear(self, observation: Observation) -> None:
+        """Takes in what the environment answers, long texts cut in their middle."""
+        cut = [shortened(message, self.task.limits.most_text) for message in observation.messages]
+        self.said = [message for message, _ in cut]
+        self.left_out += sum(gone for _, gone in cut)
+        self.history += self.said
+        self.info |= observation.info
+        if observation.reward is not None:
+            self.rewards.append(float(observation.reward))
+        if observation.done:
+            self.stop = "done"
+        elif self.turns >= self.task.limits.max_turns:
+            self.stop = "max_turns"
+
+    def ending(self) -> Ending:
+        """How it ended."""
+        counts: Mapping[str, Any] = {"turns": self.turns, "calls": dict(self.calls), "text/left_out": self.left_out}
+        rewards = {"reward": sum(self.rewards)} if self.rewards else {}
+        return Ending(rewards=rewards, stop=self.stop, info={**self.info, **counts})
