@@ -80,9 +80,9 @@ class Evaluation:
 
 
 async def evaluate(
-    evaluation: Evaluation, prompts: Sequence[Prompt], generator: RolloutGenerator, reward: Reward
+    evaluation: Evaluation, prompts: Sequence[Prompt], generator: RolloutGenerator, reward: Reward | None
 ) -> tuple[dict[str, float], list[Group]]:
-    """Answers encoded `prompts`; returns the metrics and the scored groups (greedy ones first where there are both kinds).
+    """Answers encoded `prompts`; an environment may give the rewards in place of `reward`. Returns the metrics and the scored groups (greedy ones first where there are both kinds).
 
     Returns:
       {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of sampled ones, and for each kind the share of
@@ -106,9 +106,9 @@ async def evaluate(
     return {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}, shown
 
 
-def check_reward(name: str, reward: Reward) -> None:
+def check_reward(name: str, reward: Reward | None) -> None:
     """Raises ValueError where the reward of the evaluation `name` needs the learner's token stats."""
-    if reward.needs_stats:
+    if reward is not None and reward.needs_stats:
         raise ValueError(
             f"evaluation {name!r} has no learner to give {type(reward).__name__} its statistics: "
             "set Evaluation.reward to a reward that needs none"

@@ -49,7 +49,7 @@ MOVED: dict[str, dict[str, str]] = {
     "jaxrl_llm.samplers.vllm_sampler": {"VllmSampler": "jaxrl_llm.samplers.vllm.VllmSampler"},
     "jaxrl_llm.samplers.vllm_server": {"LocalServers": "jaxrl_llm.samplers.vllm.LocalServers"},
     "jaxrl_llm.samplers.discovery": {"Discovery": "jaxrl_llm.samplers.vllm.Discovery"},
-    "jaxrl_llm.environments.calculator": {"Calculator": "jaxrl_llm.rollouts.environments.Calculator"},
+    "jaxrl_llm.rollouts.environments": {"Calculator": "jaxrl_llm.environments.calculator.Calculator"},
 }
 
 # Errors that a user can mend: one line says what to do, and a stack trace would hide it.

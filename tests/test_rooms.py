@@ -14,17 +14,17 @@ ROOT = Path(__file__).parent.parent
 
 # A module imports its own room and rooms further right. The words are the files at the top of the package.
 ORDER = (
-    "interface", "launch", "tools", "train", "eval", "metrics", "rollouts", "samplers", "learner", "models", "algorithms", "kernels", "data",
+    "interface", "launch", "tools", "train", "eval", "metrics", "rollouts", "environments", "agents", "samplers", "learner", "models", "algorithms", "kernels", "data",
     "rewards", "distributed", "publication", "words",
 )  # fmt: skip
 WORDS = {"__init__", "launch", "command_line", "components", "experience", "mistakes", "protocols", "serving"}
 # Rooms that only meet in train: who samples does not know who learns, an algorithm sees log-probs and never who made them.
 STRANGERS = (
     {"rollouts", "samplers"}, {"rollouts", "learner"}, {"samplers", "learner"}, {"models", "algorithms"}, {"eval", "learner"},
-    {"eval", "samplers"}, {"eval", "algorithms"}, {"kernels", "data"}, {"kernels", "rewards"},
+    {"agents", "samplers"}, {"agents", "learner"}, {"environments", "learner"}, {"environments", "samplers"}, {"eval", "samplers"}, {"eval", "algorithms"}, {"kernels", "data"}, {"kernels", "rewards"},
 )  # fmt: skip
 # Rooms whose files are the members of one family, in any number.
-FAMILIES = ("algorithms", "data", "data.prepare", "rewards", "eval", "models")
+FAMILIES = ("algorithms", "data", "data.prepare", "rewards", "environments", "eval", "models")
 MODULES_OF_A_FOLDER = 14
 FACES = ("train", "samplers.embedded", "samplers.vllm")
 
@@ -33,6 +33,8 @@ HOST_ONLY = ("jax", "jaxlib", "flax", "optax", "orbax")
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "data": (*HOST_ONLY, "torch"),
     "rewards": HOST_ONLY,
+    "agents": HOST_ONLY,
+    "environments": HOST_ONLY,
     "words": ("jax", "flax", "torch", "transformers"),
     "algorithms": ("flax", "transformers"),
     "publication": (*HOST_ONLY, "gin", "transformers"),
@@ -256,9 +258,10 @@ def held_by(*rooms: str) -> list[str]:
     return [f"jaxrl_llm.{m}" if m else "jaxrl_llm" for m in held]
 
 
-def test_words_data_rewards_and_publication_load_where_jax_cannot_be_imported():
+def test_rooms_without_jax_load_where_jax_cannot_be_imported():
     loaded_after_importing(
-        held_by("words", "data", "rewards", "publication"), without=("jax", "jaxlib", "flax", "optax")
+        held_by("words", "data", "rewards", "agents", "environments", "publication"),
+        without=("jax", "jaxlib", "flax", "optax"),
     )
 
 

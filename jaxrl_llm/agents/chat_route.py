@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from jaxrl_llm.experience import Action, Finish
 T = TypeVar("T")
 
 
+@runtime_checkable
 class ChatRenderer(Protocol):
     """Messages to token ids and back: `rendering.Rendering`."""
 

@@ -18,10 +18,33 @@ _KEPT = '"\\\x7f'
 
 # What templates look up in messages and in the schemas of tools, and therefore must read as it is.
 KEYS = frozenset(
-    "type function name description parameters properties required items enum strict additionalProperties anyOf default format title "
-    "role content reasoning_content tool_calls tool_call_id id arguments return".split()
+    [
+        "type",
+        "function",
+        "name",
+        "description",
+        "parameters",
+        "properties",
+        "required",
+        "items",
+        "enum",
+        "strict",
+        "additionalProperties",
+        "anyOf",
+        "default",
+        "format",
+        "title",
+        "role",
+        "content",
+        "reasoning_content",
+        "tool_calls",
+        "tool_call_id",
+        "id",
+        "arguments",
+        "return",
+    ]
 )
-TYPES = frozenset("function object string number integer boolean array null text".split())
+TYPES = frozenset(["function", "object", "string", "number", "integer", "boolean", "array", "null", "text"])
 
 
 def cleaned(text: str) -> str:

@@ -40,7 +40,9 @@ class PlainText:
         """
         if tools:
             raise ValueError("plain text has no place for the schemas of tools: use a tokenizer with a chat template")
-        return np.asarray(self._outside.text("".join(content(message.get("content")) for message in messages)), np.int32)
+        return np.asarray(
+            self._outside.text("".join(content(message.get("content")) for message in messages)), np.int32
+        )
 
     def bridge(self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()) -> np.ndarray:
         """Token ids int32 [P] of the next prompt: `prior_ids` exactly, and the new messages' contents."""

@@ -35,7 +35,9 @@ class Renderer(Protocol):
         """Token ids int32 [P] of the task and of what was said since, from which the policy's turn is sampled."""
         ...
 
-    def bridge(self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()) -> np.ndarray | None:
+    def bridge(
+        self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()
+    ) -> np.ndarray | None:
         """Token ids int32 [P] of the next prompt, which begins with `prior_ids`; None where it cannot."""
         ...
 
@@ -143,7 +145,9 @@ class Rendering:
             raise ValueError(f"the chat template has no place for {what} ({self.refused[role]}): use another template")
 
     # ------------------------------------------------------------------------------------------------------ bridges
-    def bridge(self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()) -> np.ndarray | None:
+    def bridge(
+        self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()
+    ) -> np.ndarray | None:
         """Token ids int32 [P] of the next prompt: `prior_ids` exactly, the turn's end where it was cut off, new messages, the turn's beginning.
 
         Args:
@@ -180,7 +184,9 @@ class Rendering:
             calls = [{"id": m.get("tool_call_id", ""), "type": "function", "function": {"name": m.get("name", "x"), "arguments": {}}}
                      for m in said if m["role"] == "tool"]  # fmt: skip
             if not calls:
-                raise ValueError(f"the chat template renders no {[m['role'] for m in said]} after an answer: {error}") from error
+                raise ValueError(
+                    f"the chat template renders no {[m['role'] for m in said]} after an answer: {error}"
+                ) from error
             rendered = self._plain([asked, {"role": "assistant", "content": _MARK, "tool_calls": calls}, *said])
             return self._outside.beginning_at(rendered.rpartition(_MARK)[2], self.stop_token_ids)
 
@@ -202,7 +208,8 @@ class Rendering:
                 {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nz"},
             ]
             self._forgotten[roles] = any(
-                _THOUGHT in self._plain([asked, said], open=False) and _THOUGHT not in self._plain([asked, said, *after])
+                _THOUGHT in self._plain([asked, said], open=False)
+                and _THOUGHT not in self._plain([asked, said, *after])
                 for said in answers
             )
         return self._forgotten[roles]

@@ -6,6 +6,8 @@ branch to the tokens of an earlier one, as time does. The model reads each branc
 learned from where its branch's mask says so, which is once.
 """
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +16,8 @@ import numpy as np
 
 from jaxrl_llm.experience import Branch, Group, Rollout
 from jaxrl_llm.learner.packing import Packing
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +109,16 @@ def bounded(groups: Sequence[Group], packing: Packing, most: int | None) -> Boun
     return Bounded(groups=kept, branches=len(lost), tokens=sum(int(branch.mask.sum()) for branch in lost))
 
 
+@functools.cache
+def _say_too_large(packing: Packing) -> None:
+    """Warns, once."""
+    _log.warning(
+        "the branches of a rollout do not fit one micro-batch of %d rows of %d positions: its first ones are not learned from "
+        "(trajectory/dropped_tokens); set train.Packing.rows or row_tokens higher, or Stage.branches_kept",
+        packing.rows, packing.row_tokens,
+    )  # fmt: skip
+
+
 def _bounded(rollout: Rollout, packing: Packing, most: int | None, lost: list[Branch]) -> Rollout:
     """The rollout with the branches that are kept; those that are not are added to `lost`."""
     count = len(rollout.branches)
@@ -113,6 +127,7 @@ def _bounded(rollout: Rollout, packing: Packing, most: int | None, lost: list[Br
     keeps = count if most is None else min(most, count)
     whole = stretches(replace(rollout, branches=rollout.branches[count - keeps :], spans={}))
     while keeps > 1 and not packing.fits([stretch.positions for stretch in whole]):
+        _say_too_large(packing)
         keeps -= 1
         whole = stretches(replace(rollout, branches=rollout.branches[count - keeps :], spans={}))
     if keeps == count:

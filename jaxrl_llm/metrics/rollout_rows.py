@@ -12,6 +12,7 @@ import numpy as np
 from jaxrl_llm.algorithms.batch import Advantages
 from jaxrl_llm.experience import Group, Rollout
 from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.metrics import trajectories
 
 DIGITS = 4  # significant digits of a token's value
 
@@ -36,7 +37,9 @@ def of_step(
     values = {name: x for name, x in known.items() if x is not None} if streams else {}
     rows = _rows(batch.groups, rollouts)
     for i, (row, rollout) in enumerate(zip(rows, batch.rollouts, strict=False)):
-        row |= token_streams(rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens)
+        row |= trajectories.record(rollout, tokenizer) | token_streams(
+            rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens
+        )
     return rows
 
 
@@ -54,7 +57,8 @@ def held_out(
         answers = [r for g in alike for r in g.rollouts]
         for row, rollout in zip(_rows(alike, rollouts), answers, strict=False):
             streams = token_streams(rollout, {"sampler_logprob": rollout.sampler_logprobs}, tokenizer, tokens)
-            chosen.append({"kind": f"eval/{name}", **row, "role": kind, **streams})
+            played = trajectories.record(rollout, tokenizer)
+            chosen.append({"kind": f"eval/{name}", **row, "role": kind, **played, **streams})
     return chosen
 
 

@@ -1,1 +1,1 @@
-"""From prompts to scored groups: generation with an environment's turns, rewards, filters, buffers."""
+"""From prompts to scored groups: generation, environments and agents that play, rewards, filters, buffers."""

@@ -22,29 +22,31 @@ from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
 from jaxrl_llm.protocols import Filter, Marker, Reward, Sampler
+from jaxrl_llm.rollouts.given_rewards import scored
+from jaxrl_llm.rollouts.schedule import Slots
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGenerator:
-    """Generates groups of rollouts with a sampler and, between turns, an environment.
+    """Generates groups of rollouts with a sampler, or with a player by whom an environment or an agent acts.
 
     Attributes:
       sampler: the running sampler.
-      tokenizer: decodes responses, and encodes the answers of an environment.
-      environment: answers the policy between turns; None for a single turn.
+      tokenizer: decodes responses.
+      player: plays the rollouts of an environment or an agent (player.Player); None for single turns.
+      slots: bounds the rollouts of `player` that are in progress.
       marker: names ranges of a response's tokens; None names none.
-      max_turns: most turns of the policy.
       counters: numbers of rollouts by their finish, and of empty ones.
       processes: the processes that call the sampler together, where it runs on the devices of all; process 0 alone scores.
     """
 
     sampler: Sampler
     tokenizer: Any
-    environment: Any = None
+    player: Any = None
+    slots: Slots | None = None
     marker: Marker | None = None
-    max_turns: int = 8
     counters: Counter[str] = field(default_factory=Counter)
     processes: Processes = field(default_factory=Processes)
 
@@ -53,27 +55,15 @@ class RolloutGenerator:
     ) -> AsyncIterator[tuple[int, list[Rollout]]]:
         """Yields (index of the prompt, its n rollouts) as they finish; a prompt's draws depend on its own seed alone."""
         prefixes = [p.prefix for p in prompts]
-        talking: set[asyncio.Task[tuple[int, list[Rollout]]]] = set()
-        try:
+        if self.player is None:
             async for index, completions in self.sampler.sample(prefixes, n, settings, seeds):
-                rollouts = [self._first(prompts[index], c, role) for c in completions]
-                if self.environment is None:
-                    yield self._finished(index, rollouts)
-                else:
-                    talking.add(asyncio.ensure_future(self._talk(index, rollouts, settings, seeds[index])))
-            for talk in asyncio.as_completed(talking):
-                yield self._finished(*await talk)
-        finally:
-            for task in talking:
-                task.cancel()
-            await asyncio.gather(*talking, return_exceptions=True)
-
-    async def _talk(
-        self, index: int, rollouts: Sequence[Rollout], settings: SamplingParams, seed: int
-    ) -> tuple[int, list[Rollout]]:
-        """Generates a group's further turns; all groups do so at the same time."""
-        talks = [self._converse(r, settings, seed_of(seed, i)) for i, r in enumerate(rollouts)]
-        return index, list(await asyncio.gather(*talks))
+                yield self._finished(index, [self._first(prompts[index], c, role) for c in completions])
+            return
+        play = lambda i, k: self.player.play(prompts[i], k, settings, seed_of(seeds[i], k), role)  # noqa: E731
+        slots = self.slots or Slots(concurrency=len(prompts) * n)
+        async with contextlib.aclosing(slots.groups(len(prompts), n, play)) as groups:
+            async for index, rollouts in groups:
+                yield self._finished(index, rollouts)
 
     def _finished(self, index: int, rollouts: list[Rollout]) -> tuple[int, list[Rollout]]:
         texts = self.tokenizer.batch_decode([r.tokens for r in rollouts], skip_special_tokens=True)
@@ -81,55 +71,36 @@ class RolloutGenerator:
         self.counters["empty"] += sum(not t.strip() for t in texts)
         named = [replace(r, text=t) for r, t in zip(rollouts, texts, strict=True)]
         if self.marker is not None:
-            named = [replace(r, spans=self.marker.mark(r, self.tokenizer)) for r in named]
+            named = [replace(r, spans=self._marked(r)) for r in named]
         return index, named
+
+    def _marked(self, rollout: Rollout) -> Mapping[str, np.ndarray]:
+        """The marker's spans of all branches, one after the other."""
+        assert self.marker is not None
+        if len(rollout.branches) < 2:
+            return self.marker.mark(rollout, self.tokenizer)
+        found = []
+        for branch in rollout.branches:
+            text = self.tokenizer.decode(branch.tokens, skip_special_tokens=True)
+            alone = replace(rollout, tokens=branch.tokens, mask=branch.mask, text=text, branches=(branch,))
+            found.append(self.marker.mark(alone, self.tokenizer))
+        return {name: np.concatenate([spans[name] for spans in found]) for name in found[0]}
+
+    def take_played(self) -> dict[str, float]:
+        """Counters of the player, its slots and its sessions since the last call; {} without a player."""
+        if self.player is None:
+            return {}
+        found = self.player.counters + (Counter() if self.slots is None else self.slots.counters)
+        self.player.counters.clear()
+        if self.slots is not None:
+            self.slots.counters.clear()
+        return {f"count/{name}": float(count) for name, count in found.items()} | self.player.service.take()
 
     def _first(self, prompt: Prompt, completion: Completion, role: Role) -> Rollout:
         return Rollout(
             prompt=prompt, tokens=completion.tokens, sampler_logprobs=completion.logprobs,
             mask=np.ones(len(completion.tokens), bool), versions=completion.versions, finish=completion.finish, role=role,
         )  # fmt: skip
-
-    async def _converse(self, rollout: Rollout, settings: SamplingParams, seed: int) -> Rollout:
-        """Generates the further turns of one rollout, until the environment is done or the limit of turns or tokens is reached."""
-        assert self.environment is not None
-        state: Any = None
-        for turn in range(1, self.max_turns):
-            if rollout.finish != "stop":
-                break
-            text = self.tokenizer.decode(rollout.tokens, skip_special_tokens=True)
-            answer, state = self.environment.step(replace(rollout, text=text), state)
-            if answer is None:
-                break
-            said = np.asarray(self.tokenizer.encode(answer, add_special_tokens=False), np.int32)
-            room = settings.max_tokens - len(rollout.tokens) - len(said)
-            if room < 1:
-                return replace(rollout, finish="length")
-            rollout = _append(
-                rollout,
-                said,
-                np.zeros(len(said), np.float32),
-                np.full(len(said), self.sampler.version, np.int32),
-                learned=False,
-            )
-            prefix = np.concatenate([rollout.prompt.prefix, rollout.tokens]).astype(np.int32)
-            limits = replace(settings, max_tokens=room, min_tokens=min(settings.min_tokens, room))
-            async for _, (completion,) in self.sampler.sample([prefix], 1, limits, [seed_of(seed, turn)]):
-                rollout = _append(rollout, completion.tokens, completion.logprobs, completion.versions, learned=True)
-                rollout = replace(rollout, finish=completion.finish)
-        return rollout
-
-
-def _append(
-    rollout: Rollout, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray, *, learned: bool
-) -> Rollout:
-    return replace(
-        rollout,
-        tokens=np.concatenate([rollout.tokens, tokens]).astype(np.int32),
-        sampler_logprobs=np.concatenate([rollout.sampler_logprobs, logprobs]).astype(np.float32),
-        mask=np.concatenate([rollout.mask, np.full(len(tokens), learned)]),
-        versions=np.concatenate([rollout.versions, versions]).astype(np.int32),
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -138,11 +109,13 @@ class Collector:
 
     Attributes:
       generator: generates the rollouts.
-      reward: scores a group; a reward that needs token stats is computed later, by `rescore`.
+      reward: scores a group; a reward that needs token stats is computed later, by `rescore`. None where environments give rewards.
       settings: how tokens are drawn.
       group_size: rollouts of a prompt.
       greedy: adds one greedy rollout per prompt, which is scored but left out of statistics and loss.
       filter: which groups are learned from; None keeps all.
+      least: fewest rollouts of a group that are worth learning from, where others failed.
+      weights: {name: weight of the environment's reward of this name}; 1 for others.
       seed: seed of the run.
       counters: numbers of groups that were filtered out, surplus or missing, and of invalid rewards.
       seconds: seconds spent on sampling and on waiting for rewards.
@@ -150,11 +123,13 @@ class Collector:
     """
 
     generator: RolloutGenerator
-    reward: Reward
+    reward: Reward | None
     settings: SamplingParams
     group_size: int
     greedy: bool = False
     filter: Filter | None = None
+    least: int = 1
+    weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     counters: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"sample": 0.0, "reward": 0.0})
@@ -176,9 +151,17 @@ class Collector:
             kept += good
             if len(kept) >= count:
                 break
+        kept = self._enough(kept)
         self.counters["groups/surplus"] += max(len(kept) - count, 0)
         self.counters["groups/missing"] += max(count - len(kept), 0)
         return kept[:count]
+
+    def _enough(self, groups: list[Group]) -> list[Group]:
+        """The groups without those of which failed rollouts leave fewer than `least`; all of them where none is left."""
+        sampled = lambda group: sum(r.valid for r in group.rollouts if r.role == "sample")  # noqa: E731
+        whole = [g for g in groups if all(r.valid for r in g.rollouts) or sampled(g) >= self.least]
+        self.counters["groups/failed"] += len(groups) - len(whole)
+        return whole or groups
 
     def _note(self, groups: Sequence[Group]) -> None:
         """Records the rewards of the samples before the filter, which leaves out prompts that are too easy or too hard."""
@@ -221,7 +204,7 @@ class Collector:
 
     async def rescore(self, groups: Sequence[Group], stats: Sequence[dict[str, np.ndarray]]) -> list[Group]:
         """Returns the groups scored by a reward that needs token stats, given as {name: [G]} for each group."""
-        asked = [self.reward.score(g.rollouts, s) for g, s in zip(groups, stats, strict=True)]
+        asked = [scored(self.reward, g.rollouts, self.weights, s) for g, s in zip(groups, stats, strict=True)]
         async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
             scores = [await task for task in scoring.values()]
         scored = [Group(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
@@ -229,9 +212,9 @@ class Collector:
         return scored
 
     async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
-        if self.reward.needs_stats or not self.generator.processes.main:
+        if (self.reward is not None and self.reward.needs_stats) or not self.generator.processes.main:
             return Scores(parts={}, valid={})
-        return await self.reward.score(rollouts)
+        return await scored(self.reward, rollouts, self.weights)
 
     def _count_invalid(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -240,7 +223,8 @@ class Collector:
 
     def take(self) -> dict[str, float]:
         """Returns counters and times since the last call, and resets them."""
-        counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.generator.counters}.items()}
+        playing = self.generator.take_played()
+        counts = {f"count/{n}": float(c) for n, c in {**self.counters, **self.generator.counters}.items()} | playing
         counts |= {f"time/{n}_s": s for n, s in self.seconds.items()}
         if self.unfiltered:
             counts["reward/unfiltered"] = float(np.mean(self.unfiltered))

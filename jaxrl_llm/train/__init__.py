@@ -13,6 +13,7 @@ from jaxrl_llm.metrics.trackers import MLflow, Trackio
 from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB
 from jaxrl_llm.rollouts.collect import DynamicSampling
+from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.train.checkpoint import Checkpointing
 from jaxrl_llm.train.load import TrainedModel
 from jaxrl_llm.train.phases import BuPO, TokenBuncher
@@ -24,6 +25,7 @@ __all__ = [
     "Checkpointing",
     "Console",
     "DynamicSampling",
+    "Episodes",
     "Hosts",
     "Jsonl",
     "MLflow",

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.data.tokenizer import with_stop_ids
 from jaxrl_llm.distributed.processes import Processes
@@ -21,6 +22,8 @@ from jaxrl_llm.rollouts.buffer import RolloutBuffer
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator, SampledGroups
 from jaxrl_llm.rollouts.multihost import BroadcastGroups, SharedStream
 from jaxrl_llm.rollouts.offline import OfflineGroups, given
+from jaxrl_llm.rollouts.player import Player
+from jaxrl_llm.rollouts.schedule import Slots
 from jaxrl_llm.train.evaluation import HeldOut
 from jaxrl_llm.train.frozen_models import FrozenModels, auxiliary_models
 from jaxrl_llm.train.stage import Stage
@@ -71,21 +74,41 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
 def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
     """The rollout generator of a stage; all processes call the sampler where it runs on the devices of all."""
     together = trainer.processes if getattr(trainer.sampler, "everywhere", False) else Processes()
-    return RolloutGenerator(
-        sampler=trainer.sampler, tokenizer=trainer.tokenizer, environment=config.environment, marker=config.marker,
-        max_turns=config.max_turns, processes=together,
+    generator = RolloutGenerator(
+        sampler=trainer.sampler, tokenizer=trainer.tokenizer, marker=config.marker, processes=together
+    )
+    if not config.plays:
+        return generator
+    if together.count > 1:
+        raise ValueError(
+            f"stage {config.name!r} has an {'agent' if config.environment is None else 'environment'}, whose rollouts end at times of their "
+            f"own, and {type(trainer.sampler).__name__} samples on all {together.count} processes at once: include gin/samplers/vllm.gin, "
+            "or run one process"
+        )
+    episodes = config.episodes
+    limits = replace(episodes.limits, max_turns=min(episodes.limits.max_turns, config.max_turns))
+    service = TokenService(
+        trainer.sampler, with_stop_ids(config.settings, trainer.tokenizer), max_length=trainer.config.max_length,
+        at_once=min(episodes.concurrency, config.sequences),
     )  # fmt: skip
+    player = Player(
+        service=service, tokenizer=trainer.tokenizer, environment=config.environment, agent=config.agent,
+        config=replace(episodes, limits=limits), template_kwargs=config.template_kwargs,
+    )  # fmt: skip
+    trainer.players.append(player)
+    slots = Slots(concurrency=episodes.concurrency, extra=episodes.extra)
+    return replace(generator, player=player, slots=slots)
 
 
 def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Collector | None:
     """The collector of a stage's sampled groups; None for an algorithm that learns from given responses."""
     if not config.samples:
         return None
-    assert config.reward is not None  # by Stage
     return Collector(
         generator=replace(generator, counters=Counter()), reward=config.reward,
         settings=with_stop_ids(config.settings, trainer.tokenizer), group_size=config.group_size,
         greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=trainer.config.seed,
+        least=config.algorithm.group_size_at_least, weights=config.episodes.weights,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class HeldOut:
         rows: list[rollout_rows.Row] = []
         for evaluation, prompts in zip(self.config.evaluations, self.prompts, strict=True):
             reward = evaluation.reward or self.config.reward
-            if reward is None:
+            if reward is None and not self.config.plays:
                 raise ValueError(
                     f"evaluation {evaluation.name!r} has no reward: set Evaluation.reward, or Stage.reward of stage {self.config.name!r}"
                 )

@@ -11,7 +11,19 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.models.sources import ModelSource, ValueSource
-from jaxrl_llm.protocols import NEEDS, Algorithm, Dataset, Filter, Marker, Needing, Reward, Schedule
+from jaxrl_llm.protocols import (
+    NEEDS,
+    AgentFactory,
+    Algorithm,
+    Dataset,
+    EnvironmentFactory,
+    Filter,
+    Marker,
+    Needing,
+    Reward,
+    Schedule,
+)
+from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.train.phases import WHOLE, Phase
 
 # Needs that cost a model or rollouts, which a stage holds for all its phases.
@@ -40,10 +52,13 @@ class Stage:
       minibatches: number of minibatches of whole groups that a step is split into; each gives one update per epoch.
       epochs: number of passes over a step's groups.
       settings: how training samples are drawn, which must be from the plain tempered softmax.
-      reward: scores the rollouts.
+      reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
       environment: answers the policy between turns; None for a single turn.
-      max_turns: most turns of the policy.
+      agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
+      episodes: how rollouts of an environment or an agent are played.
+      max_turns: most turns of the policy with an environment.
+      branches_kept: most branches of a rollout that are learned from, the last ones; the tokens of others are counted. None keeps all.
       marker: names ranges of a response's tokens, such as its thought; None names none.
       max_prompt_tokens: longer prompts are treated by `truncation`.
       truncation: "drop", "left" (loses its beginning) or "error".
@@ -87,8 +102,11 @@ class Stage:
     settings: SamplingParams = field(default_factory=SamplingParams)
     reward: Reward | None = None
     filter: Filter | None = None
-    environment: Any = None
+    environment: EnvironmentFactory | None = None
+    agent: AgentFactory | None = None
+    episodes: Episodes = field(default_factory=Episodes)
     max_turns: int = 8
+    branches_kept: int | None = None
     marker: Marker | None = None
     max_prompt_tokens: int = 512
     truncation: Literal["drop", "left", "error"] = "drop"
@@ -111,7 +129,11 @@ class Stage:
     def __post_init__(self) -> None:
         components.choices(self)
         components.at_least(self, 1, "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "score_every")
-        components.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every")
+        components.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every", "max_turns", "branches_kept")
+        if self.environment is not None and self.agent is not None:
+            raise ValueError(
+                f"stage {self.name!r} has an environment and an agent: set one of Stage.environment and Stage.agent"
+            )
         if self.prompts_per_step % self.minibatches:
             raise ValueError(
                 f"Stage.prompts_per_step ({self.prompts_per_step}) of stage {self.name!r} does not split into "
@@ -183,9 +205,9 @@ class Stage:
 
     def _check_sampling(self) -> None:
         name = type(self.algorithm).__name__
-        if self.reward is None:
+        if self.reward is None and not self.plays:
             raise ValueError(f"{name} learns from samples and stage {self.name!r} has no reward: set Stage.reward")
-        if not isinstance(self.reward, Reward):
+        if self.reward is not None and not isinstance(self.reward, Reward):
             raise ValueError(
                 f"REWARD (train.Stage.reward of stage {self.name!r}) must be a reward component (got {self.reward!r}): for a function, include "
                 "gin/rewards/function.gin and set REWARD_FUNCTION = 'FILE.py:NAME'"
@@ -195,7 +217,7 @@ class Stage:
                 f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
                 "Stage.evaluations measure samples"
             )
-        if self.filter is not None and self.reward.needs_stats:
+        if self.filter is not None and self.reward is not None and self.reward.needs_stats:
             raise ValueError(
                 f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
                 "set FILTER = None, or use another reward"
@@ -227,6 +249,16 @@ class Stage:
     def samples(self) -> bool:
         """Whether the algorithm learns from the policy's own samples."""
         return self.algorithm.learns_from == "samples"
+
+    @property
+    def closing(self) -> tuple[Any, ...]:
+        """The components that may hold processes or connections."""
+        return self.reward, self.environment, self.agent, [e.reward for e in self.evaluations]
+
+    @property
+    def plays(self) -> bool:
+        """Whether an environment or an agent plays the rollouts."""
+        return self.environment is not None or self.agent is not None
 
     @property
     def phases(self) -> Sequence[Phase]:

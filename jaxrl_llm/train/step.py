@@ -18,7 +18,8 @@ from jaxrl_llm.experience import Group
 from jaxrl_llm.learner.batch import Batch
 from jaxrl_llm.learner.learner import Learner, TrainState
 from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats
-from jaxrl_llm.metrics import diagnostics, rollout_rows
+from jaxrl_llm.learner.trajectory import bounded
+from jaxrl_llm.metrics import diagnostics, rollout_rows, trajectories
 from jaxrl_llm.protocols import Down, GroupLoader, Params
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.train.evaluation import HeldOut
@@ -70,6 +71,7 @@ class StageTrainer:
       controls: values of the controllers of the algorithm and of the schedule.
       phase: the phase of the current step.
       unrewarded: steps in a row until now without a valid reward.
+      played: metrics of the step's environments and agents.
     """
 
     config: Stage
@@ -88,6 +90,7 @@ class StageTrainer:
     controls: dict[str, float] = field(default_factory=dict)
     phase: Phase = WHOLE
     unrewarded: int = 0
+    played: Mapping[str, float] = field(default_factory=dict)
 
     # -- the step ------------------------------------------------------------------------------------------------------
 
@@ -124,8 +127,10 @@ class StageTrainer:
                 f"the filter of stage {config.name!r} kept no group of a step: raise its max_draws or PROMPTS_PER_STEP, or look at "
                 "reward/unfiltered: the task may be solved, or too hard"
             )
+        kept = bounded(groups, config.packing, config.branches_kept)
+        self.played = trajectories.of_groups(groups, kept)
         return Batch.build(
-            groups, config.packing, minibatches=config.minibatches, sources=self.sources,
+            kept.groups, config.packing, minibatches=config.minibatches, sources=self.sources,
             response_tokens=config.response_tokens, capacity=config.sequences,
         )  # fmt: skip
 
@@ -269,7 +274,7 @@ class StageTrainer:
     def metrics(self, result: StepResult, step: int) -> dict[str, float]:
         """Metrics of the updates, of the step's rollouts and of its phase."""
         batch, stats = result.batch, result.stats
-        values = {**result.measured, **diagnostics.of_rollouts(batch)}
+        values = {**result.measured, **diagnostics.of_rollouts(batch), **self.played}
         values |= {name: float(x) for name, x in result.advantages.metrics.items()}
         if self.config.schedule is not None:
             values["phase"] = float([phase.name for phase in self.config.phases].index(self.phase.name))

@@ -20,6 +20,7 @@ from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import AuxiliaryModel, Down, Retiring, Sampler
+from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage
 from jaxrl_llm.train.checkpoint import Checkpoints
@@ -73,6 +74,7 @@ class Trainer:
         self.progress = Progress(self.watching)
         self.bases: dict[str, Any] = {}
         self.auxiliary: list[AuxiliaryModel] = []
+        self.players: list[Player] = []  # of environments and agents, which stages add
         self.writers = Writers.open((), run_dir, None, 0)
         self.state: Any = None  # a TrainState, from the first stage on
         self.best: float | None = None
@@ -392,7 +394,7 @@ class Trainer:
             closing.callback(self.written, self.writers.close)
             closing.callback(self.written, self.checkpoints.close)
             for stage in self.config.stages:
-                closing.callback(components.close, (stage.reward, [e.reward for e in stage.evaluations]))
-            for model in self.auxiliary:
-                closing.push_async_callback(model.stop)
+                closing.callback(components.close, stage.closing)
+            for end in (*(player.close for player in self.players), *(model.stop for model in self.auxiliary)):
+                closing.push_async_callback(end)
             closing.push_async_callback(self.sampler.close)

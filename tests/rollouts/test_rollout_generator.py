@@ -1,37 +1,17 @@
-"""Groups keep their prompts and seeds; an environment's words are masked out and count towards the token limit."""
+"""Groups keep their prompts and seeds, and are counted by the way they ended."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from builders import EchoSampler, Words, answer_of, make_prompt
+from builders import EchoSampler, Words, make_prompt
 
 from jaxrl_llm.experience import Prompt, Rollout, SamplingParams, seed_of
 from jaxrl_llm.protocols import Sampler
 from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 SETTINGS = SamplingParams(max_tokens=20)
-
-
-@dataclass
-class Counting:
-    """Answers `words` as often as `turns` says, and remembers what it saw.
-
-    Attributes:
-      words: what it says.
-      turns: answers before it is done.
-      seen: (text, state) of each step.
-    """
-
-    words: str = "50 51"
-    turns: int = 2
-    seen: list[tuple[str, int | None]] = field(default_factory=list)
-
-    def step(self, rollout: Rollout, state: int | None) -> tuple[str | None, int]:
-        self.seen.append((rollout.text, state))
-        count = state or 0
-        return (self.words if count < self.turns else None), count + 1
 
 
 def ask(
@@ -74,78 +54,6 @@ def test_rollouts_are_counted_by_the_way_they_ended_and_where_they_say_nothing()
     ask(generator)
     ask(generator, settings=SamplingParams(max_tokens=2))
     assert generator.counters == {"finish/stop": 6, "finish/length": 6, "empty": 12}
-
-
-def test_an_environments_words_are_masked_out_and_the_next_turn_follows_them():
-    environment = Counting()
-    generator = RolloutGenerator(sampler=EchoSampler(), tokenizer=Words(), environment=environment)
-    rollout = ask(generator, n=1)[0][0]
-    first = answer_of(np.array([1, 2]), 0, 11)
-    second = answer_of(np.array([1, 2, *first, 50, 51]), 0, seed_of(seed_of(11, 0), 1))
-    third = answer_of(np.array([1, 2, *first, 50, 51, *second, 50, 51]), 0, seed_of(seed_of(11, 0), 2))
-    assert rollout.tokens.tolist() == [*first, 50, 51, *second, 50, 51, *third]
-    assert rollout.mask.tolist() == [True] * 3 + ([False] * 2 + [True] * 3) * 2
-    assert rollout.sampler_logprobs.tolist() == [-1, -2, -3, *[0, 0, -1, -2, -3] * 2]
-    assert rollout.versions.tolist() == [3] * 13 and rollout.finish == "stop"
-    texts = [text for text, _ in environment.seen]
-    assert " ".join(map(str, first)) in texts and rollout.text in texts
-    assert [state for text, state in environment.seen if text.startswith(" ".join(map(str, first)))] == [None, 1, 2]
-
-
-def test_rollouts_of_a_group_go_on_with_seeds_of_their_own():
-    sampler = EchoSampler()
-    ask(RolloutGenerator(sampler=sampler, tokenizer=Words(), environment=Counting()), n=3)
-    turns = [seeds[0] for prefixes, n, _, seeds in sampler.calls if n == 1]
-    assert len(turns) == 3 * 3 * 2 and len(set(turns)) == len(turns)
-
-
-def test_turns_end_at_max_turns():
-    sampler = EchoSampler()
-    groups = ask(RolloutGenerator(sampler=sampler, tokenizer=Words(), environment=Counting(turns=9), max_turns=2), n=1)
-    assert [len(group[0].tokens) for group in groups.values()] == [8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    ("max_tokens", "length", "finish", "asked"),
-    [
-        (2, 2, "length", []),  # cut off in the first turn: the environment is not asked
-        (5, 3, "length", []),  # its words would fill the limit: they are left out
-        (6, 6, "length", [1]),
-        (8, 8, "length", [3]),  # the words after the second turn do not fit
-        (10, 8, "length", [5]),
-        (13, 13, "stop", [8, 3]),
-    ],
-)
-def test_the_token_limit_holds_for_the_whole_transcript(max_tokens, length, finish, asked):
-    sampler = EchoSampler()
-    generator = RolloutGenerator(sampler=sampler, tokenizer=Words(), environment=Counting())
-    rollout = ask(generator, n=1, settings=SamplingParams(max_tokens=max_tokens, min_tokens=2))[0][0]
-    assert (len(rollout.tokens), rollout.finish) == (length, finish)
-    calls = [s for prefixes, n, s, _ in sampler.calls[1:] if prefixes[0][:2].tolist() == [1, 2]]
-    assert [s.max_tokens for s in calls] == asked
-    assert [s.min_tokens for s in calls] == [min(2, limit) for limit in asked]
-
-
-def test_whoever_gives_up_leaves_no_conversation_behind():
-    class Stuck(EchoSampler):
-        def sample(self, prefixes, n, settings, seeds):
-            return super().sample(prefixes, n, settings, seeds) if len(prefixes) > 1 else self.never()
-
-        async def never(self):
-            await asyncio.Event().wait()
-            yield
-
-    async def run() -> None:
-        generator = RolloutGenerator(sampler=Stuck(), tokenizer=Words(), environment=Counting())
-        groups = generator.groups([make_prompt("a", [1, 2]), make_prompt("b", [3])], 2, SETTINGS, [11, 22])
-        asked = asyncio.ensure_future(anext(groups))
-        await asyncio.wait({asked}, timeout=0.05)
-        asked.cancel()
-        await asyncio.wait({asked})
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
 
 
 def test_a_prompt_without_tokens_is_refused():

@@ -22,7 +22,7 @@ GIN = Path(__file__).parents[2] / "gin"
 # The packages that re-export components, and the rooms and modules whose classes are components.
 COMPOSED_FROM = (
     *(face.removeprefix("jaxrl_llm.") for face in FACES),
-    *("algorithms", "models", "rewards", "data", "eval", "samplers.sampled_classmate", "rollouts.environments"),
+    *("algorithms", "models", "rewards", "data", "eval", "samplers.sampled_classmate", "environments"),
 )
 # Modules of frozen dataclasses that only code builds.
 INTERNAL = (

@@ -6,13 +6,16 @@ from collections.abc import AsyncIterator, Sequence
 import numpy as np
 import pytest
 
+from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.sums import Sums
 from jaxrl_llm.data.tokenizer import CharTokenizer
 from jaxrl_llm.data.tool_sums import ToolSums
-from jaxrl_llm.experience import Completion, Prompt, SamplingParams
+from jaxrl_llm.environments.calculator import Calculator
+from jaxrl_llm.experience import Completion, Limits, Prompt, SamplingParams
 from jaxrl_llm.rollouts.collect import RolloutGenerator
-from jaxrl_llm.rollouts.environments import Calculator
+from jaxrl_llm.rollouts.episodes import Episodes
+from jaxrl_llm.rollouts.player import Player
 
 TOKENIZER = CharTokenizer(alphabet="0123456789+-*=[];?").load()
 
@@ -54,10 +57,15 @@ class Scripted:
 
 def talk(sampler: Scripted, max_tokens: int = 24, max_turns: int = 8):
     prompt = Prompt(id="p", text="47+85=", tokens=np.array(ids("47+85="), np.int32))
-    generator = RolloutGenerator(sampler=sampler, tokenizer=TOKENIZER, environment=Calculator(), max_turns=max_turns)
+    settings = SamplingParams(max_tokens=max_tokens)
+    player = Player(
+        service=TokenService(sampler, settings), tokenizer=TOKENIZER, environment=Calculator(),
+        config=Episodes(limits=Limits(max_turns=max_turns)),
+    )  # fmt: skip
+    generator = RolloutGenerator(sampler=sampler, tokenizer=TOKENIZER, player=player)
 
     async def all_groups():
-        return [g async for g in generator.groups([prompt], 1, SamplingParams(max_tokens=max_tokens), [0])]
+        return [g async for g in generator.groups([prompt], 1, settings, [0])]
 
     ((index, (rollout,)),) = asyncio.run(all_groups())
     assert index == 0

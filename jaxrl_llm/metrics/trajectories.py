@@ -1,0 +1,94 @@
+"""Metrics and readable records of rollouts that environments and agents played: branches, turns, tools, and what was said in between."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.experience import Branch, Group, Rollout
+from jaxrl_llm.learner.trajectory import Bounded, row
+
+
+def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[str, float]:
+    """Means a rollout of a step's sampled rollouts; {} where no environment or agent played them.
+
+    Args:
+      groups: as they were collected, with all of their branches.
+      bounded: what was left of them to learn from.
+    """
+    played = [r for g in groups for r in g.rollouts if r.role == "sample" and "session" in r.info]
+    if not played:
+        return {}
+    count, session = len(played), Counter[str]()
+    for rollout in played:
+        session.update({name: float(x) for name, x in rollout.info["session"].items()})
+    calls = Counter[str]()
+    for rollout in played:
+        calls.update(rollout.info.get("calls", {}))
+    forks = {name: total / count for name, total in session.items() if name.startswith("fork/")}
+    found = {
+        "trajectory/branches": sum(len(r.paths) for r in played) / count,
+        "trajectory/branches_max": float(max(len(r.paths) for r in played)),
+        "trajectory/turns": session["calls"] / count,
+        "trajectory/duplicated": session["duplicated_tokens"] / max(session["branch_tokens"], 1),
+        "trajectory/told_tokens": float(np.mean([np.sum(~_sampled(row(r))) for r in played])),
+        "trajectory/environment_s": sum(float(r.info.get("environment_s", 0.0)) for r in played) / count,
+        "trajectory/invalid": sum(not r.valid for r in played) / count,
+    }
+    found |= {f"trajectory/{name}": value for name, value in forks.items()}
+    found |= {f"trajectory/calls/{status}": number / count for status, number in calls.items()}
+    found |= {f"trajectory/stop/{stop}": n / count for stop, n in Counter(r.info["stop"] for r in played).items()}
+    if bounded is not None:
+        found |= {
+            "trajectory/dropped_branches": float(bounded.branches),
+            "trajectory/dropped_tokens": float(bounded.tokens),
+        }
+    return found
+
+
+def _sampled(rollout: Rollout) -> np.ndarray:
+    """bool [T]: the tokens of a row that the policy sampled, learned from there or in another branch."""
+    return rollout.mask | (rollout.sampler_logprobs != 0)
+
+
+def record(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+    """What a readable row has beside the fields of a single turn: how the rollout ended, its rewards, and its branches; {} for a single turn.
+
+    A branch's "pieces" join to its text: each has "by", which is "policy" (learned from), "copied" (sampled, and learned from in an
+    earlier branch) or "told" (of an environment or a tool), and "text".
+    """
+    if not (rollout.info or rollout.error or rollout.branches):
+        return {}
+    branches = [
+        {
+            "prefix": tokenizer.decode(branch.prefix.tolist(), skip_special_tokens=False),
+            "finish": branch.finish,
+            "turns": [[turn.start, turn.end, turn.call] for turn in branch.turns],
+            "pieces": [
+                {"by": by, "text": tokenizer.decode(branch.tokens[first:end].tolist(), skip_special_tokens=False)}
+                for by, first, end in pieces(branch)
+            ],
+        }
+        for branch in rollout.paths
+    ]
+    rewards: Mapping[str, Any] = dict(rollout.rewards)
+    return {
+        "valid": rollout.valid,
+        "error": rollout.error,
+        "rewards": rewards,
+        "info": dict(rollout.info),
+        "branches": branches,
+    }
+
+
+def pieces(branch: Branch) -> list[tuple[str, int, int]]:
+    """(who wrote it, first token, end) of the stretches of a branch that one party wrote, in order."""
+    drawn = np.zeros(len(branch.tokens), np.int8)
+    for turn in branch.turns:
+        drawn[turn.start : turn.end] = 1
+    kinds = np.where(branch.mask, 2, drawn)
+    edges = [0, *(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)] if len(kinds) else [0]
+    names = ("told", "copied", "policy")
+    return [(names[kinds[first]], first, end) for first, end in pairwise(edges)]
