@@ -17,34 +17,19 @@ _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10
 _KEPT = '"\\\x7f'
 
 # What templates look up in messages and in the schemas of tools, and therefore must read as it is.
-KEYS = frozenset(
-    [
-        "type",
-        "function",
-        "name",
-        "description",
-        "parameters",
-        "properties",
-        "required",
-        "items",
-        "enum",
-        "strict",
-        "additionalProperties",
-        "anyOf",
-        "default",
-        "format",
-        "title",
-        "role",
-        "content",
-        "reasoning_content",
-        "tool_calls",
-        "tool_call_id",
-        "id",
-        "arguments",
-        "return",
-    ]
-)
-TYPES = frozenset(["function", "object", "string", "number", "integer", "boolean", "array", "null", "text"])
+KEYS = {
+    "type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "strict", "anyOf", "default",
+    "format", "title", "additionalProperties", "return", "arguments",
+}  # fmt: skip
+TYPES = {"function", "object", "string", "number", "integer", "boolean", "array", "null"}
+
+
+_HIDDEN = re.compile(f"[^{''.join(f'{chr(codes[0])}-{chr(codes[-1])}' for codes in _PRIVATE)}]+")
+
+
+def hidden_part(text: str) -> str:
+    """The private-use characters of a text: what is left of a disguised one however white space, quotes and backslashes are written."""
+    return _HIDDEN.sub("", text)
 
 
 def cleaned(text: str) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 
 from jaxrl_llm.agents import messages as chat
-from jaxrl_llm.agents.calls import THOUGHT, CallFormat, format_of, split, thoughts
-from jaxrl_llm.agents.outside import Disguise, OutsideEncoder
+from jaxrl_llm.agents.calls import FORMATS, THOUGHT, CallFormat, format_of, split, thoughts
+from jaxrl_llm.agents.outside import Disguise, OutsideEncoder, hidden_part
 from jaxrl_llm.agents.trial import Trial
 from jaxrl_llm.data.tokenizer import stop_ids
 from jaxrl_llm.experience import Action, Finish, Task
@@ -105,7 +105,11 @@ class Rendering:
         for message in normal:
             hidden = {key: disguise.value(held) for key, held in message.items() if key not in ("role", "tool_calls")}
             if "tool_calls" in message:
-                hidden["tool_calls"] = [_hidden(call, disguise) for call in message["tool_calls"]]
+                parts = [
+                    (call["id"], call["function"]["name"], call["function"]["arguments"])
+                    for call in message["tool_calls"]
+                ]
+                hidden["tool_calls"] = [_call(*map(disguise.value, part)) for part in parts]
             said.append({"role": message["role"], **hidden})
         return disguise, said, disguise.schema(list(tools))
 
@@ -118,7 +122,9 @@ class Rendering:
 
     def _safe(self, messages: Messages, tools: Messages = (), *, open: bool = True) -> list[int]:
         disguise, said, schemas = self._disguised(messages, tools)
-        return self._outside.rendered(self._plain(said, schemas, open=open), disguise)
+        rendered = self._plain(said, schemas, open=open)
+        _check_shown(said, rendered)
+        return self._outside.rendered(rendered, disguise)
 
     def prompt(self, messages: Messages, tools: Messages = ()) -> np.ndarray:
         """Token ids int32 [P] of a conversation, of the schemas of `tools`, and of the beginning of the policy's turn.
@@ -143,6 +149,11 @@ class Rendering:
         for role in roles & self.refused.keys():
             what = "tools" if role == "tools" else f"messages of the role {role!r}"
             raise ValueError(f"the chat template has no place for {what} ({self.refused[role]}): use another template")
+        if tools and self.calls is None:
+            raise ValueError(
+                "there are tools, and the format in which the model calls them is not known by its chat template: name one of "
+                f"{[form.name for form in FORMATS]}"
+            )
 
     # ------------------------------------------------------------------------------------------------------ bridges
     def bridge(
@@ -175,20 +186,29 @@ class Rendering:
         return np.concatenate([np.asarray(prior_ids, np.int32), np.asarray(ids, np.int32)])
 
     def _tail(self, said: Messages) -> str:
-        """What the template writes from the end of an answer on, where these disguised messages follow."""
-        asked = {"role": "user", "content": "x"}
-        try:
-            rendered = self._plain([asked, {"role": "assistant", "content": _MARK}, *said])
-            return rendered.rpartition(_MARK)[2]
-        except Exception as error:  # a template raises errors of its own, such as for results without a call
-            calls = [{"id": m.get("tool_call_id", ""), "type": "function", "function": {"name": m.get("name", "x"), "arguments": {}}}
-                     for m in said if m["role"] == "tool"]  # fmt: skip
-            if not calls:
-                raise ValueError(
-                    f"the chat template renders no {[m['role'] for m in said]} after an answer: {error}"
-                ) from error
-            rendered = self._plain([asked, {"role": "assistant", "content": _MARK, "tool_calls": calls}, *said])
-            return self._outside.beginning_at(rendered.rpartition(_MARK)[2], self.stop_token_ids)
+        """What the template writes from the end of an answer on, where these disguised messages follow.
+
+        The answer is a text, or calls whose results are among the messages, for templates that show results only after their calls.
+        """
+        calls = [
+            _call(m.get("tool_call_id", ""), m.get("name", "x"), {"x": _MARK}) for m in said if m["role"] == "tool"
+        ]
+        answers: list[Mapping[str, Any]] = [{"role": "assistant", "content": _MARK}]
+        answers += [{"role": "assistant", "content": "", "tool_calls": calls}] if calls else []
+        problem = ""
+        for answer in answers:
+            try:
+                tail = self._plain([{"role": "user", "content": "x"}, answer, *said]).rpartition(_MARK)[2]
+                if "tool_calls" in answer:
+                    tail = self._outside.beginning_at(tail, self.stop_token_ids)
+                _check_shown(said, tail)
+                return tail
+            except Exception as error:  # a template raises errors of its own, and of Jinja
+                problem = problem or str(error)
+        roles = [message["role"] for message in said]
+        raise ValueError(
+            f"the chat template does not go on after an answer with messages of the roles {roles}: {problem}"
+        )
 
     def _rewrites(self, prior_ids: np.ndarray, new_messages: Messages) -> bool:
         """Whether the template leaves thoughts out once `new_messages` follow, and there are thoughts in `prior_ids`."""
@@ -230,7 +250,13 @@ class Rendering:
         return replace(split(text, self.calls, tools, thinking=self._opens_thought), finish=finish)
 
 
-def _hidden(call: Mapping[str, Any], disguise: Disguise) -> dict[str, Any]:
-    """A call with its name, its arguments and its id disguised."""
-    function = {key: disguise.value(held) for key, held in call["function"].items()}
-    return {"id": disguise.text(call["id"]), "type": "function", "function": function}
+def _call(id: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _check_shown(said: Messages, rendered: str) -> None:
+    """Raises ValueError where a disguised content of others than the policy is not in the rendering."""
+    shown = hidden_part(rendered)
+    for message in said:
+        if message["role"] != "assistant" and hidden_part(message["content"]) not in shown:
+            raise ValueError(f"it leaves out what the role {message['role']!r} says")

@@ -9,7 +9,9 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # As in Qwen's tokenizers, these are added tokens that are not flagged special.
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
-WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 TEXTS = (
     "system user assistant tool function functions name arguments type string number parameters description\n\n\n",
     "You are a helpful assistant. You may call one or more functions to assist with the user query.\n  \n    four",
@@ -74,7 +76,7 @@ QWEN3 = (
     "{{- '<|im_start|>assistant\\n' ~ shown }}"
     "{%- for c in m.tool_calls or [] %}{% set f = c.function or c %}"
     "{{- '\\n' if s.text or not loop.first else '' }}"
-    "{{- '<tool_call>\\n{\"name\": \"' ~ f.name ~ '\", \"arguments\": ' }}"
+    '{{- \'<tool_call>\\n{"name": "\' ~ f.name ~ \'", "arguments": \' }}'
     "{{- (f.arguments if f.arguments is string else f.arguments | tojson) ~ '}\\n</tool_call>' }}{% endfor %}"
     "{{- '<|im_end|>\\n' }}"
     "{%- elif m.role == 'user' or not loop.first %}" + _SAID + "{% endif %}"
@@ -91,7 +93,10 @@ ADD: dict[str, Any] = {
         "description": "Adds two numbers.",
         "parameters": {
             "type": "object",
-            "properties": {"a": {"type": "number", "description": "One."}, "b": {"type": "number", "description": "Another."}},
+            "properties": {
+                "a": {"type": "number", "description": "One."},
+                "b": {"type": "number", "description": "Another."},
+            },
             "required": ["a", "b"],
         },
     },
@@ -104,7 +109,10 @@ def _backend() -> str:
     made = Tokenizer(models.BPE())
     made.normalizer = normalizers.NFC()
     made.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [
+            pre_tokenizers.Split(Regex(WORDS), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
     )
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()

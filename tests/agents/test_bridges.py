@@ -131,8 +131,32 @@ def test_a_template_that_wants_a_call_before_a_result_is_given_one():
     assert np.array_equal(made.bridge(prior, "length", [tool("3")]), np.concatenate([prior, ids(made, tail)]))
 
 
+SKIPS_RESULTS = TEMPLATES["qwen2.5"].replace(
+    "{%- if m.role == 'tool' %}",
+    "{%- if m.role == 'tool' and not loop.previtem.tool_calls %}{%- elif m.role == 'tool' %}",
+)
+
+
+def test_a_template_that_shows_results_after_calls_alone_is_given_one():
+    made = Rendering(chat_tokenizer(SKIPS_RESULTS))
+    prior = np.concatenate([made.prompt(ASKED, [ADD]), ids(made, "Sum.")])
+    tail = f"<|im_end|>\n<|im_start|>user\n<tool_response>\n3\n</tool_response><|im_end|>\n{NEXT}"
+    assert np.array_equal(made.bridge(prior, "length", [tool("3")]), np.concatenate([prior, ids(made, tail)]))
+    # Of two results in a row it would show the first alone; nothing is lost unsaid.
+    with pytest.raises(
+        ValueError, match=r"does not go on after .*'tool', 'tool'.*leaves out what the role 'tool' says"
+    ):
+        made.bridge(prior, "length", [tool("3"), tool("4")])
+    with pytest.raises(ValueError, match="leaves out what the role 'tool' says"):
+        made.prompt([*ASKED, tool("3")])
+
+
 def test_a_role_without_a_place_is_refused_in_a_bridge():
-    made = Rendering(chat_tokenizer("{% for m in messages %}{% if m.role != 'tool' %}{{ m.role ~ m.content }}<|im_end|>{% endif %}{% endfor %}"))
+    made = Rendering(
+        chat_tokenizer(
+            "{% for m in messages %}{% if m.role != 'tool' %}{{ m.role ~ m.content }}<|im_end|>{% endif %}{% endfor %}"
+        )
+    )
     with pytest.raises(ValueError, match="no place for messages of the role 'tool'"):
         made.bridge(made.prompt(ASKED), "stop", [tool("3")])
 
@@ -140,7 +164,9 @@ def test_a_role_without_a_place_is_refused_in_a_bridge():
 def test_a_template_without_end_tokens_goes_on_after_the_end_of_sequence():
     made = Rendering(ByteTokenizer().load())
     prior = np.concatenate([made.prompt(ASKED), ids(made, "Yes"), [made.tokenizer.eos_token_id]]).astype(np.int32)
-    assert np.array_equal(made.bridge(prior, "stop", [user("So?")]), np.concatenate([prior, ids(made, "\nuser: So?\nassistant: ")]))
+    assert np.array_equal(
+        made.bridge(prior, "stop", [user("So?")]), np.concatenate([prior, ids(made, "\nuser: So?\nassistant: ")])
+    )
 
 
 def test_plain_text_goes_on_by_the_words_alone():

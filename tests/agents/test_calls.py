@@ -113,7 +113,12 @@ def test_ids_are_read_with_the_marks_and_without_the_end(name):
     text = f"<think>\nT\n</think>\n\nI add.\n{GOOD}<|im_end|>"
     ids = np.asarray(made.tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
     found = made.parse(ids, tools=[ADD])
-    assert (found.text, found.reasoning, found.calls[0].arguments, found.finish) == ("I add.", "T", {"a": 1, "b": 2}, "stop")
+    assert (found.text, found.reasoning, found.calls[0].arguments, found.finish) == (
+        "I add.",
+        "T",
+        {"a": 1, "b": 2},
+        "stop",
+    )
     assert made.parse(ids[:-1], finish="length") == found.__class__(**{**vars(found), "finish": "length"})
     assert made.parse(ids[:0], finish="length").text == ""
     assert made.parse(ids[-1:]).text == ""

@@ -25,7 +25,9 @@ class Speaker(Scripted):
     """A sampler that says a list of texts or ids one after the other, each as one version more; an end token stops it."""
 
     def __init__(self, tokenizer: Any, said: list[Any], finish: str = "") -> None:
-        self.said = [tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text for text in said]
+        self.said = [
+            tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text for text in said
+        ]
         self.finish = finish  # of the last one
         super().__init__(script=lambda prefix, seed, settings: self.said[len(self.asked)], version=0)
 
@@ -45,7 +47,7 @@ class Echo:
     """An environment that answers each call by its number, and ends after some turns."""
 
     turns: int
-    first: Observation = Observation()
+    first: Observation = field(default_factory=Observation)
     text: str = "Result {}"
     role: str = "tool"
     reward: float | None = None
@@ -57,7 +59,9 @@ class Echo:
     async def step(self, action: Action) -> Observation:
         self.heard.append(action)
         said = {"role": self.role, "content": self.text.format(len(self.heard)), "tool_call_id": "c"}
-        return Observation(messages=[said], done=len(self.heard) == self.turns, reward=self.reward, info={"step": len(self.heard)})
+        return Observation(
+            messages=[said], done=len(self.heard) == self.turns, reward=self.reward, info={"step": len(self.heard)}
+        )
 
     async def close(self) -> None:
         pass
@@ -120,7 +124,9 @@ def test_six_turns_are_one_branch_of_exact_ids():
 
 def test_the_environment_hears_thoughts_calls_and_text_apart():
     rendering, environment = qwen3(), Echo(turns=2)
-    ending, _ = play(Speaker(rendering.tokenizer, [f"{CALL}<|im_end|>", "<tool_call>{"]), rendering, environment, task())
+    ending, _ = play(
+        Speaker(rendering.tokenizer, [f"{CALL}<|im_end|>", "<tool_call>{"]), rendering, environment, task()
+    )
     first, second = environment.heard
     assert (first.text, first.reasoning, first.finish) == ("", "Next.", "stop")
     assert [(c.name, c.arguments, c.status) for c in first.calls] == [("add", {"a": 1, "b": 2}, "ok")]
@@ -175,7 +181,9 @@ def test_a_closed_session_is_an_error():
 
 def test_an_aborted_completion_ends_the_dialogue_unheard():
     rendering, environment = qwen3(), Echo(turns=9)
-    ending, _ = play(Speaker(rendering.tokenizer, ["a<|im_end|>", "b"], finish="aborted"), rendering, environment, task())
+    ending, _ = play(
+        Speaker(rendering.tokenizer, ["a<|im_end|>", "b"], finish="aborted"), rendering, environment, task()
+    )
     assert (ending.stop, [action.text for action in environment.heard]) == ("aborted", ["a"])
 
 

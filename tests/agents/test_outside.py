@@ -22,7 +22,10 @@ def test_a_disguise_keeps_what_trims_and_escapes_and_comes_off():
 
 
 def test_a_disguise_leaves_what_templates_look_up_in_schemas():
-    schema = {"type": "function", "function": {"name": "type", "parameters": {"properties": {"<think>": {"type": "<x>"}}}}}
+    schema = {
+        "type": "function",
+        "function": {"name": "type", "parameters": {"properties": {"<think>": {"type": "<x>"}}}},
+    }
     disguise = Disguise([schema])
     hidden = disguise.schema(schema)
     assert hidden["type"] == "function"
@@ -67,7 +70,10 @@ def test_white_space_beside_tokens_that_strip_it_goes():
     tokenizer = chat_tokenizer(QWEN25, (AddedToken("<|end|>", normalized=False, rstrip=True, lstrip=True),))
     encoder, disguise = OutsideEncoder(tokenizer), Disguise([" a ", " b "])
     rendering = f"{disguise.text(' a ')}<|end|>{disguise.text(' b ')}<|im_end|>"
-    assert encoder.rendered(rendering, disguise) == tokenizer(" a <|end|> b <|im_end|>", add_special_tokens=False)["input_ids"]
+    assert (
+        encoder.rendered(rendering, disguise)
+        == tokenizer(" a <|end|> b <|im_end|>", add_special_tokens=False)["input_ids"]
+    )
 
 
 def test_the_tokenizers_of_the_project_encode_text_alone():

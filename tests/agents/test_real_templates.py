@@ -74,7 +74,9 @@ def test_text_from_outside_never_becomes_a_control_token(real):
         wanted = [i for i in plain(made, harmless) if i in own]
         ids = made.prompt(messages)
         assert [i for i in ids.tolist() if i in own] == wanted
-        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
         forged += [i for i in plain(made, messages) if i in own] != wanted
     assert forged > 190
 

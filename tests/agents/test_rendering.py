@@ -48,10 +48,14 @@ def test_thoughts_at_the_beginning_of_an_answer_are_thoughts():
     made = rendering("qwen3")
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>\nT\n</think>\n\nb"}]
     assert made.prompt(talk).tolist() == plain(made, talk)
-    assert made.prompt([*talk, TALK[-1]]).tolist() == plain(made, [talk[0], {"role": "assistant", "content": "b"}, TALK[-1]])
+    assert made.prompt([*talk, TALK[-1]]).tolist() == plain(
+        made, [talk[0], {"role": "assistant", "content": "b"}, TALK[-1]]
+    )
     qwen25 = rendering("qwen2.5")
     assert qwen25.tokenizer.decode(qwen25.prompt(talk)).count("<think>\nT\n</think>\n\nb<|im_end|>") == 1
-    assert controls(qwen25, qwen25.prompt(talk)) == controls(qwen25, plain(qwen25, [talk[0], {"role": "assistant", "content": "b"}]))
+    assert controls(qwen25, qwen25.prompt(talk)) == controls(
+        qwen25, plain(qwen25, [talk[0], {"role": "assistant", "content": "b"}])
+    )
 
 
 def test_a_templates_keyword_arguments_reach_it():
@@ -65,7 +69,23 @@ def mixed(chance: random.Random) -> str:
     """A text of added tokens' spellings, halves of them, and what surrounds them in templates."""
     tokens = [*SPECIAL, *MARKUP]
     halves = [piece for token in tokens for piece in (token[:4], token[4:], token[1:-1])]
-    words = ["\n", " ", "assistant\n", "system", "3", "x ", '"', "\\", '"}}', "{", "</", "é", "中", "\ue000", "\U000f0001"]
+    words = [
+        "\n",
+        " ",
+        "assistant\n",
+        "system",
+        "3",
+        "x ",
+        '"',
+        "\\",
+        '"}}',
+        "{",
+        "</",
+        "é",
+        "中",
+        "\ue000",
+        "\U000f0001",
+    ]
     return "".join(chance.choice((tokens, halves, words)[chance.randrange(3)]) for _ in range(chance.randint(1, 12)))
 
 
@@ -75,7 +95,11 @@ def attack(chance: random.Random):
     texts.append("x" + mixed(chance))
 
     def build(text):
-        call = {"id": text(0), "type": "function", "function": {"name": text(1), "arguments": {text(2): text(3), "b": [text(4)]}}}
+        call = {
+            "id": text(0),
+            "type": "function",
+            "function": {"name": text(1), "arguments": {text(2): text(3), "b": [text(4)]}},
+        }
         tool = {"type": "function", "function": {"name": text(5), "description": text(6), "parameters": {
             "type": "object", "properties": {text(7): {"type": "string", "description": text(8)}}, "required": [text(7)]}}}  # fmt: skip
         messages = [
@@ -109,7 +133,9 @@ def test_text_from_outside_never_becomes_a_control_token(name):
         text = made.tokenizer.apply_chat_template(shown, tools=tools, tokenize=False, add_generation_prompt=True)
         assert made.tokenizer.decode(ids) == text.replace("STANDS HERE", answer)
         forged += controls(made, plain(made, messages, tools)) != wanted
-    assert forged > 150, "the plain rendering takes the mixes for control tokens, or the mixes are too tame to test anything"
+    assert forged > 150, (
+        "the plain rendering takes the mixes for control tokens, or the mixes are too tame to test anything"
+    )
 
 
 def test_parts_of_a_token_from_two_texts_do_not_join():
@@ -122,9 +148,15 @@ def test_parts_of_a_token_from_two_texts_do_not_join():
 
 
 def test_keys_that_a_template_puts_into_marks_do_not_become_control_tokens():
-    spelled = TEMPLATES["qwen2.5"] + "{% for t in tools or [] %}{% for key in t.function.parameters.properties %}<{{ key }}>{% endfor %}{% endfor %}"
+    spelled = (
+        TEMPLATES["qwen2.5"]
+        + "{% for t in tools or [] %}{% for key in t.function.parameters.properties %}<{{ key }}>{% endfor %}{% endfor %}"
+    )
     made = Rendering(chat_tokenizer(spelled))
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"tool_call": {}}}}}
+    tool = {
+        "type": "function",
+        "function": {"name": "f", "parameters": {"type": "object", "properties": {"tool_call": {}}}},
+    }
     asked = [{"role": "user", "content": "x"}]
     call = made.tokenizer.convert_tokens_to_ids("<tool_call>")
     assert plain(made, asked, [tool]).count(call) - made.prompt(asked, [tool]).tolist().count(call) == 1
@@ -140,21 +172,35 @@ TRIMS = (
 def test_a_template_that_trims_gets_the_same_ids():
     made = Rendering(chat_tokenizer(TRIMS))
     asked = [{"role": "user", "content": " \n x <|im_end|>\u2003\n"}]
-    assert made.tokenizer.decode(made.prompt(asked)) == "<|endoftext|><|im_start|>user\nx <|im_end|><|im_end|>\n<|im_start|>model\n"
+    assert (
+        made.tokenizer.decode(made.prompt(asked))
+        == "<|endoftext|><|im_start|>user\nx <|im_end|><|im_end|>\n<|im_start|>model\n"
+    )
     assert controls(made, made.prompt(asked)) == controls(made, plain(made, [{"role": "user", "content": "x"}]))
 
 
 def test_a_role_without_a_place_is_refused_where_it_is_used():
     made = Rendering(chat_tokenizer(TRIMS))
     assert made.refused == {"system": "System role not supported", "tools": "it leaves out 'lookup'"}
-    with pytest.raises(ValueError, match="no place for messages of the role 'system' .System role not supported"):
+    with pytest.raises(ValueError, match=r"no place for messages of the role 'system' .System role not supported"):
         made.prompt([{"role": "developer", "content": "x"}, {"role": "user", "content": "x"}])
     with pytest.raises(ValueError, match="no place for tools"):
         made.prompt([{"role": "user", "content": "x"}], [ADD])
 
 
+def test_tools_are_refused_where_the_format_of_calls_is_not_known():
+    other = TEMPLATES["qwen2.5"].replace("tool_call>", "invocation>")
+    with pytest.raises(ValueError, match=r"format in which the model calls them is not known.*'hermes'"):
+        Rendering(chat_tokenizer(other)).prompt([{"role": "user", "content": "x"}], [ADD])
+    assert len(Rendering(chat_tokenizer(other), calls="hermes").prompt([{"role": "user", "content": "x"}], [ADD]))
+
+
 def turns(expression: str) -> str:
-    return "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ " + expression + " ~ '<|im_end|>\\n' }}{% endfor %}"
+    return (
+        "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\\n' ~ "
+        + expression
+        + " ~ '<|im_end|>\\n' }}{% endfor %}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -209,7 +255,11 @@ def test_what_clients_send_is_taken_in_one_form():
 def test_malformed_arguments_in_history_are_text(name, arguments):
     made = rendering(name)
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
-    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "user", "content": "y"}]
+    talk = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "user", "content": "y"},
+    ]
     harmless = plain(made, [talk[0], {**talk[1], "tool_calls": [CALL]}, talk[2]])
     assert controls(made, made.prompt(talk)) == controls(made, harmless)
 
@@ -218,7 +268,10 @@ def test_malformed_arguments_in_history_are_text(name, arguments):
     ("message", "told"),
     [
         ({"role": "robot", "content": "x"}, "role 'robot', and roles are developer, system"),
-        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, r"parts of the type 'text' \(got \['image_url'\]"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+            r"parts of the type 'text' \(got \['image_url'\]",
+        ),
         ({"content": "x"}, "role None"),
     ],
 )
