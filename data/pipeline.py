@@ -256,8 +256,10 @@ class Encoder:
                 "template: set the data source's `template` to a text template of data/templates.py (r1_zero, alpaca, "
                 "base, question_only ...), or give the tokenizer a chat template"
             )
+        tools = [dict(tool) for tool in prompt.extra.get("tools") or ()]
         text = self.tokenizer.apply_chat_template(
             [dict(message) for message in prompt.messages],
+            tools=tools or None,
             tokenize=False,
             add_generation_prompt=True,
             **self.template_kwargs,
