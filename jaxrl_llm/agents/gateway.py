@@ -36,15 +36,20 @@ class Gateway:
       port: 0 takes one that is free.
       token_variable: environment variable of a token that stands before each session's secret; empty for none.
       passed: names of sampling parameters that the generate route takes without knowing them.
+      silence_s: seconds without an event after which a comment keeps a stream open.
+      grace_s: seconds that a request whose client went away is worked on, for a retry to take it over.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     token_variable: str = ""
     passed: tuple[str, ...] = ()
+    silence_s: float = 15.0
+    grace_s: float = 2.0
 
     def __post_init__(self) -> None:
         components.within(self, "[0, 65535]", "port")
+        components.above(self, 0, "silence_s", "grace_s")
 
     def token(self) -> str:
         """The token; raises ValueError where it is not set, too short, or missing on an address that others reach."""
@@ -180,7 +185,7 @@ class RunningGateway:
         async def said() -> Any:
             return generate_route.chunks((await work).body)
 
-        return await events(request, said())
+        return await events(request, said(), self.config.silence_s)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         assert self.chat is not None
@@ -194,7 +199,7 @@ class RunningGateway:
         async def said() -> Any:
             return chat_route.chunks((await work).body, asked.counted)
 
-        return await events(request, said())
+        return await events(request, said(), self.config.silence_s)
 
     async def _answered(
         self, request: web.Request, session: Session, digest: bytes, work: Callable[[], Awaitable[Answer]]
@@ -216,6 +221,7 @@ class RunningGateway:
                 drop=lambda answer: session.drop(*answer.calls),
                 restore=lambda answer: session.restore(*answer.calls),
                 retried=lambda: session.counters.update(retries=1),
+                grace_s=self.config.grace_s,
             )
         return self._once[session.id]
 

@@ -116,10 +116,11 @@ def drawn(given: Mapping[str, Any], session: Session) -> tuple[SamplingParams | 
     other = [name for name, value in asked.items() if value != getattr(own, name)]
     ignored = [name for name, off in _PENALTIES.items() if given.get(name) not in (None, off, {}, [])]
     if session.trained:
-        return None, [*other, *ignored]
+        return None, other + ignored
     try:
         least = int(asked.pop("min_tokens", own.min_tokens))
-        settings = SamplingParams(max_tokens=max(own.max_tokens, least), min_tokens=least, **asked)
+        kept = {name: getattr(own, name) for name in DRAWN if name not in ("min_tokens", *asked)}
+        settings = SamplingParams(max_tokens=max(own.max_tokens, least), min_tokens=least, **kept, **asked)
     except ValueError as error:
         raise BadRequest(str(error), next(iter(asked), None)) from error
     return settings, ignored

@@ -157,7 +157,8 @@ class TokenService:
 
     async def _sampled(self, session: Session, asked: Asked, wish: Wish) -> tuple[Completion, int]:
         """Returns the completion, and the version that was served when it was asked for."""
-        await self._flowing.wait()
+        while not self._flowing.is_set():  # another update may have begun before this task goes on
+            await self._flowing.wait()
         self._empty.clear()
         self._sampling += 1
         try:

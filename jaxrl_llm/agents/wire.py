@@ -15,9 +15,7 @@ from jaxrl_llm.agents.session import Call, Ended, TooLong
 from jaxrl_llm.experience import Completion
 
 _log = logging.getLogger(__name__)
-_COMMENT_S = 15.0  # of silence in a stream, after which a comment keeps it open
 _KEPT = 64  # answers of a session that a retry may still ask for
-_GRACE_S = 2.0  # seconds that sampling goes on for a client that went away, for its retry to take it over
 
 
 class BadRequest(ValueError):
@@ -77,9 +75,9 @@ def spans(completion: Completion) -> list[dict[str, Any]]:
 
 
 async def events(
-    request: web.Request, work: Awaitable[Iterable[Mapping[str, Any]]], silence_s: float = _COMMENT_S
+    request: web.Request, work: Awaitable[Iterable[Mapping[str, Any]]], silence_s: float
 ) -> web.StreamResponse:
-    """Answers with a stream of server-sent events once `work` has given them; comments keep it open before.
+    """Answers with a stream of server-sent events once `work` has given them; a comment each `silence_s` keeps it open before.
 
     A failure before the first comment is an answer with its own status, a later one an event.
     """
@@ -142,7 +140,7 @@ class Once(Generic[A]):
     drop: Callable[[A], None]
     restore: Callable[[A], None]
     retried: Callable[[], None]
-    grace_s: float = _GRACE_S
+    grace_s: float
     _entries: OrderedDict[tuple[str, bytes], _Entry[A]] = field(default_factory=OrderedDict, init=False)
 
     async def get(self, key: tuple[str, bytes], again: bool, work: Callable[[], Awaitable[A]]) -> A:

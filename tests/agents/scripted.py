@@ -60,14 +60,14 @@ class Scripted:
 
 
 def completion(drawn: Sequence[int], settings: SamplingParams, version: int) -> Completion:
-    """A completion of drawn tokens, with log-probs that tell tokens and places apart."""
+    """A completion of drawn tokens, with log-probs that tell tokens and places apart; a script that ends early has met a stop string."""
     tokens = np.asarray(drawn, np.int32)[: settings.max_tokens]
     stops = np.flatnonzero(np.isin(tokens, settings.stop_token_ids))
     tokens = tokens[: stops[0] + 1] if len(stops) else tokens
     logprobs = [-((zlib.crc32(f"{t} {i}".encode()) % 1000) + 1) / 500 for i, t in enumerate(tokens.tolist())]
     return Completion(
         tokens=tokens, logprobs=np.asarray(logprobs, np.float32), versions=np.full(len(tokens), version, np.int32),
-        finish="stop" if len(stops) else "length",
+        finish="stop" if len(stops) or len(tokens) < settings.max_tokens else "length",
     )  # fmt: skip
 
 

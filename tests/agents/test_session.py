@@ -25,7 +25,9 @@ def ids(*tokens: int) -> np.ndarray:
 
 def drawn(*tokens: int, finish="stop", version=2) -> Completion:
     logprobs = -np.asarray(tokens, np.float32) / 8
-    return Completion(tokens=ids(*tokens), logprobs=logprobs, versions=np.full(len(tokens), version, np.int32), finish=finish)
+    return Completion(
+        tokens=ids(*tokens), logprobs=logprobs, versions=np.full(len(tokens), version, np.int32), finish=finish
+    )
 
 
 def said(of: Session, prompt: np.ndarray, completion: Completion, served: int = 2) -> Asked:
