@@ -15,6 +15,7 @@ import numpy as np
 from jaxrl_llm.experience import Branch, Completion, SamplingParams, Turn, seed_of
 
 _MOST_LOGPROB = 1e-6  # a log-prob is at most 0, but for rounding
+_SEAM = 2  # tokens at a prompt's end that another text after it may be one token with
 _ENOUGH = 8  # sampled tokens from which on log-probs that are all 0.0 are none
 
 
@@ -238,14 +239,11 @@ class Session:
         if given or repeated:
             return given or "repeated"
         common, nearest = max(((shared(call.tokens, prompt), call) for call in self.calls), key=lambda pair: pair[0])
-        if parent is None and common < len(self._root(nearest).prompt):
+        if parent is None and common < len(self._path(nearest)[0].prompt) - _SEAM:
             return "prompt"
-        if len(nearest.prompt) <= common < nearest.length:
+        if len(nearest.prompt) - _SEAM <= common < nearest.length:
             return "cut_off" if nearest.completion.finish == "length" else "answer"
         return "history"
-
-    def _root(self, call: Call) -> Call:
-        return self._path(call)[0]
 
     def _path(self, leaf: Call) -> list[Call]:
         """The calls from a root to `leaf`."""

@@ -80,7 +80,7 @@ class Talk:
 async def talking(
     sampler: Any, made: Rendering | None = None, *, config: Gateway | None = None, settings: SamplingParams = SETTINGS, **limits: Any
 ) -> AsyncIterator[Talk]:  # fmt: skip
-    """A session of a gateway over `sampler`."""
+    """A session of a gateway over `sampler`; no task of theirs is left afterwards."""
     service = TokenService(sampler, settings)
     gateway = await (config or Gateway()).start(service, made)
     try:
@@ -89,8 +89,8 @@ async def talking(
     finally:
         await gateway.close()
         await service.close()
-    others = [t for t in asyncio.all_tasks() if t is not asyncio.current_task() and "aiohttp" not in repr(t)]
-    assert not others, f"tasks are left: {others}"
+    left = [task for task in asyncio.all_tasks() if "jaxrl_llm/agents/" in repr(task)]
+    assert not left, f"tasks are left: {left}"
 
 
 def user(text: str) -> dict[str, Any]:

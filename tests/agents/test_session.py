@@ -68,23 +68,27 @@ def test_a_fork_learns_from_shared_tokens_in_the_first_branch_alone():
     }  # fmt: skip
 
 
+ROOT = (101, 102, 103, 104, 105)
+
+
 @pytest.mark.parametrize(
     ("prompt", "reason"),
     [
         ((9, 9, 9), "prompt"),
-        ((1, 9, 3, 4, 50), "prompt"),
-        ((1, 2, 3, 9, 50), "answer"),
-        ((1, 2, 3, 4, 50, 6, 9, 51), "cut_off"),
-        ((1, 2, 3, 4, 60), "history"),
-        ((1, 2), "repeated"),
-        ((1, 2, 3, 4, 50), "repeated"),
-        ((1, 2, 3, 4, 50, 6, 7, 51), ""),
+        ((101, 102, 9, 104, 105, 3, 4, 50), "prompt"),
+        ((*ROOT[:4], 9, 50), "answer"),  # the prompt's last token is another one with what follows
+        ((*ROOT, 3, 9, 50), "answer"),
+        ((*ROOT, 3, 4, 50, 51, 52, 6, 9, 53), "cut_off"),
+        ((*ROOT, 3, 4, 60), "history"),
+        (ROOT, "repeated"),
+        ((*ROOT, 3, 4, 50, 51, 52), "repeated"),
+        ((*ROOT, 3, 4, 50, 51, 52, 6, 7, 53), ""),
     ],
 )
 def test_forks_are_counted_by_their_reason(prompt, reason):
     one = session()
-    said(one, ids(1, 2), drawn(3, 4))
-    said(one, ids(1, 2, 3, 4, 50), drawn(6, 7, finish="length"))
+    said(one, ids(*ROOT), drawn(3, 4))
+    said(one, ids(*ROOT, 3, 4, 50, 51, 52), drawn(6, 7, finish="length"))
     assert said(one, ids(*prompt), drawn(8)).fork == reason
     assert {name: n for name, n in one.counters.items() if n} == ({f"fork/{reason}": 1} if reason else {})
 
