@@ -9,9 +9,10 @@ import hashlib
 import hmac
 import json
 import os
+import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -25,6 +26,10 @@ from jaxrl_llm.protocols import Endpoint
 
 _MOST_BYTES = 1 << 26  # of a request: a conversation of millions of tokens
 _SHORTEST_TOKEN = 16
+_AT_ONCE = 8  # connections and requests that are taken in one turn of the event loop
+_WAITING = 4096  # connections that wait
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +96,7 @@ class RunningGateway:
         self.chat = None if self.rendering is None else Chat(service=self.service, rendering=self.rendering)
         self._once: dict[str, Once[Answer]] = {}
         self._patience = serving.Patience()
+        self._turns = asyncio.Semaphore(_AT_ONCE)
         self._runner: web.AppRunner | None = None
         self._watch: asyncio.Task[None] | None = None
         self.port = 0
@@ -114,11 +120,14 @@ class RunningGateway:
         """Listens; raises OSError where the port cannot be used."""
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
+        family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
         try:
-            await web.TCPSite(runner, self.config.host, self.config.port, backlog=4096).start()
+            listening = socket.create_server((self.config.host, self.config.port), family=family)
         except OSError:
             await runner.cleanup()
             raise
+        await web.SockSite(runner, listening, backlog=_AT_ONCE).start()
+        listening.listen(_WAITING)  # more may wait than are accepted in one turn of the event loop
         assert runner.server is not None
         self._runner, self.port = runner, runner.addresses[0][1]
         self._watch = asyncio.create_task(serving.looking(runner.server, self._patience))
@@ -153,19 +162,19 @@ class RunningGateway:
             raise BadRequest("no session has this address and this key", code="invalid_api_key", status=401)
         return session
 
-    async def _body(self, request: web.Request) -> tuple[dict[str, Any], bytes]:
+    async def _read(
+        self, request: web.Request, read: Callable[[dict[str, Any], Session], T]
+    ) -> tuple[T, Session, bytes]:
+        """Returns what a request asks, its session, and a digest of its body.
+
+        Few are read at a time, with a turn of the event loop between them, so that requests that come together do not stop it.
+        """
+        session = self._session(request)
         text = await serving.body(request, self._patience.body_s)
-        try:
-            body = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise BadRequest(f"the body is no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise BadRequest(f"the body is a JSON object (got {type(body).__name__})")
-        if body.get("model") not in (None, self.service.model):
-            raise BadRequest(
-                f"the model is {self.service.model!r} (got {body['model']!r})", "model", "model_not_found", status=404
-            )
-        return body, hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
+        async with self._turns:
+            await asyncio.sleep(0)
+            asked = read(_object(text, self.service.model), session)
+            return asked, session, hashlib.blake2b(request.path.encode() + b"\0" + text, digest_size=16).digest()
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._session(request)
@@ -175,9 +184,8 @@ class RunningGateway:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        session = self._session(request)
-        body, digest = await self._body(request)
-        asked = generate_route.read(body, session, frozenset(self.config.passed))
+        passed = frozenset(self.config.passed)
+        asked, session, digest = await self._read(request, lambda body, of: generate_route.read(body, of, passed))
         work = self._answered(request, session, digest, lambda: generate_route.generate(self.service, session, asked))
         if not asked.stream:
             return web.json_response((await work).body)
@@ -189,9 +197,8 @@ class RunningGateway:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         assert self.chat is not None
-        chat, session = self.chat, self._session(request)
-        body, digest = await self._body(request)
-        asked = chat_request.read(body, session)
+        chat = self.chat
+        asked, session, digest = await self._read(request, chat_request.read)
         work = self._answered(request, session, digest, lambda: chat.answer(session, asked))
         if not asked.stream:
             return web.json_response((await work).body)
@@ -224,6 +231,19 @@ class RunningGateway:
                 grace_s=self.config.grace_s,
             )
         return self._once[session.id]
+
+
+def _object(text: bytes, model: str) -> dict[str, Any]:
+    """The JSON object of a body; raises BadRequest for anything else, and for another model."""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is a JSON object (got {type(body).__name__})")
+    if body.get("model") not in (None, model):
+        raise BadRequest(f"the model is {model!r} (got {body['model']!r})", "model", "model_not_found", status=404)
+    return body
 
 
 async def _health(request: web.Request) -> web.Response:

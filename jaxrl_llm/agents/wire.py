@@ -41,7 +41,7 @@ def failure(error: BaseException) -> web.Response:
     if isinstance(error, Overloaded):
         return _error(429, str(error), kind="rate_limit_error", headers={"Retry-After": "1"})
     if isinstance(error, TooLong):
-        return _error(400, str(error), param="messages", code="context_length_exceeded")
+        return _error(400, str(error), code="context_length_exceeded")
     if isinstance(error, ValueError):
         return _error(400, str(error))
     if isinstance(error, web.HTTPException):
