@@ -126,7 +126,7 @@ class Chat:
         action, shown, logprobs = await self._apart(lambda: self._read(call, asked))
         transcript.add(key, call, action, shown)
         session.ignored.update(asked.ignored)
-        return Answer(body=self._body(session, asked, call, action, shown, logprobs), calls=(call,))
+        return Answer(text=json.dumps(self._body(session, asked, call, action, shown, logprobs)), calls=(call,))
 
     async def _apart(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)

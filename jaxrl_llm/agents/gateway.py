@@ -188,7 +188,7 @@ class RunningGateway:
         asked, session, digest = await self._read(request, lambda body, of: generate_route.read(body, of, passed))
         work = self._answered(request, session, digest, lambda: generate_route.generate(self.service, session, asked))
         if not asked.stream:
-            return web.json_response((await work).body)
+            return web.Response(text=(await work).text, content_type="application/json")
 
         async def said() -> Any:
             return generate_route.chunks((await work).body)
@@ -201,7 +201,7 @@ class RunningGateway:
         asked, session, digest = await self._read(request, chat_request.read)
         work = self._answered(request, session, digest, lambda: chat.answer(session, asked))
         if not asked.stream:
-            return web.json_response((await work).body)
+            return web.Response(text=(await work).text, content_type="application/json")
 
         async def said() -> Any:
             return chat_route.chunks((await work).body, asked.counted)

@@ -1,6 +1,7 @@
 """The generate route: token ids in, token ids out, as vLLM's /inference/v1/generate, in front of any sampler."""
 
 import asyncio
+import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -176,7 +177,7 @@ async def generate(service: TokenService, session: Session, asked: Asked) -> Ans
         "prompt_token_ids": asked.tokens.tolist() if asked.echoed else None,
         "output_mode": "tokens",
     }
-    return Answer(body=body, calls=tuple(calls))
+    return Answer(text=json.dumps(body), calls=tuple(calls))
 
 
 def _choice(index: int, call: Call, stop_token_ids: tuple[int, ...]) -> dict[str, Any]:

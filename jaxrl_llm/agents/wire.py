@@ -107,10 +107,16 @@ async def events(
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished answer and the calls that it consists of."""
+    """A finished answer, as JSON, and the calls that it consists of."""
 
-    body: dict[str, Any]
+    text: str
     calls: tuple[Call, ...]
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON object; kept as text, since thousands of kept objects make Python's collections long."""
+        found: dict[str, Any] = json.loads(self.text)
+        return found
 
 
 A = TypeVar("A")

@@ -6,6 +6,7 @@ are; each session is a conversation whose every turn adds an answer of `tokens` 
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import subprocess
@@ -44,6 +45,8 @@ async def served(given: argparse.Namespace) -> dict[str, Any]:
     gateway = await Gateway().start(service, made)
     points = [gateway.endpoint(service.open(seed=i)) for i in range(given.sessions)]
     late, busy = list[float](), list[float]()
+    gc.collect()
+    gc.freeze()  # a collection of all that JAX and transformers hold takes 60 to 150 ms, and is not the gateway's
     watch = asyncio.create_task(lags(late, busy))
     command = [
         sys.executable,
