@@ -6,12 +6,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Action, Observation, Prompt, Task
 
 
+@runtime_checkable
 class BlockingEnvironment(Protocol):
     """An environment whose methods are plain functions, which may take their time."""
 
@@ -22,6 +23,7 @@ class BlockingEnvironment(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
 class BlockingFactory(Protocol):
     """Makes a blocking environment for each rollout."""
 

@@ -22,7 +22,7 @@ from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
 from jaxrl_llm.protocols import Filter, Marker, Reward, Sampler
-from jaxrl_llm.rollouts.given_rewards import scored
+from jaxrl_llm.rollouts import given_rewards
 from jaxrl_llm.rollouts.schedule import Slots
 
 _log = logging.getLogger(__name__)
@@ -204,7 +204,9 @@ class Collector:
 
     async def rescore(self, groups: Sequence[Group], stats: Sequence[dict[str, np.ndarray]]) -> list[Group]:
         """Returns the groups scored by a reward that needs token stats, given as {name: [G]} for each group."""
-        asked = [scored(self.reward, g.rollouts, self.weights, s) for g, s in zip(groups, stats, strict=True)]
+        asked = [
+            given_rewards.scored(self.reward, g.rollouts, self.weights, s) for g, s in zip(groups, stats, strict=True)
+        ]
         async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
             scores = [await task for task in scoring.values()]
         scored = [Group(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
@@ -214,7 +216,7 @@ class Collector:
     async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
         if (self.reward is not None and self.reward.needs_stats) or not self.generator.processes.main:
             return Scores(parts={}, valid={})
-        return await scored(self.reward, rollouts, self.weights)
+        return await given_rewards.scored(self.reward, rollouts, self.weights)
 
     def _count_invalid(self, groups: Sequence[Group]) -> None:
         for group in groups:

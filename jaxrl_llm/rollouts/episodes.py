@@ -18,7 +18,7 @@ class Episodes:
       concurrency: most rollouts in progress.
       extra: rollouts that are started for each group beyond its size, of which the first valid ones that end are used: it favours short ones.
       tries: times that a rollout that failed is played, each time anew with the same seed.
-      stop_after: rollouts in a row that failed, after which the run ends with the last one's error.
+      stop_after: rollouts in a row that failed, beyond as many as are in progress, after which the run ends with the last one's error.
       late: what Limits.episode_s makes of a rollout: "length" keeps and scores it, "aborted" makes it invalid.
       close_s: most seconds of an environment's close.
       weights: {name: weight of the environment's or agent's reward of this name}; 1 for others.

@@ -15,7 +15,7 @@ from jaxrl_llm.agents.gateway import Gateway, RunningGateway
 from jaxrl_llm.agents.plain_text import PlainText
 from jaxrl_llm.agents.rendering import Rendering
 from jaxrl_llm.agents.service import TokenService
-from jaxrl_llm.agents.session import Ended, Session, TooLong
+from jaxrl_llm.agents.session import Ended, TooLong
 from jaxrl_llm.experience import (
     Action,
     Branch,
@@ -127,7 +127,7 @@ class Player:
             raise ValueError(
                 "rollouts are played by an environment or by an agent: set one of Stage.environment and Stage.agent"
             )
-        self._in_a_row = 0
+        self._in_a_row = self._playing = 0
         self._dialogues: dict[bool, Dialogue] = {}
         self._gateway: RunningGateway | None = None
         self._opening = asyncio.Lock()
@@ -136,39 +136,46 @@ class Player:
         self, prompt: Prompt, sample: int, settings: SamplingParams, seed: int, role: Role = "sample"
     ) -> Rollout:
         """Plays rollout number `sample` of a prompt; raises Down after `stop_after` failures in a row, and whatever the sampler raises."""
-        for attempt in range(self.config.tries):
-            self.counters["episodes/again"] += attempt > 0
-            rollout = await _Episode(self, prompt, sample, settings, seed, role).play()
-            if rollout.valid:
-                self._in_a_row = 0
-                return rollout
-        self._in_a_row += 1
-        if self._in_a_row >= self.config.stop_after:
-            raise Down(
-                f"{self._in_a_row} rollouts in a row failed (Episodes.stop_after), the last one of prompt {prompt.id!r} by {rollout.error}: "
-                "mend the environment or the agent, or set its limits higher"
-            )
+        self._playing += 1
+        try:
+            for attempt in range(self.config.tries):
+                self.counters["episodes/again"] += attempt > 0
+                rollout = await _Episode(self, prompt, sample, settings, seed, role).play()
+                if rollout.valid:
+                    break
+        finally:
+            self._playing -= 1
+        self._note(rollout)
         return rollout
 
-    def dialogue(self, prompt: Prompt) -> Dialogue:
+    def _note(self, rollout: Rollout) -> None:
+        """Counts failures in a row; those in progress may yet do well, and a failure is often quicker."""
+        self._in_a_row = 0 if rollout.valid else self._in_a_row + 1
+        if self._in_a_row >= self.config.stop_after + self._playing:
+            raise Down(
+                f"{self._in_a_row} rollouts in a row failed (Episodes.stop_after), the last one of prompt {rollout.prompt.id!r} by "
+                f"{rollout.error}: mend the environment or the agent, or set its limits higher"
+            )
+
+    async def dialogue(self, prompt: Prompt) -> Dialogue:
         """The dialogue for a prompt: in plain text where the prompt is, else by the tokenizer's chat template."""
         plain = prompt.messages is None
-        if plain not in self._dialogues:
-            chat = {"history": self.config.history, "template_kwargs": self.template_kwargs}
-            rendering: Any = PlainText(self.tokenizer) if plain else Rendering(self.tokenizer, **chat)  # type: ignore[arg-type]
-            self._dialogues[plain] = Dialogue(self.service, rendering)
+        async with self._opening:
+            if plain not in self._dialogues:  # a large tokenizer takes its time, which a thread has
+                rendering = await asyncio.to_thread(PlainText, self.tokenizer) if plain else await self._rendering()
+                self._dialogues[plain] = Dialogue(self.service, rendering)
         return self._dialogues[plain]
+
+    async def _rendering(self) -> Rendering:
+        given = {"history": self.config.history, "template_kwargs": self.template_kwargs}
+        return await asyncio.to_thread(Rendering, self.tokenizer, **given)  # type: ignore[arg-type]
 
     async def gateway(self) -> RunningGateway:
         """The gateway, which listens from the first call on."""
         async with self._opening:
             if self._gateway is None:
                 chats = getattr(self.tokenizer, "chat_template", None) is not None
-                rendering = (
-                    Rendering(self.tokenizer, history=self.config.history, template_kwargs=self.template_kwargs)
-                    if chats
-                    else None
-                )
+                rendering = await self._rendering() if chats else None
                 self._gateway = await (self.config.gateway or Gateway()).start(self.service, rendering)
             return self._gateway
 
@@ -251,7 +258,7 @@ class _Episode:
         if (tools := getattr(environment, "tools", None)) is not None:
             task = replace(task, tools=_built(tools, (self.prompt,)))
         try:
-            return await player.dialogue(self.prompt).play(self.watched, task, self.session)
+            return await (await player.dialogue(self.prompt)).play(self.watched, task, self.session)
         except (Ended, TooLong) as error:
             rewards = {"reward": sum(self.watched.rewards)} if self.watched.rewards else {}
             return Ending(rewards=rewards, stop=error.limit if isinstance(error, Ended) else "max_length")
