@@ -74,7 +74,7 @@ class Batch:
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """The rollouts with the arrays of their rows."""
-        return [row(r) for g in self.groups for r in g.rollouts]
+        return [row(r) if r.branches else r for g in self.groups for r in g.rollouts]
 
     @property
     def rows(self) -> list[PackedRows]:

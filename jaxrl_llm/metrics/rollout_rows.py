@@ -37,7 +37,7 @@ def of_step(
     values = {name: x for name, x in known.items() if x is not None} if streams else {}
     rows = _rows(batch.groups, rollouts)
     for i, (row, rollout) in enumerate(zip(rows, batch.rollouts, strict=False)):
-        row |= trajectories.record(rollout, tokenizer) | token_streams(
+        row |= _played(rollout, tokenizer) | token_streams(
             rollout, {n: x[i] for n, x in values.items()}, tokenizer, tokens
         )
     return rows
@@ -57,8 +57,7 @@ def held_out(
         answers = [r for g in alike for r in g.rollouts]
         for row, rollout in zip(_rows(alike, rollouts), answers, strict=False):
             streams = token_streams(rollout, {"sampler_logprob": rollout.sampler_logprobs}, tokenizer, tokens)
-            played = trajectories.record(rollout, tokenizer)
-            chosen.append({"kind": f"eval/{name}", **row, "role": kind, **played, **streams})
+            chosen.append({"kind": f"eval/{name}", **row, "role": kind, **_played(rollout, tokenizer), **streams})
     return chosen
 
 
@@ -94,6 +93,11 @@ def _rows(groups: Sequence[Group], count: int) -> list[Row]:
                 "finish": rollout.finish, "tokens": len(rollout.tokens), "parts": parts,
             })  # fmt: skip
     return rows
+
+
+def _played(rollout: Rollout, tokenizer: Any) -> Row:
+    """The fields of a rollout that an environment or an agent played; {} for a single turn."""
+    return trajectories.record(rollout, tokenizer) if rollout.info or rollout.error or rollout.branches else {}
 
 
 def token_streams(rollout: Rollout, values: Mapping[str, np.ndarray], tokenizer: Any, most: int) -> dict[str, Row]:

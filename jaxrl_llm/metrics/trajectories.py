@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.experience import Branch, Group, Rollout
-from jaxrl_llm.learner.trajectory import Bounded, row
+from jaxrl_llm.learner.trajectory import Bounded, learned_range
 
 
 def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[str, float]:
@@ -33,7 +33,7 @@ def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[s
         "trajectory/branches_max": float(max(len(r.paths) for r in played)),
         "trajectory/turns": session["calls"] / count,
         "trajectory/duplicated": session["duplicated_tokens"] / max(session["branch_tokens"], 1),
-        "trajectory/told_tokens": float(np.mean([np.sum(~_sampled(row(r))) for r in played])),
+        "trajectory/told_tokens": sum(map(_told, played)) / count,
         "trajectory/environment_s": sum(float(r.info.get("environment_s", 0.0)) for r in played) / count,
         "trajectory/invalid": sum(not r.valid for r in played) / count,
     }
@@ -48,19 +48,18 @@ def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[s
     return found
 
 
-def _sampled(rollout: Rollout) -> np.ndarray:
-    """bool [T]: the tokens of a row that the policy sampled, learned from there or in another branch."""
-    return rollout.mask | (rollout.sampler_logprobs != 0)
+def _told(rollout: Rollout) -> int:
+    """The number of tokens of others between those that the branches learn from."""
+    within = [(piece, learned_range(branch)) for branch in rollout.paths for piece in pieces(branch)]
+    return sum(max(min(end, last) - max(first, begin), 0) for (by, first, end), (begin, last) in within if by == "told")
 
 
 def record(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    """What a readable row has beside the fields of a single turn: how the rollout ended, its rewards, and its branches; {} for a single turn.
+    """What a readable row has beside the fields of a single turn: how the rollout ended, its rewards, and its branches.
 
     A branch's "pieces" join to its text: each has "by", which is "policy" (learned from), "copied" (sampled, and learned from in an
     earlier branch) or "told" (of an environment or a tool), and "text".
     """
-    if not (rollout.info or rollout.error or rollout.branches):
-        return {}
     branches = [
         {
             "prefix": tokenizer.decode(branch.prefix.tolist(), skip_special_tokens=False),

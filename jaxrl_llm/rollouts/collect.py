@@ -216,6 +216,8 @@ class Collector:
     async def _scores(self, rollouts: Sequence[Rollout]) -> Scores:
         if (self.reward is not None and self.reward.needs_stats) or not self.generator.processes.main:
             return Scores(parts={}, valid={})
+        if self.generator.player is None and self.reward is not None:
+            return await self.reward.score(rollouts)
         return await given_rewards.scored(self.reward, rollouts, self.weights)
 
     def _count_invalid(self, groups: Sequence[Group]) -> None:

@@ -127,10 +127,11 @@ class StageTrainer:
                 f"the filter of stage {config.name!r} kept no group of a step: raise its max_draws or PROMPTS_PER_STEP, or look at "
                 "reward/unfiltered: the task may be solved, or too hard"
             )
-        kept = bounded(groups, config.packing, config.branches_kept)
-        self.played = trajectories.of_groups(groups, kept)
+        if config.plays:
+            kept = bounded(groups, config.packing, config.branches_kept)
+            self.played, groups = trajectories.of_groups(groups, kept), kept.groups
         return Batch.build(
-            kept.groups, config.packing, minibatches=config.minibatches, sources=self.sources,
+            groups, config.packing, minibatches=config.minibatches, sources=self.sources,
             response_tokens=config.response_tokens, capacity=config.sequences,
         )  # fmt: skip
 

@@ -173,7 +173,7 @@ class Blocking:
 
 
 def test_blocking_environments_run_side_by_side_and_never_hold_up_the_loop():
-    blocking, begin = Blocking(), time.perf_counter()
+    blocking, begin = Blocking(1.0), time.perf_counter()
     (group,), lag = watched(play(make_generator(Threaded(environment=blocking, workers=16)), n=16))
     assert [r.rewards for r in group] == [{"reward": 1.0}] * 16 and blocking.closed == 16
     assert time.perf_counter() - begin < 8 * blocking.seconds and lag < 0.1
