@@ -102,6 +102,7 @@ async def evaluate(
             one.records = [*one.records, *records(group.rollouts, group.scores, kind, evaluation.answer)]
         shown += groups
     generator.counters.clear()
+    generator.take_played()
     found = evaluation.metrics(answered)
     return {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}, shown
 

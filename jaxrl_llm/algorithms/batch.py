@@ -28,6 +28,8 @@ Term = tuple[jax.Array, str]
 class Sequences:
     """All sequences of a step's batch, unpacked and padded to [S, T]: the input of `Algorithm.advantages`.
 
+    A rollout is one sequence, whatever the number of its branches, whose tokens stand one after the other in the order of their calls.
+
     Attributes:
       reward: float32 [S] weighted sum of the reward's parts; 0 where invalid.
       parts: {name: float32 [S]} parts of the reward.
@@ -122,8 +124,8 @@ class MicroBatch:
     Attributes:
       tokens, targets: int32 [B, T]; targets is -1 where nothing is predicted.
       positions: int32 [B, T] position within the sequence.
-      segments: int32 [B, T] number of the sequence within its row, from 1; 0 is padding.
-      sequence: int32 [B, T] number of the sequence within the micro-batch, 0..S-1.
+      segments: int32 [B, T] number of the sequence, or of a branch of it, within its row, from 1; 0 is padding.
+      sequence: int32 [B, T] number of the sequence within the micro-batch, 0..S-1, which its branches share.
       mask: bool [B, T] targets that are learned from.
       sampler_logprobs, old_logprobs, advantages: float32 [B, T].
       ref_logprobs, old_values, returns, weights: float32 [B, T], or None.

@@ -1,4 +1,10 @@
-"""All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device."""
+"""All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device.
+
+A rollout is one row of the unpacked arrays, which holds the tokens of its branches one after the other in the order of their calls, so
+that statistics of groups, means over a sequence, ratios of a sequence and generalised advantages are those of the whole trajectory: a
+return flows from a later branch to the tokens of an earlier one, as time does. The model reads each branch with what came before it,
+and each sampled token is learned from where its branch's mask says so, which is once.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +17,71 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.experience import Group, Rollout
+from jaxrl_llm.experience import Branch, Group, Rollout
 from jaxrl_llm.learner.packing import PackedRows, Packing
-from jaxrl_llm.learner.trajectory import Stretch, row, stretches
 
 PACKED = ("batch", "length")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """A sequence that the model reads, with its place in the rollout's row.
+
+    Attributes:
+      prefix: int32 [P] what comes before.
+      tokens: int32 [T] tokens of the row.
+      offset: place of the first of them in the row.
+    """
+
+    prefix: np.ndarray
+    tokens: np.ndarray
+    offset: int
+
+    @property
+    def positions(self) -> int:
+        """The positions that it takes in a packed row."""
+        return len(self.prefix) + len(self.tokens) - 1
+
+
+def learned_range(branch: Branch) -> tuple[int, int]:
+    """(first, end) of the tokens from the first to the last that is learned from in the branch; (0, 0) where none is."""
+    places = np.flatnonzero(branch.mask)
+    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+
+
+def _cuts(rollout: Rollout) -> list[tuple[Branch, int, int, int]]:
+    """(branch, first, end, offset of the branch in `rollout.spans`) of each branch that has a token to learn from."""
+    if len(rollout.branches) < 2:
+        (branch,) = rollout.paths
+        return [(branch, 0, len(branch.tokens), 0)]
+    starts = np.cumsum([0, *(len(b.tokens) for b in rollout.branches)]).tolist()
+    ranges = [(b, *learned_range(b), start) for b, start in zip(rollout.branches, starts, strict=False)]
+    return [cut for cut in ranges if cut[2] > cut[1]] or [(rollout.branches[-1], 0, len(rollout.tokens), starts[-2])]
+
+
+def stretches(rollout: Rollout) -> list[Stretch]:
+    """The sequences that the model reads for a rollout; of several branches, what comes before the learned tokens is prefix."""
+    found, offset = [], 0
+    for branch, first, end, _ in _cuts(rollout):
+        prefix = np.concatenate([branch.prefix, branch.tokens[:first]]) if first else branch.prefix
+        found.append(Stretch(prefix=prefix, tokens=branch.tokens[first:end], offset=offset))
+        offset += end - first
+    return found
+
+
+def row(rollout: Rollout) -> Rollout:
+    """The rollout with the arrays of its row: its own where it has one branch, else those of its stretches joined."""
+    if len(rollout.branches) < 2:
+        return rollout
+    cuts = _cuts(rollout)
+    joined = lambda name: np.concatenate([getattr(b, name)[first:end] for b, first, end, _ in cuts])  # noqa: E731
+    spans = {
+        name: np.concatenate([span[start + first : start + end] for _, first, end, start in cuts])
+        for name, span in rollout.spans.items()
+    }
+    names = ("tokens", "sampler_logprobs", "mask", "versions")
+    arrays: dict[str, Any] = {name: joined(name) for name in names}
+    return replace(rollout, spans=spans, turns=(), **arrays)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,7 +91,7 @@ class Batch:
     Attributes:
       groups: the scored groups.
       sources: names of the data sources; `Sequences.source` holds indices into it.
-      response_tokens: T, most tokens of a rollout's row (`trajectory.row`).
+      response_tokens: T, most tokens of a rollout's row (`row`).
       capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
       minibatches: packed rows of the micro-batches of each minibatch.
     """
@@ -74,7 +140,7 @@ class Batch:
     @cached_property
     def rollouts(self) -> list[Rollout]:
         """The rollouts with the arrays of their rows."""
-        return [row(r) if r.branches else r for g in self.groups for r in g.rollouts]
+        return [row(r) for g in self.groups for r in g.rollouts]
 
     @property
     def rows(self) -> list[PackedRows]:

@@ -10,9 +10,8 @@ from jax import Array
 from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.experience import Group
-from jaxrl_llm.learner.batch import Batch, bare, to_device
+from jaxrl_llm.learner.batch import Batch, bare, row, to_device
 from jaxrl_llm.learner.learner import Bases, Learner
-from jaxrl_llm.learner.trajectory import row
 from jaxrl_llm.models.sources import ModelSource, Opened
 from jaxrl_llm.protocols import Params
 

@@ -1,84 +1,15 @@
-"""Rollouts of several branches in a batch: one row of tokens for the algorithm, and the exact sequences that the model reads.
-
-The row of a rollout holds the tokens of its branches one after the other in the order of their calls, so that statistics of groups,
-means over a sequence, ratios of a sequence and generalised advantages are those of the whole trajectory: a return flows from a later
-branch to the tokens of an earlier one, as time does. The model reads each branch with what came before it, and each sampled token is
-learned from where its branch's mask says so, which is once.
-"""
+"""Bounds the branches of rollouts, so that those that are learned from together fit a micro-batch."""
 
 import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
 
 from jaxrl_llm.experience import Branch, Group, Rollout
+from jaxrl_llm.learner.batch import stretches
 from jaxrl_llm.learner.packing import Packing
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stretch:
-    """A sequence that the model reads, with its place in the rollout's row.
-
-    Attributes:
-      prefix: int32 [P] what comes before.
-      tokens: int32 [T] tokens of the row.
-      offset: place of the first of them in the row.
-    """
-
-    prefix: np.ndarray
-    tokens: np.ndarray
-    offset: int
-
-    @property
-    def positions(self) -> int:
-        """The positions that it takes in a packed row."""
-        return len(self.prefix) + len(self.tokens) - 1
-
-
-def learned_range(branch: Branch) -> tuple[int, int]:
-    """(first, end) of the tokens from the first to the last that is learned from in the branch; (0, 0) where none is."""
-    places = np.flatnonzero(branch.mask)
-    return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
-
-
-def _cuts(rollout: Rollout) -> list[tuple[Branch, int, int, int]]:
-    """(branch, first, end, offset of the branch in `rollout.spans`) of each branch that has a token to learn from."""
-    if len(rollout.branches) < 2:
-        (branch,) = rollout.paths
-        return [(branch, 0, len(branch.tokens), 0)]
-    starts = np.cumsum([0, *(len(b.tokens) for b in rollout.branches)]).tolist()
-    ranges = [(b, *learned_range(b), start) for b, start in zip(rollout.branches, starts, strict=False)]
-    return [cut for cut in ranges if cut[2] > cut[1]] or [(rollout.branches[-1], 0, len(rollout.tokens), starts[-2])]
-
-
-def stretches(rollout: Rollout) -> list[Stretch]:
-    """The sequences that the model reads for a rollout; of several branches, what comes before the learned tokens is prefix."""
-    found, offset = [], 0
-    for branch, first, end, _ in _cuts(rollout):
-        prefix = np.concatenate([branch.prefix, branch.tokens[:first]]) if first else branch.prefix
-        found.append(Stretch(prefix=prefix, tokens=branch.tokens[first:end], offset=offset))
-        offset += end - first
-    return found
-
-
-def row(rollout: Rollout) -> Rollout:
-    """The rollout with the arrays of its row: its own where it has one branch, else those of its stretches joined."""
-    if len(rollout.branches) < 2:
-        return rollout
-    cuts = _cuts(rollout)
-    joined = lambda name: np.concatenate([getattr(b, name)[first:end] for b, first, end, _ in cuts])  # noqa: E731
-    spans = {
-        name: np.concatenate([span[start + first : start + end] for _, first, end, start in cuts])
-        for name, span in rollout.spans.items()
-    }
-    names = ("tokens", "sampler_logprobs", "mask", "versions")
-    arrays: dict[str, Any] = {name: joined(name) for name in names}
-    return replace(rollout, spans=spans, turns=(), **arrays)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_llm.learner.batch import Batch
-from jaxrl_llm.learner.trajectory import stretches
+from jaxrl_llm.learner.batch import Batch, stretches
 from jaxrl_llm.metrics import flops
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.experience import Branch, Group, Rollout
-from jaxrl_llm.learner.trajectory import Bounded, learned_range
+from jaxrl_llm.learner.batch import learned_range
+from jaxrl_llm.learner.trajectory import Bounded
 
 
 def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[str, float]:

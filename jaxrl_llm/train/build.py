@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -52,8 +51,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     )  # fmt: skip
     rows = config.data.rows()
     trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content_of(rows)])
-    generator = generator_of(config, trainer)
-    collector = collector_of(config, generator, trainer)
+    generator = generator_of(config, trainer)  # of evaluations: what it counts is not the step's
+    collector = collector_of(config, generator_of(config, trainer), trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
     say(f"stage {config.name}: {len(rows)} rows", trainer.processes.summed(encoder.counts()))
     unseen = [] if config.held_out is None else list(config.held_out.rows())
@@ -105,7 +104,7 @@ def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Co
     if not config.samples:
         return None
     return Collector(
-        generator=replace(generator, counters=Counter()), reward=config.reward,
+        generator=generator, reward=config.reward,
         settings=with_stop_ids(config.settings, trainer.tokenizer), group_size=config.group_size,
         greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=trainer.config.seed,
         least=config.algorithm.group_size_at_least, weights=config.episodes.weights,

@@ -28,10 +28,10 @@ from jaxrl_llm.algorithms.gspo import GSPO
 from jaxrl_llm.algorithms.ppo import PPO
 from jaxrl_llm.algorithms.rloo import RLOO
 from jaxrl_llm.experience import Branch, Group, Rollout, Turn
-from jaxrl_llm.learner.batch import Batch
+from jaxrl_llm.learner.batch import Batch, row, stretches
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.learner.score import means_of_rollouts
-from jaxrl_llm.learner.trajectory import bounded, row, stretches
+from jaxrl_llm.learner.trajectory import bounded
 
 REWARDS = ((1.0, 0.25, -9.0), (0.5, 2.0))  # by group; the third rollout of the first group is invalid
 INVALID = 2

@@ -12,7 +12,7 @@ from builders import EchoSampler, Words, make_group, make_prompt, make_rollout
 
 from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed import serialization
-from jaxrl_llm.experience import Completion, Group, Prompt, Rollout, SamplingParams, Scores
+from jaxrl_llm.experience import Branch, Completion, Group, Prompt, Rollout, SamplingParams, Scores, Turn
 from jaxrl_llm.rollouts import buffer
 from jaxrl_llm.rollouts.buffer import RolloutBuffer, restored, stored
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator
@@ -280,3 +280,46 @@ def test_a_step_that_the_filter_left_nothing_of_is_not_called_stale():
         assert ahead.take()["count/groups/missing"] >= 3
 
     asyncio.run(run())
+
+
+def forked(prompt: Prompt, versions: Sequence[int]) -> Rollout:
+    """A rollout of two branches whose learned tokens are of these versions."""
+    branches = tuple(
+        Branch(
+            prefix=np.array([1, call], np.int32), tokens=np.array([5, 6, call], np.int32), finish="stop",
+            sampler_logprobs=np.array([0, -1, -2], np.float32), mask=np.array([0, 1, 1], bool),
+            versions=np.array([0, version, version], np.int32), turns=(Turn(start=1, end=3, call=call),),
+        )
+        for call, version in enumerate(versions)
+    )  # fmt: skip
+    last = branches[-1]
+    return make_rollout(
+        prompt, last.tokens, mask=last.mask, logprobs=last.sampler_logprobs, versions=last.versions, branches=branches, turns=last.turns,
+        rewards={"won": 1.0, "style": None}, info={"stop": "done", "session": {"calls": 2.0}},
+    )  # fmt: skip
+
+
+def test_branches_and_failures_survive_a_checkpoint():
+    failed = make_rollout(PROMPTS[1], [4], valid=False, error="OSError in step: x")
+    group = make_group([forked(PROMPTS[1], (3, 4)), failed], {"env/won": [1.0, 0.0]}, {"env/won": [True, False]})
+    rows = {(prompt.source, prompt.id): prompt for prompt in PROMPTS}
+    (content,) = serialization.unpacked(serialization.packed([stored(group)]))
+    again = restored(content, rows)
+    same(again, group)
+    for one, other in zip(again.rollouts, group.rollouts, strict=True):
+        assert (one.valid, one.error, one.rewards, one.info, one.turns) == (
+            other.valid, other.error, other.rewards, other.info, other.turns,
+        )  # fmt: skip
+        assert len(one.branches) == len(other.branches)
+        for a, b in zip(one.branches, other.branches, strict=True):
+            assert (a.finish, a.turns) == (b.finish, b.turns)
+            for name in ("prefix", "tokens", "sampler_logprobs", "mask", "versions"):
+                assert getattr(a, name).dtype == getattr(b, name).dtype
+                np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+def test_a_stale_token_in_any_branch_makes_a_rollout_stale():
+    group = make_group([forked(PROMPTS[1], (1, 5)), forked(PROMPTS[1], (4, 5))], {"r": [1.0, 2.0]})
+    ahead = feed(Held(), 1)
+    (kept,) = ahead._fresh([group], 3)
+    assert [r.branches for r in kept.rollouts] == [group.rollouts[1].branches] and kept.total().tolist() == [2.0]
