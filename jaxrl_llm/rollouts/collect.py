@@ -61,7 +61,7 @@ class RolloutGenerator:
             return
         play = lambda i, k: self.player.play(prompts[i], k, settings, seed_of(seeds[i], k), role)  # noqa: E731
         slots = self.slots or Slots(concurrency=len(prompts) * n)
-        async with contextlib.aclosing(slots.groups(len(prompts), n, play)) as groups:
+        async with contextlib.aclosing(slots.groups(len(prompts), n, play, plain=role == "greedy")) as groups:
             async for index, rollouts in groups:
                 yield self._finished(index, rollouts)
 

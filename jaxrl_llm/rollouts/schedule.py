@@ -30,10 +30,16 @@ class Slots:
     def __post_init__(self) -> None:
         self._free = asyncio.Semaphore(self.concurrency)
 
-    async def groups(self, count: int, n: int, play: Play) -> AsyncGenerator[tuple[int, list[Rollout]], None]:
-        """Yields (number of the prompt, its n rollouts in their order) as groups become whole; what is left at its end is cancelled."""
+    async def groups(
+        self, count: int, n: int, play: Play, *, plain: bool = False
+    ) -> AsyncGenerator[tuple[int, list[Rollout]], None]:
+        """Yields (number of the prompt, its n rollouts in their order) as groups become whole; what is left at its end is cancelled.
+
+        `plain` starts no extra rollouts.
+        """
+        members = n if plain else n + self.extra
         ended: asyncio.Queue[tuple[int, int, asyncio.Task[Rollout]]] = asyncio.Queue()
-        groups = [self._start(i, n + self.extra, play, ended) for i in range(count)]
+        groups = [self._start(i, members, play, ended) for i in range(count)]
         had: dict[int, dict[int, Rollout]] = {i: {} for i in range(count)}
         try:
             while had:
@@ -41,7 +47,7 @@ class Slots:
                 if i not in had:  # the group is whole without this one
                     continue
                 had[i][k] = task.result()
-                if (used := self._whole(had[i], n)) is not None:
+                if (used := _whole(had[i], n, members)) is not None:
                     left = [task for k, task in enumerate(groups[i]) if k not in used]
                     self.counters["extra/unused"] += len(left)
                     for task in left:
@@ -67,10 +73,11 @@ class Slots:
         async with self._free:
             return await play(i, k)
 
-    def _whole(self, had: dict[int, Rollout], n: int) -> dict[int, Rollout] | None:
-        """The n rollouts of a group by number, where it is whole: the valid ones that ended first, then failed ones; else None."""
-        valid = [k for k, rollout in had.items() if rollout.valid]
-        if len(valid) < n and len(had) < n + self.extra:
-            return None
-        used = [*valid, *(k for k in had if k not in valid)][:n]
-        return {k: had[k] for k in sorted(used)}
+
+def _whole(had: dict[int, Rollout], n: int, members: int) -> dict[int, Rollout] | None:
+    """The n rollouts of a group by number, where it is whole: the valid ones that ended first, then failed ones; else None."""
+    valid = [k for k, rollout in had.items() if rollout.valid]
+    if len(valid) < n and len(had) < members:
+        return None
+    used = [*valid, *(k for k in had if k not in valid)][:n]
+    return {k: had[k] for k in sorted(used)}

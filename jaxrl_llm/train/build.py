@@ -51,8 +51,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     )  # fmt: skip
     rows = config.data.rows()
     trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content_of(rows)])
-    generator = generator_of(config, trainer)  # of evaluations: what it counts is not the step's
-    collector = collector_of(config, generator_of(config, trainer), trainer)
+    generator = generator_of(config, trainer, extra=0)  # of evaluations: what it counts is not the step's
+    collector = collector_of(config, generator_of(config, trainer, extra=config.episodes.extra), trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
     say(f"stage {config.name}: {len(rows)} rows", trainer.processes.summed(encoder.counts()))
     unseen = [] if config.held_out is None else list(config.held_out.rows())
@@ -70,8 +70,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
 # -- where groups come from --------------------------------------------------------------------------------------------
 
 
-def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
-    """The rollout generator of a stage; all processes call the sampler where it runs on the devices of all."""
+def generator_of(config: Stage, trainer: Any, extra: int = 0) -> RolloutGenerator:
+    """The rollout generator of a stage, with `extra` rollouts a group; all processes call the sampler where it runs on the devices of all."""
     together = trainer.processes if getattr(trainer.sampler, "everywhere", False) else Processes()
     generator = RolloutGenerator(
         sampler=trainer.sampler, tokenizer=trainer.tokenizer, marker=config.marker, processes=together
@@ -95,7 +95,7 @@ def generator_of(config: Stage, trainer: Any) -> RolloutGenerator:
         config=replace(episodes, limits=limits), template_kwargs=config.template_kwargs,
     )  # fmt: skip
     trainer.players.append(player)
-    slots = Slots(concurrency=episodes.concurrency, extra=episodes.extra)
+    slots = Slots(concurrency=episodes.concurrency, extra=extra)
     return replace(generator, player=player, slots=slots)
 
 

@@ -120,6 +120,11 @@ def test_extra_members_are_left_out_when_enough_valid_ones_ended():
     assert [r.valid for r in group] == [True, True] and time.perf_counter() - begin < 0.28
     assert slots.counters["extra/unused"] == 2
 
+    async def greedy() -> int:
+        return len([k async for _, found in slots.groups(1, 1, one, plain=True) for k in found])
+
+    assert watched(greedy())[0] == 1 and slots.counters["extra/unused"] == 2, "no extra member was started"
+
 
 def test_groups_that_failures_left_too_small_are_dropped_and_counted():
     wrong = {("p0", 0), ("p0", 1), ("p0", 2), ("p1", 0)}

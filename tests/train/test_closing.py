@@ -48,9 +48,10 @@ def test_rewards_within_rewards_are_closed_where_one_fails():
 def test_a_run_closes_everything_where_its_sampler_does_not_close():
     closed: list[str] = []
     trainer = object.__new__(Trainer)
-    trainer.config = SimpleNamespace(stages=[SimpleNamespace(reward=Held("reward", closed), evaluations=[])])  # type: ignore[assignment]
+    trainer.config = SimpleNamespace(stages=[SimpleNamespace(closing=(Held("reward", closed),))])  # type: ignore[assignment]
     trainer.sampler = SimpleNamespace(close=Held("sampler", closed, fails=True).aclose)  # type: ignore[assignment]
     trainer.auxiliary = [SimpleNamespace(stop=Held("companion", closed, fails=True).aclose)]  # type: ignore[list-item]
+    trainer.players = [SimpleNamespace(close=Held("player", closed, fails=True).aclose)]  # type: ignore[list-item]
     trainer.stopped, trainer.status = "", 0
     trainer.checkpoints = Held("checkpoints", closed)  # type: ignore[assignment]
     trainer.writers = Writers([Held("first writer", closed, fails=True), Held("writer", closed)])  # type: ignore[list-item]
@@ -58,7 +59,7 @@ def test_a_run_closes_everything_where_its_sampler_does_not_close():
     trainer.watching = SimpleNamespace(at=lambda what: None, end=ended.append)  # type: ignore[assignment]
     with pytest.raises(OSError, match="does not close"):
         asyncio.run(trainer.close())
-    assert sorted(closed) == ["checkpoints", "companion", "first writer", "reward", "sampler", "writer"]
+    assert sorted(closed) == ["checkpoints", "companion", "first writer", "player", "reward", "sampler", "writer"]
     assert isinstance(ended[0], OSError)
 
 
@@ -66,7 +67,7 @@ def test_a_run_closes_everything_where_its_sampler_does_not_close():
 def test_a_disk_that_is_full_when_a_run_closes_ends_it_resumably_and_with_one_line(capsys, full):
     closed: list[str] = []
     trainer = object.__new__(Trainer)
-    trainer.config, trainer.auxiliary = SimpleNamespace(stages=[]), []  # type: ignore[assignment]
+    trainer.config, trainer.auxiliary, trainer.players = SimpleNamespace(stages=[]), [], []  # type: ignore[assignment]
     trainer.stopped, trainer.status = "", 0
     trainer.watching = SimpleNamespace(at=lambda what: None, end=lambda error: None)  # type: ignore[assignment]
     trainer.sampler = SimpleNamespace(close=Held("sampler", closed).aclose)  # type: ignore[assignment]

@@ -78,7 +78,7 @@ def test_the_player_has_the_stages_limits_and_its_sampler():
     episodes = Episodes(limits=Limits(max_turns=5, step_s=7.0), concurrency=2, extra=1, weights={"won": 0.5})
     trainer = make_trainer()
     stage = make_stage(environment=Calculator(), max_turns=3, episodes=episodes, settings=SamplingParams(max_tokens=9))
-    generator = generator_of(stage, trainer)
+    generator = generator_of(stage, trainer, extra=episodes.extra)
     player = generator.player
     assert trainer.players == [player] and player.service.sampler is trainer.sampler is generator.sampler
     assert (player.config.limits.max_turns, player.config.limits.step_s) == (3, 7.0)
@@ -86,6 +86,7 @@ def test_the_player_has_the_stages_limits_and_its_sampler():
     assert player.service.settings.stop_token_ids == (trainer.tokenizer.eos_token_id,)
     collector = collector_of(stage, generator, trainer)
     assert collector.reward is None and collector.least == 2 and collector.weights == {"won": 0.5}
+    assert generator_of(stage, make_trainer()).slots.extra == 0, "evaluations leave nothing out"
     assert generator_of(make_stage(environment=Calculator()), make_trainer()).player.config.limits.max_turns == 8
 
 
