@@ -244,7 +244,8 @@ class _Episode:
         """Builds the environment or the agent and lets it act; raises Failed where it fails."""
         player, built = self.player, (self.prompt, self.sample, self.seed)
         messages = self.prompt.messages or ({"role": "user", "content": self.prompt.text or ""},)
-        task = Task(prompt=self.prompt, messages=messages, seed=self.seed, limits=self.limits)
+        tools = tuple(self.prompt.extra.get("tools") or ())
+        task = Task(prompt=self.prompt, messages=messages, tools=tools, seed=self.seed, limits=self.limits)
         if player.agent is not None:
             agent = _built(player.agent.build, built)
             endpoint = (await player.gateway()).endpoint(self.session)
@@ -255,8 +256,8 @@ class _Episode:
         assert player.environment is not None
         environment = _built(player.environment.build, built)
         self.watched = Watched(environment, self.limits)
-        if (tools := getattr(environment, "tools", None)) is not None:
-            task = replace(task, tools=_built(tools, (self.prompt,)))
+        if (offered := getattr(environment, "tools", None)) is not None:
+            task = replace(task, tools=_built(offered, (self.prompt,)))
         try:
             return await (await player.dialogue(self.prompt)).play(self.watched, task, self.session)
         except (Ended, TooLong) as error:

@@ -17,7 +17,8 @@ from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.sums import Sums
 from jaxrl_llm.data.tokenizer import ByteTokenizer
 from jaxrl_llm.environments.calculator_tool import CalculatorTool
-from jaxrl_llm.experience import Action, Prompt, SamplingParams, Task, ToolCall
+from jaxrl_llm.experience import Action, Observation, Prompt, SamplingParams, Task, ToolCall
+from jaxrl_llm.rollouts.player import Player
 
 GIN = Path(__file__).parent.parent.parent / "gin" / "environments" / "calculator_tool.gin"
 
@@ -102,6 +103,34 @@ def test_a_demonstration_is_the_dialogue_token_by_token(tokenizer):
     np.testing.assert_array_equal(branch.tokens, shown.tokens)
     np.testing.assert_array_equal(branch.mask, shown.mask)
     assert tokenizer.decode(branch.prefix) == f"calc {row.messages[0]['content']}:"
+
+
+def test_an_environment_without_tools_offers_those_of_the_row(tokenizer):
+    heard = []
+
+    class Bare:
+        def build(self, prompt, sample, seed):
+            return self
+
+        async def reset(self, task):
+            heard.append(task.tools)
+            return Observation()
+
+        async def step(self, action):
+            return Observation(done=True)
+
+        async def close(self):
+            pass
+
+    row = Encoder(tokenizer=tokenizer, max_prompt_tokens=50).prompt(ChatSums(sums=Sums(size=1)).rows()[0])
+    sampler = Scripted(script=lambda prefix, seed, settings: [7, tokenizer.eos_token_id])
+    player = Player(
+        service=TokenService(sampler=sampler, settings=SamplingParams()), tokenizer=tokenizer, environment=Bare()
+    )
+    rollout = asyncio.run(player.play(row, 0, SamplingParams(), 1))
+    assert heard == [(CALCULATOR,)]
+    # The session continues the prompt as the data was encoded.
+    assert rollout.valid and rollout.branches == () and rollout.tokens.tolist() == [7, tokenizer.eos_token_id]
 
 
 def test_the_tools_of_a_row_are_in_its_prompt():
