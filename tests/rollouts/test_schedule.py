@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from playing import SETTINGS, Games, make_generator, make_prompt, play, watched
+from playing import SETTINGS, Games, make_generator, make_prompt, watched
 
 from jaxrl_llm.experience import Limits, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
@@ -81,19 +81,17 @@ def test_slots_are_refilled_at_once_and_the_oldest_prompt_comes_first():
         began.append((i, k))
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.3 if (i, k) == (0, 0) else 0.02)
+        await asyncio.sleep(2.0 if (i, k) == (0, 0) else 0.02)
         running -= 1
         return rollout(valid=True)
 
-    async def run() -> tuple[list[int], float]:
-        begin = time.perf_counter()
-        found = [i async for i, _ in Slots(concurrency=3).groups(6, 2, one)]
-        return found, time.perf_counter() - begin
+    async def run() -> list[int]:
+        return [i async for i, _ in Slots(concurrency=3).groups(6, 2, one)]
 
-    (found, seconds), _ = watched(run())
+    found, _ = watched(run())
     assert began == [(i, k) for i in range(6) for k in range(2)] and most == 3
-    # Two slots play the 11 short ones in 6 rounds of 20 ms, beside the long one; with a barrier each group would wait for it.
-    assert found[-1] == 0 and sorted(found) == list(range(6)) and seconds < 0.6
+    # Two slots play the 11 short ones beside the long one; with a barrier their groups would wait for it.
+    assert found[-1] == 0 and sorted(found) == list(range(6))
 
 
 def rollout(*, valid: bool) -> Rollout:
@@ -106,7 +104,7 @@ def rollout(*, valid: bool) -> Rollout:
 
 def test_extra_members_are_left_out_when_enough_valid_ones_ended():
     async def one(i: int, k: int) -> Rollout:
-        await asyncio.sleep([0.0, 0.3, 0.05, 0.1][k])
+        await asyncio.sleep([0.0, 4.0, 0.05, 0.1][k])
         return rollout(valid=k != 0)
 
     slots = Slots(concurrency=8, extra=2)
@@ -117,7 +115,7 @@ def test_extra_members_are_left_out_when_enough_valid_ones_ended():
 
     begin = time.perf_counter()
     group, _ = watched(run())
-    assert [r.valid for r in group] == [True, True] and time.perf_counter() - begin < 0.28
+    assert [r.valid for r in group] == [True, True] and time.perf_counter() - begin < 3.0
     assert slots.counters["extra/unused"] == 2
 
     async def greedy() -> int:
@@ -166,7 +164,7 @@ def test_a_batch_of_failures_alone_is_kept_so_that_the_run_can_end():
 
 
 def test_turns_of_one_prompt_do_not_wait_for_those_of_another():
-    games = Games(seconds=lambda prompt, sample: 0.2 if prompt == "p0" else 0.0)
+    games = Games(seconds=lambda prompt, sample: 2.0 if prompt == "p0" else 0.0)
     begin = time.perf_counter()
 
     async def run() -> dict[int, float]:
@@ -177,5 +175,4 @@ def test_turns_of_one_prompt_do_not_wait_for_those_of_another():
         return ended
 
     ended, _ = watched(run())
-    assert ended[1] < 0.2 and ended[0] >= 0.4
-    assert play is not None
+    assert ended[1] < 2.0 and ended[0] >= 4.0
