@@ -23,11 +23,13 @@ SHELL = {("os", "system"), ("os", "popen"), ("subprocess", "getoutput"), ("subpr
 LOADERS = {("yaml", "load"), ("yaml", "unsafe_load"), ("torch", "load")}
 KEYWORDS = {"shell": True, "allow_pickle": True, "trust_remote_code": True, "weights_only": False, "verify": False}
 # The pipe of verifiers: the worker unpickles what the run's own process sends, never the other way round.
-# The sandbox runs a model's program in a process that is shut in, and a data set's test in another one.
+# The sandbox runs a model's program, or its cells, in a process that is shut in, and a data set's test in another one.
 EXCEPTIONS = {
     ("jaxrl_llm/rewards/services/worker.py", "recv"),
     ("jaxrl_llm/rewards/services/untrusted/program.py", "exec"),
     ("jaxrl_llm/rewards/services/untrusted/program.py", "compile"),
+    ("jaxrl_llm/rewards/services/untrusted/cells.py", "exec"),
+    ("jaxrl_llm/rewards/services/untrusted/cells.py", "compile"),
     ("jaxrl_llm/rewards/services/untrusted/judge.py", "exec"),
     ("jaxrl_llm/rewards/services/untrusted/judge.py", "compile"),
 }

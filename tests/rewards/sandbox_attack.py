@@ -96,7 +96,7 @@ def attacked(user: list[str], mode: str) -> Iterator[Attack]:
         def run(program: str, test: str | None = None, stdin: str = "", limit_s: float = 20.0) -> tuple[str, str, str]:
             server.stdin.write(json.dumps([program, test, stdin, limit_s]) + "\n")
             server.stdin.flush()
-            status, detail, _, stdout = json.loads(server.stdout.readline())
+            status, detail, _, stdout, _ = json.loads(server.stdout.readline())
             return status, detail, stdout
 
         yield run

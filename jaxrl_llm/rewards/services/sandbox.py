@@ -3,8 +3,16 @@
     GET  /health                {"status", "isolation", "workers"}
     POST /test_program          {"program", "tests": ["assert ..."], "max_execution_time": 1.0, "stop_at_failure": false}
     POST /test_program_stdio    {"program", "tests": [{"input", "output"}], ...}
+    POST /run                   {"program", "stdin": "", "max_execution_time": 1.0}
+    POST /sessions              {"idle_s": 600, "memory_mb": 1024} -> {"id"}
+    POST /sessions/ID/cells     {"code", "max_execution_time": 1.0}
+    DELETE /sessions/ID
 
-Both answer {"results": [0 | 1], "runtimes": [seconds, -1 where not passed], "verdicts": [str], "details": [str]}, an
+`/run` and a cell answer {"status", "detail", "seconds", "stdout", "stderr", "truncated"}, a cell also `value`, the repr of a last
+expression. A session is an interpreter that keeps names and files between its cells; a status other than "passed" and "error" has ended
+it, as `idle_s` seconds without a cell do, and its next cell is answered with 410. Its output is cut in the middle; that of `/run` ends it.
+
+The first two answer {"results": [0 | 1], "runtimes": [seconds, -1 where not passed], "verdicts": [str], "details": [str]}, an
 entry a test; `tests` may be a list or its JSON text. With `stop_at_failure` tests run one after another, and those after the first
 one that is not passed are "skipped". Each test runs in a process of its own (untrusted/guard.py), and is judged in another.
 Output is compared line by line, white space at line ends and at both ends of the text aside.
@@ -31,11 +39,13 @@ from jaxrl_llm import command_line
 from jaxrl_llm.rewards.services import http_service
 from jaxrl_llm.rewards.services.http_service import Refused
 from jaxrl_llm.rewards.services.sandbox_run import ISOLATIONS, Outcome, Sandbox, Unsafe
+from jaxrl_llm.rewards.services.sandbox_sessions import Sessions
 from jaxrl_llm.rewards.services.turns import Who
 
 MOST_TESTS = 1000
 MOST_SECONDS = 120.0
 MOST_WAITING = 4096  # runs
+IDLE_S, MOST_IDLE_S = 600.0, 86400.0
 LONGEST_NAME = 200  # characters of a client's name
 WEAK = (
     "warning: weak isolation was allowed and nothing better can be had: programs can read, write and end whatever their user may; "
@@ -46,7 +56,9 @@ SKIPPED = Outcome("skipped", "an earlier test was not passed", 0.0, "")
 Run = Callable[[Any], Coroutine[Any, Any, Outcome]]
 
 
-def application(sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAITING) -> FastAPI:
+def application(
+    sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAITING, sessions: Sessions | None = None
+) -> FastAPI:
     """The service of `sandbox`, which is tried out before the first request; `most_waiting` runs wait at a time."""
 
     @asynccontextmanager
@@ -55,6 +67,8 @@ def application(sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAIT
         if not sandbox.prepared:
             await sandbox.prepare()
         yield
+        if sessions is not None:
+            await sessions.close_all()
         sandbox.close()
 
     app = http_service.guarded(token, lifespan=lifespan)
@@ -70,7 +84,8 @@ def application(sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAIT
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {"status": "healthy", "isolation": sandbox.isolation, "workers": sandbox.workers}
+        most = sessions.most if sessions is not None else 0
+        return {"status": "healthy", "isolation": sandbox.isolation, "workers": sandbox.workers, "sessions": most}
 
     @app.post("/test_program")
     async def test_program(request: Request) -> dict[str, Any]:
@@ -94,27 +109,81 @@ def application(sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAIT
 
         return answer(await tested(request, tests, stops, run))
 
+    @app.post("/run")
+    async def run_once(request: Request) -> dict[str, Any]:
+        body = await http_service.body_of(request)
+        program, stdin = text_of(body, "program"), text_of({"stdin": "", **body}, "stdin")
+        limit_s = seconds_of(body)
+
+        async def run(given: str, who: Who) -> Outcome:
+            return await sandbox.run(program, stdin=given, limit_s=limit_s, who=who)
+
+        (found,) = await tested(request, [stdin], False, run)
+        return {**found._asdict(), "truncated": found.status == "output"}
+
+    if sessions is not None:
+        add_sessions(app, sessions)
     return app
+
+
+def add_sessions(app: FastAPI, sessions: Sessions) -> None:
+    """Adds the routes of sessions."""
+
+    @app.post("/sessions")
+    async def begin(request: Request) -> dict[str, str]:
+        body = await http_service.body_of(request)
+        idle_s, memory_mb = body.get("idle_s", IDLE_S), body.get("memory_mb")
+        if isinstance(idle_s, bool) or not isinstance(idle_s, int | float) or not 0 < idle_s <= MOST_IDLE_S:
+            raise Refused(f"`idle_s` must be a number of seconds in (0, {MOST_IDLE_S:g}]")
+        if memory_mb is not None and (isinstance(memory_mb, bool) or not isinstance(memory_mb, int) or memory_mb < 1):
+            raise Refused("`memory_mb` must be a number of MiB, at least 1")
+        try:
+            return {"id": await http_service.while_there(request, sessions.open(float(idle_s), memory_mb))}
+        except Unsafe as error:
+            raise Refused(str(error), 500) from error
+
+    @app.post("/sessions/{id}/cells")
+    async def cell(id: str, request: Request) -> dict[str, Any]:
+        body = await http_service.body_of(request)
+        code, limit_s = text_of(body, "code"), seconds_of(body)
+        return await http_service.while_there(request, sessions.cell(id, code, limit_s))
+
+    @app.delete("/sessions/{id}")
+    async def end(id: str) -> dict[str, bool]:
+        await sessions.close(id)
+        return {"closed": True}
+
+
+def text_of(body: dict[str, Any], name: str) -> str:
+    """A text of a request; raises Refused for anything else."""
+    if not isinstance(body.get(name), str):
+        raise Refused(f"`{name}` must be a text")
+    return str(body[name])
+
+
+def seconds_of(body: dict[str, Any]) -> float:
+    """The seconds that a request allows; raises Refused for anything else."""
+    limit_s = body.get("max_execution_time", 1.0)
+    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_SECONDS:
+        raise Refused(f"`max_execution_time` must be a number of seconds in (0, {MOST_SECONDS:g}]")
+    return float(limit_s)
 
 
 def asked(body: dict[str, Any]) -> tuple[str, list[Any], float, bool]:
     """(program, tests, seconds of a test, stops at a failure) of a request; raises Refused for anything else."""
-    program, tests, limit_s = body.get("program"), body.get("tests"), body.get("max_execution_time", 1.0)
-    stops = body.get("stop_at_failure", False)
+    tests, stops = body.get("tests"), body.get("stop_at_failure", False)
     if isinstance(tests, str):
         try:
             tests = json.loads(tests)
         except (ValueError, RecursionError) as error:
             raise Refused(f"`tests` is no JSON: {error}") from error
-    if not isinstance(program, str):
-        raise Refused("`program` must be a text")
+    program = text_of(body, "program")
     if not isinstance(tests, list) or len(tests) > MOST_TESTS:
         raise Refused(f"`tests` must be a list of at most {MOST_TESTS}")
-    if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_SECONDS:
-        raise Refused(f"`max_execution_time` must be a number of seconds in (0, {MOST_SECONDS:g}]")
+    limit_s = seconds_of(body)
     if not isinstance(stops, bool):
         raise Refused("`stop_at_failure` must be true or false")
-    return program, tests, float(limit_s), stops
+    return program, tests, limit_s, stops
 
 
 async def outcomes(tests: Sequence[Any], stops: bool, run: Run) -> list[Outcome]:
@@ -166,6 +235,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--disk_mb", type=int, default=64, help="of all files of a run together")
     parser.add_argument("--processes", type=int, default=16, help="processes and threads of a run")
     parser.add_argument(
+        "--sessions", type=int, default=32, help="sessions at a time, each an interpreter of its own; 0 for none"
+    )
+    parser.add_argument(
         "--isolation", choices=ISOLATIONS, help="without it, the first of these that works; the last must be allowed"
     )
     parser.add_argument(
@@ -187,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isolation == "limits":
         print(WEAK, file=sys.stderr, flush=True)
     print(f"serving the sandbox on http://{given.host}:{given.port}, programs shut in by {isolation}", flush=True)
-    http_service.serve(application(sandbox, token), given.host, given.port)
+    sessions = Sessions(sandbox, given.sessions) if given.sessions else None
+    http_service.serve(application(sandbox, token, sessions=sessions), given.host, given.port)
     return 0
 
 

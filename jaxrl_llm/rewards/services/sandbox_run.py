@@ -20,7 +20,8 @@ from jaxrl_llm.rewards.services import confine
 from jaxrl_llm.rewards.services.turns import Turns, Who
 from jaxrl_llm.rewards.services.untrusted import process_tree
 
-GUARD = "import sys; sys.path += {paths!r}\nfrom jaxrl_llm.rewards.services.untrusted import guard\nguard.main()"
+GUARD = "import sys; sys.path += {paths!r}\nfrom jaxrl_llm.rewards.services.untrusted import {name}\n{name}.main()"
+GUARDS_ENVIRONMENT = {"PATH": os.defpath}
 SLACK_S = 30.0  # over the limit, before the guard itself is given up
 END_S = 5.0  # for a guard to end its run when nobody waits for it any more
 FIRST_UID = 1 << 20  # users without an account, two for each run that goes on at a time: the program's and its judge's
@@ -60,12 +61,14 @@ class Outcome(NamedTuple):
       detail: the error, in words.
       seconds: how long it took.
       stdout: what it printed.
+      stderr: what it printed as errors.
     """
 
     status: str
     detail: str
     seconds: float
     stdout: str
+    stderr: str = ""
 
 
 class Sandbox:
@@ -241,8 +244,7 @@ class Guard:
             self.close()
         if self._process is None:
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-B", "-c", GUARD.format(paths=_paths())], stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE, start_new_session=True, env={"PATH": os.defpath},
+                guard_command("guard"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=GUARDS_ENVIRONMENT
             )  # fmt: skip
         return self._process
 
@@ -251,6 +253,11 @@ def _end(guards: Sequence[Guard], threads: ThreadPoolExecutor) -> None:
     for guard in guards:
         guard.close()
     threads.shutdown(wait=False)
+
+
+def guard_command(name: str) -> list[str]:
+    """The command that starts a process of untrusted/`name`.py."""
+    return [sys.executable, "-I", "-S", "-B", "-c", GUARD.format(paths=_paths(), name=name)]
 
 
 def _paths() -> list[str]:

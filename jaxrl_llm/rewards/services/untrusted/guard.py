@@ -107,7 +107,7 @@ class Run:
     def start(self) -> None:
         """Starts the judge, where there is a test, and the program."""
         source = sealed(b"called\n" if self.tested else b"run\n", self.job["program"])
-        given = sealed(b"", self.job["stdin"])
+        given = self._input()
         pipes = {name: os.pipe() for name in (*self.got, "calls", "answers")}
         call("prctl", SET_SUBREAPER, 1, 0, 0, 0)
         if self.tested:
@@ -123,8 +123,7 @@ class Run:
         self.began = time.monotonic()
         self.program = os.fork()
         if self.program == 0:
-            held = {0: given, 1: pipes["out"][1], 2: pipes["err"][1], 3: source}
-            held |= {4: pipes["answers"][1], 5: pipes["calls"][0]} if self.tested else {}
+            held = {0: given, 1: pipes["out"][1], 2: pipes["err"][1], 3: source, **self._further(pipes)}
             begin(self.job, held, pipes["setup"][1], changes_user)
         for name, (reads, writes) in pipes.items():
             os.close(writes)
@@ -134,6 +133,14 @@ class Run:
                 os.close(reads)
         os.close(source)
         os.close(given)
+
+    def _input(self) -> int:
+        """The descriptor of the program's standard input."""
+        return sealed(b"", self.job["stdin"])
+
+    def _further(self, pipes: dict[str, tuple[int, int]]) -> dict[int, int]:
+        """Descriptors of the program beyond its standard ones and its source, by their numbers there."""
+        return {4: pipes["answers"][1], 5: pipes["calls"][0]} if self.tested else {}
 
     def _become_judge(self, pipes: dict[str, tuple[int, int]]) -> None:
         """In the judge's process: keeps its own ends of the pipes, shuts itself in, and judges."""
@@ -247,6 +254,7 @@ def outcome(job: dict[str, Any]) -> dict[str, Any]:
         "detail": found[1],
         "seconds": seconds,
         "stdout": run.got["out"].decode(errors="replace"),
+        "stderr": run.got["err"].decode(errors="replace"),
     }
 
 
@@ -290,7 +298,7 @@ def main() -> None:
             try:
                 found = outcome(json.loads(line))
             except OSError as error:
-                found = {"status": "setup", "detail": str(error), "seconds": 0.0, "stdout": ""}
+                found = {"status": "setup", "detail": str(error), "seconds": 0.0, "stdout": "", "stderr": ""}
             sys.stdout.write(json.dumps(found) + "\n")
             sys.stdout.flush()
             os._exit(0)
