@@ -59,7 +59,7 @@ def score() -> Score:
 @contextlib.contextmanager
 def listening(app: FastAPI) -> Iterator[str]:
     """Serves `app` in a thread, on a port that the system chooses."""
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", loop="asyncio"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 60

@@ -39,7 +39,7 @@ from jaxrl_llm import command_line
 from jaxrl_llm.rewards.services import http_service
 from jaxrl_llm.rewards.services.http_service import Refused
 from jaxrl_llm.rewards.services.sandbox_run import ISOLATIONS, Outcome, Sandbox, Unsafe
-from jaxrl_llm.rewards.services.sandbox_sessions import Sessions
+from jaxrl_llm.rewards.services.sandbox_sessions import Full, Gone, Sessions
 from jaxrl_llm.rewards.services.turns import Who
 
 MOST_TESTS = 1000
@@ -141,12 +141,17 @@ def add_sessions(app: FastAPI, sessions: Sessions) -> None:
             return {"id": await http_service.while_there(request, sessions.open(float(idle_s), memory_mb))}
         except Unsafe as error:
             raise Refused(str(error), 500) from error
+        except Full as error:
+            raise Refused(str(error), 429) from error
 
     @app.post("/sessions/{id}/cells")
     async def cell(id: str, request: Request) -> dict[str, Any]:
         body = await http_service.body_of(request)
         code, limit_s = text_of(body, "code"), seconds_of(body)
-        return await http_service.while_there(request, sessions.cell(id, code, limit_s))
+        try:
+            return await http_service.while_there(request, sessions.cell(id, code, limit_s))
+        except Gone as error:
+            raise Refused(str(error), 410) from error
 
     @app.delete("/sessions/{id}")
     async def end(id: str) -> dict[str, bool]:

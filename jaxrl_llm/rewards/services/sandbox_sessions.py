@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxrl_llm.rewards.services.http_service import Refused
 from jaxrl_llm.rewards.services.sandbox_run import (
     GUARDS_ENVIRONMENT,
     SLACK_S,
@@ -31,6 +30,14 @@ GOES_ON = ("passed", "error")
 GONE = (
     "there is no session {id!r}: it ended with a cell that ran out of its limits, was idle for too long, or never began"
 )
+
+
+class Gone(RuntimeError):
+    """There is no such session any more."""
+
+
+class Full(RuntimeError):
+    """As many sessions are open as there may be."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -86,13 +93,11 @@ class Sessions:
         """The name of a new session.
 
         Raises:
-          Refused: as many as there may be are open.
+          Full: as many as there may be are open.
           Unsafe: it could not be shut in.
         """
         if not self._free:
-            raise Refused(
-                f"{self.most} sessions are open, which is all there may be: close one, or try again later", 429
-            )
+            raise Full(f"{self.most} sessions are open, which is all there may be: close one, or try again later")
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look())
         slot = self._free.pop()
@@ -117,7 +122,7 @@ class Sessions:
         """How a cell went; a status that is neither "passed" nor "error" has ended its session.
 
         Raises:
-          Refused: there is no such session (410).
+          Gone: there is no such session.
         """
         held = self._of(id)
         async with held.lock:
@@ -131,7 +136,7 @@ class Sessions:
             if found["status"] not in GOES_ON:
                 await self.close(id)
         if "stdout" not in found:
-            raise Refused(f"{GONE.format(id=id)} ({found['detail']})", 410)
+            raise Gone(f"{GONE.format(id=id)} ({found['detail']})")
         return found
 
     async def close(self, id: str) -> None:
@@ -149,7 +154,7 @@ class Sessions:
     def _of(self, id: str) -> Held:
         held = self._held.get(id)
         if held is None:
-            raise Refused(GONE.format(id=id), 410)
+            raise Gone(GONE.format(id=id))
         return held
 
     def _job(self, slot: int, folder: str, memory_mb: int | None) -> dict[str, Any]:
@@ -190,7 +195,7 @@ class Sessions:
 
 
 async def _asked(process: asyncio.subprocess.Process, what: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """What a guard answers to a line; raises Refused where it has ended, or says nothing in time."""
+    """What a guard answers to a line; raises Gone where it has ended, or says nothing in time."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(what).encode() + b"\n")
@@ -199,6 +204,6 @@ async def _asked(process: asyncio.subprocess.Process, what: dict[str, Any], limi
         found: dict[str, Any] = json.loads(line)
         return found
     except TimeoutError as error:
-        raise Refused(f"the session's guard did not answer within {limit_s:g} s", 410) from error
+        raise Gone(f"the session's guard did not answer within {limit_s:g} s") from error
     except (OSError, ValueError) as error:
-        raise Refused("the session's guard has ended", 410) from error
+        raise Gone("the session's guard has ended") from error
