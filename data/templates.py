@@ -13,6 +13,7 @@ Template = Callable[[str], str | list[dict[str, str]]]
 
 HELPFUL = "You are a helpful assistant."
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
+WITH_PYTHON = "Reason step by step, compute with the tool `python`, and put the final answer within \\boxed{}."
 STEP_BY_STEP_SHORT = "Reason step by step, and put the final answer within \\boxed{}."
 
 
@@ -29,6 +30,11 @@ def chat_boxed(question: str) -> list[dict[str, str]]:
 def chat_boxed_short(question: str) -> list[dict[str, str]]:
     """Does as `chat_boxed` in fewer words."""
     return chat(f"{question}\n{STEP_BY_STEP_SHORT}")
+
+
+def chat_boxed_python(question: str) -> list[dict[str, str]]:
+    """Does as `chat_boxed`, and asks to compute with the tool `python` (environments/python_tool.py)."""
+    return chat(f"{question}\n{WITH_PYTHON}")
 
 
 def question_only(question: str) -> str:
@@ -97,6 +103,7 @@ TEMPLATES: Mapping[str, Template] = {
         chat,
         chat_boxed,
         chat_boxed_short,
+        chat_boxed_python,
         question_only,
         base,
         r1_zero,

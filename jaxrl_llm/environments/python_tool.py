@@ -5,7 +5,7 @@ import os
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import aiohttp
 
@@ -21,6 +21,7 @@ GOES_ON = ("passed", "error")
 LOST = "session lost: the names and files of earlier calls are gone, and the next call begins anew"
 
 
+@runtime_checkable
 class Interpreters(Protocol):
     """Where sessions are had: `sandbox_sessions.Sessions` in this process, or a service's."""
 
@@ -29,6 +30,10 @@ class Interpreters(Protocol):
     async def cell(self, id: str, code: str, limit_s: float) -> dict[str, Any]: ...
 
     async def close(self, id: str) -> None: ...
+
+    def end(self) -> None:
+        """Ends what is held in this process."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +85,18 @@ class Python:
         del prompt, seed
         return InUse(self)
 
-    async def place(self) -> Interpreters:
-        """Where sessions are had, made at the first use; raises sandbox_run.Unsafe where programs cannot be shut in."""
+    def place(self) -> Interpreters:
+        """Where sessions are had, made at the first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._places:
             self._places[loop] = _Remote(self) if self.url else _Local(self)
         return self._places[loop]
+
+    def close(self) -> None:
+        """Ends the interpreters of this process."""
+        for place in list(self._places.values()):
+            place.end()
+        self._places.clear()
 
     def answer(self, found: Mapping[str, Any]) -> str:
         """The text that the policy reads of a cell."""
@@ -108,7 +119,7 @@ class InUse:
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Executes the code of a call."""
         code = tools.text_argument(arguments, "code")
-        place = await self.tool.place()
+        place = self.tool.place()
         if not self._id:
             self._id = await self._opened(place)
         try:
@@ -124,7 +135,7 @@ class InUse:
         """Ends the interpreter."""
         if self._id:
             id, self._id = self._id, ""
-            await (await self.tool.place()).close(id)
+            await self.tool.place().close(id)
 
     async def _opened(self, place: Interpreters) -> str:
         """A session, waited for where all are in use; raises TimeoutError where none is free in time."""
@@ -137,7 +148,7 @@ class InUse:
 
 
 class _Local:
-    """Sessions of this process, whose isolation is tried at the first use."""
+    """Sessions of this process, whose isolation is tried at the first use, which raises sandbox_run.Unsafe where there is none."""
 
     def __init__(self, tool: Python) -> None:
         self._sandbox = Sandbox(workers=1, memory_mb=tool.memory_mb)
@@ -156,6 +167,9 @@ class _Local:
     async def close(self, id: str) -> None:
         await self._sessions.close(id)
 
+    def end(self) -> None:
+        self._sandbox.close()
+
 
 class _Remote:
     """Sessions of a service. A cell is never sent twice: it may have changed the session."""
@@ -173,6 +187,9 @@ class _Remote:
 
     async def close(self, id: str) -> None:
         await self._ask("DELETE", f"/sessions/{id}", None, SLACK_S)
+
+    def end(self) -> None:
+        """Nothing is held here."""
 
     async def _ask(self, verb: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> dict[str, Any]:
         """The service's answer; raises Full, Gone, and RuntimeError for any other refusal."""

@@ -125,7 +125,7 @@ def test_six_turns_are_one_branch_of_exact_ids():
 def test_the_environment_hears_thoughts_calls_and_text_apart():
     rendering, environment = qwen3(), Echo(turns=2)
     ending, _ = play(
-        Speaker(rendering.tokenizer, [f"{CALL}<|im_end|>", "<tool_call>{"]), rendering, environment, task()
+        Speaker(rendering.tokenizer, [f"{CALL}<|im_end|>", "<tool_call>{"], "length"), rendering, environment, task()
     )
     first, second = environment.heard
     assert (first.text, first.reasoning, first.finish) == ("", "Next.", "stop")
