@@ -30,6 +30,18 @@ STREAMS = {
     "sampler_logprob": [-0.1, -3.0, -1.0, None, -0.25], "entropy": [0.0, 2.5, 1.0, None, 0.3], "advantage": [-1, 1, 1, None, 1],
 }  # fmt: skip
 
+TOLD = "<tool_response>\n132\n</tool_response><script>window.hacked = 3</script>"
+PLAYED = {
+    "branches": [
+        {"prefix": "Add 47 and 85.", "finish": "stop", "turns": [[0, 9, 0], [30, 33, 2]], "pieces": [
+            {"by": "policy", "text": "python(47 + 85)"}, {"by": "told", "text": TOLD}, {"by": "policy", "text": "It is 132."},
+        ]},
+        {"prefix": "Add 47 and 85.", "finish": "length", "turns": [[0, 9, 0], [20, 40, 1]], "pieces": [
+            {"by": "copied", "text": "python(47 + 85)"}, {"by": "told", "text": "an edited answer"}, {"by": "policy", "text": "Hm, 130"},
+        ]},
+    ], "valid": True, "error": "", "rewards": {"game": 0.5}, "info": {"stop": "done", "calls": {"ok": 1}},
+}  # fmt: skip
+
 # Milliseconds from an action until the page has been drawn anew and painted.
 TIMED = """async () => {
   const before = document.body.dataset.drawn, start = performance.now();
@@ -55,7 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("shown")
     procedural_run.main([str(top / "long"), "--rollouts", str(ROLLOUTS), "--words", "30"])
     group = [rollout("sum", THOUGHT, 1.0, streams=STREAMS), rollout("sum", "14", 0.0)]
+    played = [
+        rollout("add", "It is 132.", 1.0, **PLAYED),
+        rollout("add", "", None, **{**PLAYED, "valid": False, "error": "TimeoutError: step"}),
+    ]
     write_run(top / "short", {1: group, 2: [rollout("bad", HOSTILE, 0.5, question=HOSTILE)]})
+    write_run(top / "played", {1: played})
     for name, scores in (("before", (0.0, 1.0, 0.0)), ("after", (1.0, 1.0, 1.0))):
         write_results(top / name, [record(f"q{i}", 0, f"{name} {i}", score) for i, score in enumerate(scores)])
     return top
@@ -122,7 +139,7 @@ def test_the_first_paint_of_a_long_run_waits_for_no_index(browser, served, page)
     drawn(page, served.url)
     page.wait_for_selector("text=long")
     assert time.perf_counter() - start < 2 * crowded()
-    assert page.locator("table.runs tbody tr").count() == 4
+    assert page.locator("table.runs tbody tr").count() == 5
 
 
 def test_steps_and_filters_of_a_long_run_change_at_once_within_a_gibibyte(served, page):
@@ -174,6 +191,29 @@ def test_tokens_are_coloured_by_each_stream_and_tell_their_values(served, page):
     }
     page.locator("[data-t='1']").hover()
     assert "learner − sampler\t-0.5000" in page.locator("#tip").inner_text()
+
+
+def test_branches_show_who_wrote_what(served, page):
+    drawn(page, f"{served.url}/?view=rollouts&run=played&step=1&text=132")
+    first, second = page.locator(".card").all()
+    assert first.locator(".branch h4").all_inner_texts() == [
+        "branch 1 of 2 · 2 turns · stop",
+        "branch 2 of 2 · 2 turns · length",
+    ]
+    seen = {by: first.locator(f".branch > .{by}").all_inner_texts() for by in ("policy", "copied", "told")}
+    assert seen["policy"] == ["python(47 + 85)", "It is 132.", "Hm, 130"] and seen["copied"] == ["python(47 + 85)"]
+    assert seen["told"] == [TOLD, "an edited answer"] and page.evaluate("window.hacked") is None
+    assert first.locator(".branch mark").all_inner_texts() == ["132", "132"]
+    colours = {
+        by: first.locator(f".branch > .{by}").first.evaluate(
+            "x => [getComputedStyle(x).color, getComputedStyle(x).opacity].join()"
+        )
+        for by in ("policy", "copied", "told")
+    }
+    assert len(set(colours.values())) == 3
+    assert "TimeoutError: step" in second.inner_text() and second.locator(".flag.invalid").count() == 1
+    first.locator("summary", has_text="ended by done").click()
+    assert "reward game" in first.inner_text()
 
 
 def test_chains_of_thought_fold(served, page):

@@ -2,6 +2,7 @@
 
 import { el, number } from "./dom.js";
 import { body, token } from "./tokens.js";
+import { trajectory } from "./trajectory.js";
 
 const tip = document.getElementById("tip");
 
@@ -32,13 +33,15 @@ function card(row, options, largest, middle) {
   const flags = [
     row.role !== "sample" && row.role,
     row.finish && row.finish !== "stop" ? row.finish : null,
+    row.valid === false && "invalid",
     `${number(row.tokens)} tokens`,
     row.answer !== undefined && row.answer !== null && `answer ${row.answer}`,
   ].filter(Boolean);
   const above = row.reward - middle; // the colour says how it stands in its group
   const sign = row.reward === null ? "unknown" : above > 1e-9 ? "good" : above < -1e-9 ? "bad" : "zero";
-  const text = body(row, options);
-  if (row.streams?.token) {
+  const played = row.branches && !options.shade; // colours are of the last branch's tokens
+  const text = played ? trajectory(row, options) : body(row, options);
+  if (row.streams?.token && !played) {
     text.addEventListener("mouseover", (event) => show(event, row));
     text.addEventListener("mouseleave", () => (tip.hidden = true));
   }
