@@ -237,6 +237,7 @@ class Limits:
       max_turns: most turns of the policy.
       max_tokens: most tokens that the policy samples, over all turns; None for no limit but the others.
       max_length: most tokens of one call's prompt and completion together.
+      max_response: most tokens that follow the first prompt of a dialogue, sampled or told; None for no limit but the others.
       max_calls: most requests of an agent; None for no limit but the others.
       most_text: most characters of one observation; a longer one is cut in its middle, with a mark.
     """
@@ -247,12 +248,13 @@ class Limits:
     max_turns: int = 8
     max_tokens: int | None = None
     max_length: int = 1 << 30
+    max_response: int | None = None
     max_calls: int | None = None
     most_text: int = 20_000
 
     def __post_init__(self) -> None:
         components.above(self, 0, "reset_s", "step_s", "episode_s")
-        components.at_least(self, 1, "max_turns", "max_tokens", "max_length", "max_calls")
+        components.at_least(self, 1, "max_turns", "max_tokens", "max_length", "max_response", "max_calls")
         components.at_least(self, 100, "most_text")
 
 

@@ -49,6 +49,7 @@ class Dialogue:
         talk = _Talk(task)
         talk.hear(await environment.reset(task))
         ids = self.rendering.opening(task, talk.said)
+        talk.longest = min(task.limits.max_length, len(ids) + (task.limits.max_response or task.limits.max_length))
         while not talk.stop:
             completion = await self._sampled(session, ids, talk)
             if completion is None:
@@ -64,10 +65,10 @@ class Dialogue:
     async def _sampled(self, session: Session, ids: np.ndarray, talk: "_Talk") -> Completion | None:
         """The policy's next turn; None, with the reason in `talk.stop`, where there is no room for one or it was aborted."""
         limits, length = talk.task.limits, len(ids)
-        if length >= limits.max_length:
-            talk.stop = "max_length"
+        if length >= talk.longest:
+            talk.stop = "max_length" if talk.longest == limits.max_length else "max_response"
             return None
-        room = limits.max_length - length
+        room = talk.longest - length
         if limits.max_tokens is not None:
             room = min(room, limits.max_tokens - talk.sampled)
         if room < 1:
@@ -104,12 +105,14 @@ class _Talk:
       task: what it is about.
       said: the messages of the last observation.
       history: all messages after the task's.
+      longest: most tokens of a prompt and its completion together.
       stop: why it ended; "" while it goes on.
     """
 
     task: Task
     said: Sequence[Message] = ()
     history: list[Message] = field(default_factory=list)
+    longest: int = 0
     turns: int = 0
     sampled: int = 0
     left_out: int = 0

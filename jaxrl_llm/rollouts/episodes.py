@@ -13,8 +13,8 @@ class Episodes:
     """How the rollouts of an environment or an agent are played.
 
     Attributes:
-      limits: of one rollout. Its prompt and all that follows also stay within the prompt's own tokens and SamplingParams.max_tokens, and
-        its turns within Stage.max_turns.
+      limits: of one rollout. What follows its first prompt also stays within SamplingParams.max_tokens, all of it within this and
+        Stage.max_prompt_tokens together, and its turns within Stage.max_turns.
       concurrency: most rollouts in progress.
       extra: rollouts that are started for each group beyond its size, of which the first valid ones that end are used: it favours short ones.
       tries: times that a rollout that failed is played, each time anew with the same seed.

@@ -33,7 +33,7 @@ from jaxrl_llm.protocols import AgentFactory, Down, Environment, EnvironmentFact
 from jaxrl_llm.rollouts.episodes import Episodes
 
 # Why a rollout ended before its environment or agent did, such that its finish is "length".
-_CUT = ("max_tokens", "max_length", "max_calls", "episode_s")
+_CUT = ("max_tokens", "max_length", "max_response", "max_calls", "episode_s")
 
 
 class Failed(Exception):
@@ -111,6 +111,8 @@ class Player:
       agent: makes an agent for each rollout, which finds the policy by the gateway.
       config: limits and the rest.
       template_kwargs: keyword arguments of the chat template.
+      max_prompt_tokens: most tokens of a rollout's first prompt, which is longer than the row's by the schemas of an environment's tools; None
+        is the row's own number.
       counters: numbers of failures by cause, of rollouts that were played again, ended late or were cancelled.
     """
 
@@ -120,6 +122,7 @@ class Player:
     agent: AgentFactory | None = None
     config: Episodes = field(default_factory=Episodes)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt_tokens: int | None = None
     counters: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -201,8 +204,11 @@ class _Episode:
     watched: Watched | None = None
 
     def __post_init__(self) -> None:
-        own, length = self.player.config.limits, len(self.prompt.prefix) + self.settings.max_tokens
-        self.limits = replace(own, max_length=min(own.max_length, length))
+        own, most = self.player.config.limits, self.settings.max_tokens
+        length = most + (self.player.max_prompt_tokens or len(self.prompt.prefix))
+        self.limits = replace(
+            own, max_length=min(own.max_length, length), max_response=min(own.max_response or most, most)
+        )
         self.session = self.player.service.open(
             seed=self.seed, settings=self.settings, max_length=self.limits.max_length, max_tokens=self.limits.max_tokens,
             max_calls=self.limits.max_calls,

@@ -93,6 +93,7 @@ def generator_of(config: Stage, trainer: Any, extra: int = 0) -> RolloutGenerato
     player = Player(
         service=service, tokenizer=trainer.tokenizer, environment=config.environment, agent=config.agent,
         config=replace(episodes, limits=limits), template_kwargs=config.template_kwargs,
+        max_prompt_tokens=config.max_prompt_tokens,
     )  # fmt: skip
     trainer.players.append(player)
     slots = Slots(concurrency=episodes.concurrency, extra=extra)

@@ -155,6 +155,8 @@ def test_limits_end_the_dialogue_by_their_names():
     assert ended(max_tokens=turn + 2) == ("max_tokens", [turn + 2, 2], 2)
     assert ended(max_length=start + 3) == ("max_length", [3], 1)
     assert ended(max_length=start) == ("max_length", [], 0)
+    assert ended(max_response=3) == ("max_response", [3], 1)
+    assert ended(max_response=3, max_length=start + 2) == ("max_length", [2], 1)
     # So do the limits of the session.
     assert ended({"max_tokens": turn}) == ("max_tokens", [turn], 1)
     assert ended({"max_calls": 2}) == ("max_calls", [200, 200], 2)
