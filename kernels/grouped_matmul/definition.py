@@ -1,0 +1,134 @@
+"""What all backends of grouped_matmul agree on: the static description of a call, and the buffer that the products are taken in.
+
+The buffer holds the rows of one expert after another, each expert's rows rounded up to whole blocks by rows of zeros, so
+that every block has one expert. It has room for the worst case of a call; blocks past the last one in use hold anything,
+and nobody reads them. The rounding costs at most E (rows of a block - 1) rows: nothing is of E times the rows' size.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """What a backend may look at to accept or refuse a call: all static.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu", where the call will run.
+      dtype: name of the dtype of the rows, in which the products are taken.
+      rows: rows of the call, R: an assignment of a token to an expert each.
+      experts: number of experts, E.
+      width: columns of the rows, A or D.
+      inner: columns of the result, B, or the width of an expert, M.
+      gated: the call is an expert MLP, whose first product has 2 M columns.
+    """
+
+    platform: str
+    dtype: str
+    rows: int
+    experts: int
+    width: int
+    inner: int
+    gated: bool
+
+
+class Blocks(NamedTuple):
+    """Which expert each block of the buffer has.
+
+    Attributes:
+      expert: int32 [N], expert of each block; any expert past the last block in use.
+      first: int32 [E + 1], first block of each expert, and the number of blocks in use.
+    """
+
+    expert: jax.Array
+    first: jax.Array
+
+    @property
+    def count(self) -> jax.Array:
+        """Number of blocks in use, int32."""
+        return self.first[-1]
+
+
+class Plan(NamedTuple):
+    """Where the rows of a call are in the buffer of P rows.
+
+    Attributes:
+      blocks: the experts of the buffer's blocks.
+      row: int32 [P], row of the call that each row of the buffer holds; R where it holds zeros.
+      slot: int32 [R], row of the buffer that each row of the call is in; P where no expert takes it.
+    """
+
+    blocks: Blocks
+    row: jax.Array
+    slot: jax.Array
+
+
+def most_blocks(rows: int, experts: int, block: int) -> int:
+    """Returns the number of blocks of `block` rows that `rows` rows of `experts` experts can need."""
+    return max((rows + min(experts, rows) * (block - 1)) // block, 1)
+
+
+def plan_of_sizes(sizes: Int[Array, " E"], rows: int, block: int) -> Plan:
+    """Returns the plan of `rows` rows that are sorted by expert, `sizes` of each; rows past their sum are left out."""
+    ends = jnp.cumsum(sizes.astype(jnp.int32))
+    expert = jnp.repeat(jnp.arange(len(sizes), dtype=jnp.int32), sizes, total_repeat_length=rows)
+    expert = jnp.where(jnp.arange(rows) < ends[-1], expert, len(sizes))
+    return _plan(jnp.concatenate([jnp.zeros(1, jnp.int32), ends]), expert, block)
+
+
+def plan_of_experts(experts: Int[Array, " R"], count: int, block: int) -> Plan:
+    """Returns the plan of rows that are in any order; ids outside [0, count) are left out. Equal experts keep their order."""
+    key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32)
+    order = jnp.argsort(key, stable=True).astype(jnp.int32)
+    expert = key[order]
+    starts = jnp.searchsorted(expert, jnp.arange(count + 1, dtype=jnp.int32)).astype(jnp.int32)
+    plan = _plan(starts, expert, block)
+    slot = jnp.zeros_like(order).at[order].set(plan.slot, unique_indices=True)
+    return plan._replace(row=_take(order, plan.row, len(order)), slot=slot)
+
+
+def _plan(starts: jax.Array, expert: jax.Array, block: int) -> Plan:
+    """Returns the plan of sorted rows, from the first row of each expert [E + 1] and the expert of each row (E: left out)."""
+    rows, count = len(expert), len(starts) - 1
+    most = most_blocks(rows, count, block)
+    sizes = jnp.diff(starts)
+    needed = -(-sizes // block)
+    first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(needed).astype(jnp.int32)])
+    of_block = jnp.repeat(jnp.arange(count, dtype=jnp.int32), needed, total_repeat_length=most)
+    # From the buffer to the rows ...
+    place = jnp.arange(most * block, dtype=jnp.int32)
+    owner = jnp.repeat(of_block, block)
+    within = place - first[owner] * block
+    used = (within < sizes[owner]) & (place < first[-1] * block)
+    row = jnp.where(used, starts[owner] + within, rows)
+    # ... and back.
+    known = jnp.minimum(expert, count - 1)
+    slot = first[known] * block + jnp.arange(rows, dtype=jnp.int32) - starts[known]
+    slot = jnp.where(expert < count, slot, most * block)
+    return Plan(blocks=Blocks(expert=of_block, first=first), row=row, slot=slot)
+
+
+def _take(x: jax.Array, index: jax.Array, fill: int) -> jax.Array:
+    return x.at[index].get(mode="fill", fill_value=fill)
+
+
+def rows_of(x: Float[Array, "R *A"], index: Int[Array, " P"]) -> Float[Array, "P *A"]:
+    """Returns x[index], zeros where the index is the number of rows."""
+    return x.at[index].get(mode="fill", fill_value=0)
+
+
+def float32_or_wider(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype that products of `dtype` are summed in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def activation(gate_up: Float[Array, "P M2"]) -> Float[Array, "P M"]:
+    """Returns silu(g) u of g and u side by side, computed in float32 and rounded once."""
+    gate, up = jnp.split(gate_up.astype(float32_or_wider(gate_up.dtype)), 2, axis=1)
+    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)

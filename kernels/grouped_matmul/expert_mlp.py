@@ -1,0 +1,97 @@
+"""The MLP of experts around a backend's products: plan, gather, products, combination, and its gradient.
+
+    y_t = sum_j w_tj h_tj Wd_c,   h_tj = silu(x_t Wg_c) (x_t Wu_c),   c = c_tj
+
+The gradient of w_tj is <dh_tj, h_tj> with dh_tj = dy_t Wd_c^T, so that no expert's output is kept. Both sums over j are
+gathers in float32: every result is the same bits each time.
+"""
+
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxrl_llm.kernels.grouped_matmul.definition import Call, Plan, float32_or_wider, plan_of_experts, rows_of
+
+Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def compute(backend: ModuleType, call: Call, inputs: Inputs) -> jax.Array:
+    """Returns y [n, D] of x [n, D], gate_up [E, D, 2, M], down [E, M, D], experts [n, k] and weights [n, k]."""
+    return _forward(backend, call, inputs, keep=False)[0]
+
+
+def _forward(backend: ModuleType, call: Call, inputs: Inputs, *, keep: bool) -> tuple[jax.Array, jax.Array | None]:
+    x, gate_up, down, experts, weights = inputs
+    plan = _plan(backend, call, experts)
+    rows = rows_of(x, _tokens(plan, experts))
+    hidden, gate = backend.gated(rows, _both(gate_up, x.dtype), plan.blocks, call, keep=keep)
+    out = backend.product(hidden, down.astype(x.dtype), plan.blocks, call)
+    return _combine(out, plan, weights, experts.shape, x.dtype), gate
+
+
+def _keep(backend: ModuleType, call: Call, inputs: Inputs) -> tuple[jax.Array, Any]:
+    out, gate = _forward(backend, call, inputs, keep=True)
+    return out, (inputs, checkpoint_name(gate, "expert_gate"))
+
+
+def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tuple[Any]:
+    (x, gate_up, down, experts, weights), gate = kept
+    plan = _plan(backend, call, experts)
+    tokens = _tokens(plan, experts)
+    rows, drows = rows_of(x, tokens), rows_of(dy.astype(x.dtype), tokens)
+    dhidden = backend.product(drows, down.astype(x.dtype), plan.blocks, call, transposed=True)
+    hidden, dgate, dweights = _activation_gradient(gate, dhidden, rows_of(weights.reshape(-1), plan.row))
+    ddown = backend.weight_gradient(hidden, drows, plan.blocks, call, down.dtype)
+    both = _both(gate_up, x.dtype)
+    dx = _combine(
+        backend.product(dgate, both, plan.blocks, call, transposed=True), plan, None, experts.shape, x.dtype
+    )
+    dgate_up = backend.weight_gradient(rows, dgate, plan.blocks, call, gate_up.dtype).reshape(gate_up.shape)
+    dweights = rows_of(dweights, plan.slot).reshape(experts.shape).astype(weights.dtype)
+    return ((dx, dgate_up, ddown, None, dweights),)
+
+
+compute.defvjp(_keep, _gradient)
+
+
+def _activation_gradient(
+    gate: jax.Array, dhidden: jax.Array, weight: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns w h [P, M], the gradient of g and u [P, 2 M], and <dh, h> [P], from dh of weight 1."""
+    wide = float32_or_wider(gate.dtype)
+    g, u = jnp.split(gate.astype(wide), 2, axis=1)
+    dh, w = dhidden.astype(wide), weight.astype(wide)[:, None]
+    share = jax.nn.sigmoid(g)
+    silu = g * share
+    dgate = jnp.concatenate([w * dh * u * (share + silu * (1 - share)), w * dh * silu], axis=1)
+    return (w * silu * u).astype(gate.dtype), dgate.astype(gate.dtype), (dh * silu * u).sum(axis=1)
+
+
+def _plan(backend: ModuleType, call: Call, experts: jax.Array) -> Plan:
+    return plan_of_experts(experts.reshape(-1), call.experts, backend.block_rows(call))
+
+
+def _tokens(plan: Plan, experts: jax.Array) -> jax.Array:
+    """Token of each row of the buffer; the number of tokens where it holds zeros."""
+    return plan.row // experts.shape[1]
+
+
+def _both(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """[E, D, 2, M] as [E, D, 2 M] in the dtype of the products."""
+    return gate_up.astype(dtype).reshape(*gate_up.shape[:2], -1)
+
+
+def _combine(
+    y: jax.Array, plan: Plan, weights: jax.Array | None, shape: tuple[int, ...], dtype: jnp.dtype
+) -> jax.Array:
+    """Returns sum_j w_tj y_tj [n, D] (w 1 where None), summed in float32 and rounded once."""
+    wide = float32_or_wider(dtype)
+    chosen = rows_of(y, plan.slot).reshape(*shape, -1).astype(wide)
+    if weights is not None:
+        chosen = chosen * weights.astype(wide)[..., None]
+    return chosen.sum(axis=1).astype(dtype)

@@ -1,0 +1,72 @@
+"""grouped_matmul on TPUs by JAX's megablox kernels, over the buffer's whole blocks.
+
+Blocks are megablox's tiles of rows, so that no tile is visited for two experts; its tiles divide the other axes, because
+its results are wrong where the contracted axis is no multiple of a tile.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox
+from jaxtyping import Array, Float
+
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation
+
+UNIT = 128  # lanes of a vector: what every axis of a tile must be a multiple of
+TILES = (1024, 512, 256, UNIT)
+
+
+def refusal(call: Call) -> str | None:
+    """Returns the reason why this backend cannot take the call, or None."""
+    if call.platform != "tpu":
+        return f"it runs on TPUs (got {call.platform})"
+    if call.dtype != "bfloat16":
+        return f"it takes bfloat16 (got {call.dtype})"
+    if call.width % UNIT or call.inner % UNIT:
+        return f"the rows' and the experts' widths must be multiples of {UNIT} (got {call.width} and {call.inner})"
+    return None
+
+
+def block_rows(call: Call) -> int:
+    """Returns the rows of a block: large tiles where an expert has many rows."""
+    return 512 if call.rows >= 2048 * call.experts else UNIT
+
+
+def product(
+    x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
+) -> Float[Array, "P B"]:
+    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
+    columns = w.shape[1 if transposed else 2]
+    tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(columns))
+    y: jax.Array = megablox.gmm(x, w, _sizes(x, blocks), x.dtype, tiling, transpose_rhs=transposed)
+    return y
+
+
+def gated(
+    x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
+    """Returns silu(g) u, and g and u side by side where `keep`."""
+    both = product(x, gate_up, blocks, call)
+    return activation(both), both if keep else None
+
+
+def weight_gradient(
+    x: Float[Array, "P A"], dy: Float[Array, "P B"], blocks: Blocks, call: Call, dtype: jnp.dtype
+) -> Float[Array, "E A B"]:
+    """Returns sum_p x_p dy_p^T over the rows of each expert."""
+    tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(dy.shape[1]))
+    dw: jax.Array = megablox.tgmm(x.T, dy, _sizes(x, blocks), dtype, tiling)
+    return dw
+
+
+def _rows(x: jax.Array, blocks: Blocks) -> int:
+    return x.shape[0] // len(blocks.expert)
+
+
+def _sizes(x: jax.Array, blocks: Blocks) -> jax.Array:
+    """Rows of the buffer that each expert has."""
+    return jnp.diff(blocks.first) * _rows(x, blocks)
+
+
+def _tile(length: int) -> int:
+    """Returns the largest of TILES that divides the axis."""
+    return next(size for size in TILES if length % size == 0)

@@ -1,0 +1,67 @@
+"""grouped_matmul by a loop over blocks of rows, each times its expert's weights: linear in the rows, on any device."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation, float32_or_wider
+
+# Blocks are as large as the padding of all experts allows to stay within a share of the rows.
+PADDING = 8  # rows of padding, on average at most 1 / PADDING of the rows
+LEAST, MOST = 8, 512
+
+
+def refusal(call: Call) -> str | None:
+    """Returns the reason why this backend cannot take the call, or None."""
+    return None
+
+
+def block_rows(call: Call) -> int:
+    """Returns the rows of a block: a power of two, half of it times the experts at most 1 / PADDING of the rows."""
+    most = max(2 * call.rows // (PADDING * call.experts), 1)
+    return min(max(1 << (most.bit_length() - 1), LEAST), MOST)
+
+
+def product(
+    x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
+) -> Float[Array, "P B"]:
+    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`; zeros in blocks not in use."""
+    size = x.shape[0] // len(blocks.expert)
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def one(i: Any, out: jax.Array) -> jax.Array:
+        weight = lax.dynamic_index_in_dim(w, blocks.expert[i], keepdims=False)
+        rows = lax.dynamic_slice_in_dim(x, i * size, size)
+        y = lax.dot_general(rows, weight, contract, preferred_element_type=float32_or_wider(x.dtype))
+        return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), i * size, axis=0)
+
+    columns = w.shape[1 if transposed else 2]
+    return lax.fori_loop(0, blocks.count, one, jnp.zeros((x.shape[0], columns), x.dtype))
+
+
+def gated(
+    x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
+    """Returns silu(g) u, and g and u side by side where `keep`."""
+    both = product(x, gate_up, blocks, call)
+    return activation(both), both if keep else None
+
+
+def weight_gradient(
+    x: Float[Array, "P A"], dy: Float[Array, "P B"], blocks: Blocks, call: Call, dtype: jnp.dtype
+) -> Float[Array, "E A B"]:
+    """Returns sum_p x_p dy_p^T over the rows of each expert, block after block."""
+    size = x.shape[0] // len(blocks.expert)
+    wide = float32_or_wider(x.dtype)
+
+    def one(i: Any, out: jax.Array) -> jax.Array:
+        rows = [lax.dynamic_slice_in_dim(part, i * size, size) for part in (x, dy)]
+        add = lax.dot_general(*rows, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        before = lax.dynamic_index_in_dim(out, blocks.expert[i], keepdims=False)
+        return lax.dynamic_update_index_in_dim(out, before + add, blocks.expert[i], axis=0)
+
+    shape = (call.experts, x.shape[1], dy.shape[1])
+    return lax.fori_loop(0, blocks.count, one, jnp.zeros(shape, wide)).astype(dtype)
