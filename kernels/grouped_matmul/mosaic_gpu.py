@@ -1,8 +1,389 @@
-"""grouped_matmul on Hopper by Pallas Mosaic GPU kernels."""
+"""grouped_matmul on Hopper by two Pallas Mosaic GPU kernels: products of rows and weights, and gradients of weights.
 
-from jaxrl_llm.kernels.grouped_matmul.definition import Call
+Both are one stream of tiles on a persistent grid of clusters that take items in turn. In a block one warpgroup moves
+pieces of both operands to shared memory by TMA (the second one's once for a cluster), two multiply them by wgmma, rows x
+columns float32 in registers each, and write a finished tile by way of shared memory while the next pieces arrive.
+
+    products   an item is a block of the buffer's rows, which one expert has, and some columns; the items of a block
+               follow each other, so that its rows and its expert's weights are in the L2 cache. W^T is W read
+               transposed from shared memory. With `gated` a tile has the same columns of g and of u, and silu(g) u
+               leaves with them.
+    gradients  an item is an expert, some columns of x and some of dy, over all rows of the expert; x is read
+               transposed from shared memory. An expert without rows writes zeros.
+
+Time follows the blocks in use, not the buffer. Nothing is summed across items: every result is the same bits each time.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call
+
+LOG2E = math.log2(math.e)
+SHARED_BYTES = 232448  # of one block on Hopper
+UNIT = 128  # what the widths must be multiples of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """Sizes of the kernels' tiles.
+
+    Attributes:
+      rows: rows of a warpgroup's tile of the result; a block has two, one above the other.
+      columns: columns of a tile.
+      depth: entries of the contracted axis that are moved and multiplied at once.
+      stages: pieces of `depth` on their way or in use.
+      cluster: blocks that share the second operand's pieces, 1 or 2.
+      slice_bytes: bytes of a row that leave at once.
+      multiprocessors: of the chip; None asks the device.
+    """
+
+    rows: int = 64
+    columns: int = 256
+    depth: int = 64
+    stages: int = 4
+    cluster: int = 2
+    slice_bytes: int = 128
+    multiprocessors: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses tiles that wgmma cannot take or shared memory cannot hold."""
+        if self.rows % 64 or self.columns not in (128, 256) or self.rows * self.columns > 2**14:
+            raise ValueError(f"rows must be a multiple of 64, columns 128 or 256, both at most 16384 (got {self})")
+        if self.cluster not in (1, 2) or self.depth % 64 or self.slice_bytes not in (32, 64, 128):
+            raise ValueError(f"cluster must be 1 or 2, depth a multiple of 64, slice_bytes 32 to 128 (got {self})")
+        stage = 2 * self.depth * (2 * self.rows + self.columns)
+        used = self.stages * stage + 2 * 2 * self.rows * self.slice_bytes + 1024
+        if used > SHARED_BYTES:
+            raise ValueError(f"{self} needs {used} bytes of shared memory of {SHARED_BYTES}: use fewer stages")
+
+    @property
+    def block(self) -> int:
+        """Rows of the result that a cluster makes at once."""
+        return self.cluster * 2 * self.rows
+
+    @property
+    def clusters(self) -> int:
+        """Clusters of the grid."""
+        chip = self.multiprocessors or dispatch.device().core_count
+        return max(chip // self.cluster, 1)
+
+    def fitting(self, columns: int, rows: int = 0) -> "Tiles":
+        """Returns tiles whose columns divide `columns`, and whose clusters' rows divide `rows`."""
+        narrow = self if columns % self.columns == 0 else replace(self, columns=UNIT)
+        return narrow if rows % self.block == 0 else replace(narrow, cluster=1)
+
+
+# Chosen when Tiles are not named: clusters share weights where an expert has the rows of several blocks.
+MANY, FEW = Tiles(), Tiles(cluster=1)
+
+
+def tiles_of(call: Call) -> Tiles:
+    """Returns the tiles for the call's rows an expert."""
+    return MANY if call.rows >= 4 * MANY.block * call.experts // 2 else FEW
 
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
+    if call.platform != "gpu":
+        return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
+    if dispatch.capability() != (9, 0):
+        return f"it needs compute capability 9.0, Hopper (got {dispatch.device().compute_capability})"
+    if call.dtype != "bfloat16":
+        return f"it takes bfloat16 (got {call.dtype})"
+    if call.width % UNIT or call.inner % UNIT:
+        return f"the rows' and the experts' widths must be multiples of {UNIT} (got {call.width} and {call.inner})"
+    return None
+
+
+def block_rows(call: Call) -> int:
+    """Returns the rows of a block of the buffer."""
+    return tiles_of(call).block
+
+
+def product(
+    x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
+) -> Float[Array, "P B"]:
+    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
+    columns = w.shape[1 if transposed else 2]
+    (y,) = products(x, w, blocks, tiles_of(call).fitting(columns), transposed=transposed)
+    return y
+
+
+def gated(
+    x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
+    """Returns silu(g) u, and g and u side by side where `keep`."""
+    out = products(x, gate_up, blocks, tiles_of(call), gate=True, keep=keep)
+    return out[0], out[1] if keep else None
+
+
+def weight_gradient(
+    x: Float[Array, "P A"], dy: Float[Array, "P B"], blocks: Blocks, call: Call, dtype: jnp.dtype
+) -> Float[Array, "E A B"]:
+    """Returns sum_p x_p dy_p^T over the rows of each expert, summed in float32 and rounded once."""
+    tiles = replace(tiles_of(call), cluster=2).fitting(dy.shape[1], rows=x.shape[1])
+    return gradients(x, dy, blocks, tiles, jnp.dtype(dtype))
+
+
+def products(
+    x: jax.Array,
+    w: jax.Array,
+    blocks: Blocks,
+    tiles: Tiles,
+    *,
+    transposed: bool = False,
+    gate: bool = False,
+    keep: bool = False,
+) -> list[jax.Array]:
+    """Returns [x W], or of W = [Wg, Wu] with `gate` [silu(x Wg) (x Wu)] and, where `keep`, [x Wg, x Wu] side by side."""
+    rows, width = x.shape
+    columns = w.shape[1 if transposed else 2]
+    steps, count = width // tiles.depth, columns // tiles.columns
+    half = tiles.columns // 2
+
+    def body(expert: Any, used: Any, x: Any, w: Any, *rest: Any) -> None:
+        outputs, out, stream = rest[: len(shapes)], rest[len(shapes)], rest[len(shapes) + 1 :]
+
+        def item(index: Any) -> tuple[Any, ...]:
+            block = lax.div(index, count)
+            return expert[block], block * tiles.block, lax.rem(index, count), 0, steps
+
+        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
+            e, row, n, *_ = of
+            depth = pl.ds(k * tiles.depth, tiles.depth)
+            mine = x.at[pl.ds(row + rank * (2 * tiles.rows), 2 * tiles.rows), depth], stream[0].at[slot], False
+            if gate:
+                sides = [(w.at[e, depth, pl.ds(i * (columns // 2) + n * half, half)], i) for i in (0, 1)]
+                return [mine, *((part, stream[1].at[slot, i], True) for part, i in sides)]
+            part = pl.ds(n * tiles.columns, tiles.columns)
+            return [mine, (w.at[e, part, depth] if transposed else w.at[e, depth, part], stream[1].at[slot], True)]
+
+        def operands(slot: Any, wg: Any) -> tuple[Any, list[Any]]:
+            mine = stream[0].at[slot, pl.ds(wg * tiles.rows, tiles.rows)]
+            if gate:
+                return mine, [stream[1].at[slot, i] for i in (0, 1)]
+            weights = stream[1].at[slot]
+            return mine, [weights.transpose((1, 0)) if transposed else weights]
+
+        def finish(z: Any, of: Any, row: Any, wg: Any) -> None:
+            n, leave = of[2], _Leave(out, wg, pl.ds(of[1] + row, tiles.rows))
+            wide = out.shape[-1]
+            for j in range(0, z[0].shape[1], wide):
+                if not gate:
+                    leave(z[0][:, j : j + wide], outputs[0], n * tiles.columns + j)
+                    continue
+                g, u = (side[:, j : j + wide] for side in z)
+                leave(g * u / (1 + jnp.exp2(g * -LOG2E)), outputs[0], n * half + j)
+                if keep:
+                    leave(g, outputs[1], n * half + j)
+                    leave(u, outputs[1], columns // 2 + n * half + j)
+
+        widths = [half, half] if gate else [tiles.columns]
+        _stream(tiles, used[0] * count, stream[2:], (item, pieces, operands, finish, widths))
+
+    shapes = [columns // 2, *([columns] if keep else [])] if gate else [columns]
+    out_types = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in shapes]
+    second = (2, tiles.depth, half) if gate else (tiles.depth, tiles.columns)
+    pieces = (2 * tiles.rows, tiles.depth), second[::-1] if transposed else second
+    run = _kernel(body, out_types, tiles, pieces, copies=3 if gate else 2)
+    return list(run(blocks.expert, jnp.reshape(blocks.count, 1), x, w))
+
+
+def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: Any) -> jax.Array:
+    """Returns x^T dy [E, A, B] over the rows of each expert."""
+    experts, size = len(blocks.first) - 1, x.shape[0] // len(blocks.expert)
+    across, count = x.shape[1] // tiles.block, dy.shape[1] // tiles.columns
+
+    def body(first: Any, x: Any, dy: Any, dw: Any, out: Any, *stream: Any) -> None:
+        def item(index: Any) -> tuple[Any, ...]:
+            e = lax.div(index, across * count)
+            within = index - e * (across * count)
+            begin, end = first[e] * size, first[e + 1] * size
+            n = lax.div(within, across)
+            return e, (within - n * across) * tiles.block, n, begin, lax.div(end - begin, tiles.depth)
+
+        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
+            depth = pl.ds(of[3] + k * tiles.depth, tiles.depth)
+            mine = x.at[depth, pl.ds(of[1] + rank * (2 * tiles.rows), 2 * tiles.rows)]
+            part = dy.at[depth, pl.ds(of[2] * tiles.columns, tiles.columns)]
+            return [(mine, stream[0].at[slot], False), (part, stream[1].at[slot], True)]
+
+        def operands(slot: Any, wg: Any) -> tuple[Any, list[Any]]:
+            mine = stream[0].at[slot, :, pl.ds(wg * tiles.rows, tiles.rows)]
+            return mine.transpose((1, 0)), [stream[1].at[slot]]
+
+        def finish(z: Any, of: Any, row: Any, wg: Any) -> None:
+            leave = _Leave(out, wg, pl.ds(of[1] + row, tiles.rows))
+            wide = out.shape[-1]
+            for j in range(0, tiles.columns, wide):
+                leave(z[0][:, j : j + wide], dw.at[of[0]], of[2] * tiles.columns + j)
+
+        _stream(tiles, experts * across * count, stream[2:], (item, pieces, operands, finish, [tiles.columns]))
+
+    out_type = [jax.ShapeDtypeStruct((experts, x.shape[1], dy.shape[1]), dtype)]
+    shapes = (tiles.depth, 2 * tiles.rows), (tiles.depth, tiles.columns)
+    return _kernel(body, out_type, tiles, shapes, copies=2)(blocks.first, x, dy)[0]
+
+
+class _Leave:
+    """Writes slices of a warpgroup's tile to device memory by way of two buffers `out` [2, 2, rows, slice] of shared memory."""
+
+    def __init__(self, out: Any, wg: Any, rows: Any) -> None:
+        self.out, self.wg, self.rows, self.turn = out, wg, rows, 0
+
+    def __call__(self, part: Any, to: Any, column: Any) -> None:
+        here = self.out.at[self.wg, self.turn]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        here[...] = part.astype(self.out.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(here, to.at[self.rows, pl.ds(column, part.shape[1])])
+        self.turn = 1 - self.turn
+
+
+def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the layout of wgmma's operands and of TMA."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
+    transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _kernel(
+    body: Callable[..., None],
+    out_types: list[Any],
+    tiles: Tiles,
+    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    copies: int,
+) -> Callable[..., Any]:
+    """Returns a kernel; `body` takes inputs, outputs, the buffers that a tile leaves by, then the stream's buffers and barriers."""
+    shared = tiles.cluster > 1
+    dtype = out_types[0].dtype
+    wide = tiles.slice_bytes // jnp.dtype(dtype).itemsize
+
+    def freed(**sizes: int) -> Any:
+        # A shared piece is free when both blocks of the cluster are done with it.
+        return plgpu.ClusterBarrier(collective_axes=("block",), **sizes) if shared else plgpu.Barrier(**sizes)
+
+    scratch = [
+        _swizzled((2, 2, tiles.rows, wide), dtype),
+        *(_swizzled((tiles.stages, *shape), jnp.bfloat16) for shape in pieces),
+        plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
+        freed(num_arrivals=2, num_barriers=tiles.stages),
+    ]
+    run: Callable[..., Any] = plgpu.kernel(
+        body,
+        out_type=out_types,
+        scratch_types=scratch,
+        grid=(tiles.clusters,),
+        grid_names=("clusters",),
+        cluster=(tiles.cluster,) if shared else (),
+        cluster_names=("block",) if shared else (),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )
+    return run
+
+
+def _stream(tiles: Tiles, items: Any, barriers: Any, work: Any) -> None:
+    """Runs the cluster's share of `items`.
+
+    Of `work`: `item(index)`, whose last entry is its number of pieces; `pieces(item, k, rank, slot)` gives
+    (source, buffer, shared) of each copy; `operands(slot, wg)` gives the left operand and the right ones that lie side by
+    side, `widths` columns each; `finish(z, item, row, wg)` takes their tiles, whose first row is `row` from the item's own.
+    """
+    item, pieces, operands, finish, widths = work
+    full, free = barriers
+    cluster, wg = lax.axis_index("clusters"), lax.axis_index("warpgroup")
+    rank = lax.axis_index("block") if tiles.cluster > 1 else 0
+    mine = lax.div(items - cluster + tiles.clusters - 1, tiles.clusters)
+
+    def over_items(run: Callable[..., Any]) -> Any:
+        return lax.fori_loop(0, mine, lambda i, step: run(item(cluster + i * tiles.clusters), step), jnp.int32(0))
+
+    @pl.when(wg < 2)
+    def _compute() -> None:
+        plgpu.set_max_registers(232, action="increase")
+
+        def one(of: Any, step: Any) -> Any:
+            z = _multiply(step, of[-1], wg, tiles, (operands, widths, full, free))
+            finish(z, of, rank * (2 * tiles.rows) + wg * tiles.rows, wg)
+            return step + of[-1]
+
+        over_items(one)
+        plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(wg == 2)
+    def _move() -> None:
+        plgpu.set_max_registers(40, action="decrease")
+
+        def one(of: Any, step: Any) -> Any:
+            return _load(step, of, rank, tiles, (pieces, full, free))
+
+        end = over_items(one)
+        # The other block of the cluster may not arrive at the barriers of a block that has left.
+        begin = jnp.maximum(end - tiles.stages, 0)
+        lax.fori_loop(begin, end, lambda s, _: plgpu.barrier_wait(free.at[lax.rem(s, tiles.stages)]), None)
+
+
+def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, work: Any) -> Any:
+    """Returns the warpgroup's tiles [rows, width], from the pieces `step` and on."""
+    operands, widths, full, free = work
+
+    def slot(s: Any) -> Any:
+        return lax.rem(s, tiles.stages)
+
+    def multiply(*sums: Any) -> Any:
+        def add(k: Any, _: None) -> None:
+            here = slot(step + k)
+            plgpu.barrier_wait(full.at[here])
+            left, right = operands(here, wg)
+            for part, side in zip(sums, right):
+                plgpu.wgmma(part, left, side)
+            # The piece's products stay under way; the piece before it is free.
+            plgpu.wgmma_wait(len(right))
+
+            @pl.when(k > 0)
+            def _release() -> None:
+                plgpu.barrier_arrive(free.at[slot(step + k - 1)])
+
+        lax.fori_loop(0, steps, add, None)
+        plgpu.wgmma_wait(0)
+
+        @pl.when(steps > 0)
+        def _release() -> None:
+            plgpu.barrier_arrive(free.at[slot(step + steps - 1)])
+
+        return [part[...] for part in sums]
+
+    return pl.run_scoped(multiply, *(plgpu.ACC((tiles.rows, width), jnp.float32) for width in widths))
+
+
+def _load(step: Any, of: Any, rank: Any, tiles: Tiles, work: Any) -> Any:
+    """Moves the pieces of an item; returns the next step."""
+    pieces, full, free = work
+
+    def piece(k: Any, step: Any) -> Any:
+        slot = lax.rem(step, tiles.stages)
+
+        @pl.when(step >= tiles.stages)
+        def _wait() -> None:
+            plgpu.barrier_wait(free.at[slot])
+
+        for source, buffer, shared in pieces(of, k, rank, slot):
+            together = "block" if shared and tiles.cluster > 1 else None
+            plgpu.copy_gmem_to_smem(source, buffer, full.at[slot], collective_axes=together)
+        return step + 1
+
+    return lax.fori_loop(0, of[-1], piece, step)
