@@ -87,7 +87,7 @@ def plan_of_experts(experts: Int[Array, " R"], count: int, block: int) -> Plan:
     key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     expert = key[order]
-    starts = jnp.searchsorted(expert, jnp.arange(count + 1, dtype=jnp.int32)).astype(jnp.int32)
+    starts = jnp.searchsorted(expert, jnp.arange(count + 1), method="scan_unrolled").astype(jnp.int32)
     plan = _plan(starts, expert, block)
     slot = jnp.zeros_like(order).at[order].set(plan.slot, unique_indices=True)
     return plan._replace(row=_take(order, plan.row, len(order)), slot=slot)

@@ -48,9 +48,7 @@ def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tupl
     hidden, dgate, dweights = _activation_gradient(gate, dhidden, rows_of(weights.reshape(-1), plan.row))
     ddown = backend.weight_gradient(hidden, drows, plan.blocks, call, down.dtype)
     both = _both(gate_up, x.dtype)
-    dx = _combine(
-        backend.product(dgate, both, plan.blocks, call, transposed=True), plan, None, experts.shape, x.dtype
-    )
+    dx = _combine(backend.product(dgate, both, plan.blocks, call, transposed=True), plan, None, experts.shape, x.dtype)
     dgate_up = backend.weight_gradient(rows, dgate, plan.blocks, call, gate_up.dtype).reshape(gate_up.shape)
     dweights = rows_of(dweights, plan.slot).reshape(experts.shape).astype(weights.dtype)
     return ((dx, dgate_up, ddown, None, dweights),)

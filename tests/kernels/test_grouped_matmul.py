@@ -74,7 +74,7 @@ def arrays(tokens=37, chosen=3, count=6, width=16, inner=12, dtype=np.float32, s
     x, dy = (rng.normal(size=(tokens, width)).astype(dtype) for _ in range(2))
     gate_up = (rng.normal(size=(count, width, 2, inner)) * width**-0.5).astype(dtype)
     down = (rng.normal(size=(count, inner, width)) * inner**-0.5).astype(dtype)
-    return *map(jnp.asarray, (x, gate_up, down, experts.astype(np.int32), weights, dy)),
+    return (*map(jnp.asarray, (x, gate_up, down, experts.astype(np.int32), weights, dy)),)
 
 
 @pytest.mark.parametrize("backend", ["xla", "reference"])
@@ -118,7 +118,9 @@ def test_a_kept_expert_gate_spares_the_first_product_of_the_backward_pass():
     kept = jax.checkpoint_policies.save_only_these_names("expert_gate")
     # dx and dW of both products, and the first product itself where its result is not kept.
     assert loops(jax.checkpoint_policies.nothing_saveable) - loops(kept) == 0
-    jaxpr = jax.make_jaxpr(jax.grad(lambda *a: jax.checkpoint(lambda *b: expert_mlp(*b[:3], experts, b[3]).sum(), policy=kept)(*a)))
+    jaxpr = jax.make_jaxpr(
+        jax.grad(lambda *a: jax.checkpoint(lambda *b: expert_mlp(*b[:3], experts, b[3]).sum(), policy=kept)(*a))
+    )
     assert "expert_gate" in str(jaxpr(x, gate_up, down, weights))
 
 
