@@ -22,11 +22,11 @@ import numpy as np
 
 sys.path.insert(0, __file__.rpartition("/")[0] + "/kernels")
 
-from grouped_matmul_float64 import grouped, mlp, wide  # noqa: E402
+from grouped_matmul_float64 import grouped, mlp, wide
 
-from jaxrl_llm.kernels import dispatch  # noqa: E402
-from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu, xla  # noqa: E402
-from jaxrl_llm.kernels.timing import timed  # noqa: E402
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu, xla
+from jaxrl_llm.kernels.timing import timed
 
 EXPERTS, WIDTH, INNER, CHOSEN = 128, 2048, 768, 8
 SHAPES = ((512, 4, 128, 256), (1500, 16, 256, 384), (3000, 8, 384, 128), (4096, 128, 256, 256))  # R, E, A, B

@@ -6,7 +6,7 @@ its results are wrong where the contracted axis is no multiple of a tile.
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.megablox import gmm as megablox
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation
@@ -37,7 +37,7 @@ def product(
     """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
     columns = w.shape[1 if transposed else 2]
     tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(columns))
-    y: jax.Array = megablox.gmm(x, w, _sizes(x, blocks), x.dtype, tiling, transpose_rhs=transposed)
+    y: jax.Array = gmm(x, w, _sizes(x, blocks), x.dtype, tiling, transpose_rhs=transposed)
     return y
 
 
@@ -54,7 +54,7 @@ def weight_gradient(
 ) -> Float[Array, "E A B"]:
     """Returns sum_p x_p dy_p^T over the rows of each expert."""
     tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(dy.shape[1]))
-    dw: jax.Array = megablox.tgmm(x.T, dy, _sizes(x, blocks), dtype, tiling)
+    dw: jax.Array = tgmm(x.T, dy, _sizes(x, blocks), dtype, tiling)
     return dw
 
 
