@@ -2,8 +2,8 @@
 
 One JSON line a backend and pass on stdout. Times are medians of short groups of queued calls, after warm-up.
 token_stats counts 2 T D V FLOPs forward and 8 T D V forward and backward (logits once more, two gradients), by whatever
-number a backend really computes; attention half the square, and 3.5 forwards for both passes; log_softmax_entropy the
-bytes that must be moved. Each op is set against its ceiling: a bare product, or a copy. `temp_mib` is what the compiled
+number a backend really computes; attention half the square, and 3.5 forwards for both passes; grouped_matmul the experts'
+MLP, 6 R D M forward and 18 R D M forward and backward; log_softmax_entropy the bytes that must be moved. Each op is set against its ceiling: a bare product, or a copy. `temp_mib` is what the compiled
 program needs beyond its inputs and outputs; `peak_mib` the device's high-water mark of the process so far. Peers run
 first, in processes of their own. With --check a row a backend of token_stats states its errors against `reference` in
 float32, a block of tokens at a time, and whether a second call gives the same bits.
@@ -29,6 +29,8 @@ from jaxrl_llm.distributed import compilation_cache, xla_flags
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention_api
 from jaxrl_llm.kernels.attention import specs as attention_specs
+from jaxrl_llm.kernels.grouped_matmul import api as grouped_api
+from jaxrl_llm.kernels.grouped_matmul import specs as grouped_specs
 from jaxrl_llm.kernels.log_softmax_entropy import api as logits_api
 from jaxrl_llm.kernels.log_softmax_entropy import specs as logits_specs
 from jaxrl_llm.kernels.log_softmax_entropy import triton as logits_triton
@@ -258,10 +260,50 @@ def attention_work(
         yield Work(backend=backend, passes="full", function=full, args=args, amount=3.5 * amount, unit="TFLOP/s")
 
 
+def grouped_matmul_work(
+    spec: grouped_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
+) -> Iterator[Work]:
+    """Yields the MLP of experts of each backend that takes the call, tokens spread at random, and a dense product of its rows."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = [
+        (spec.tokens, spec.width),
+        (spec.experts, spec.width, 2, spec.inner),
+        (spec.experts, spec.inner, spec.width),
+    ]
+    scales = (1.0, spec.width**-0.5, spec.inner**-0.5)
+    x, gate_up, down = (
+        (jax.random.normal(key, shape, dtype) * scale).astype(dtype) for key, shape, scale in zip(keys, shapes, scales)
+    )
+    rows = spec.tokens * spec.chosen
+    amount = 6.0 * rows * spec.width * spec.inner
+    wide = jax.random.normal(keys[3], (rows, spec.width), dtype)
+    yield Work(
+        backend="bare product",
+        passes="forward",
+        function=lambda x, w: x @ w,
+        args=(wide, gate_up[0].reshape(spec.width, -1)),
+        amount=4.0 * rows * spec.width * spec.inner,
+        unit="TFLOP/s",
+    )
+    first = jax.random.randint(keys[4], (spec.tokens, 1), 0, spec.experts)
+    experts = (first + jnp.arange(spec.chosen) * (spec.experts // spec.chosen)) % spec.experts
+    args = (x, gate_up, down, jnp.full(experts.shape, 1 / spec.chosen))
+    call = grouped_api.call_of(x, rows, spec.experts, spec.inner, gated=True)
+    for backend in [b for b in grouped_api.BACKENDS if dispatch.supports("grouped_matmul", b, call)]:
+
+        def forward(x: Any, gate_up: Any, down: Any, weights: Any, backend: str = backend) -> jax.Array:
+            return grouped_api.expert_mlp(x, gate_up, down, experts, weights, backend=backend)
+
+        full = jax.value_and_grad(lambda *a, f=forward: f(*a).astype(jnp.float32).sum(), argnums=(0, 1, 2, 3))
+        yield Work(backend=backend, passes="forward", function=forward, args=args, amount=amount, unit="TFLOP/s")
+        yield Work(backend=backend, passes="full", function=full, args=args, amount=3 * amount, unit="TFLOP/s")
+
+
 OPS: dict[str, tuple[Callable[..., Iterator[Work]], dict[str, Any]]] = {
     "token_stats": (token_stats_work, stats_specs.SPECS),
     "log_softmax_entropy": (log_softmax_entropy_work, logits_specs.SPECS),
     "attention": (attention_work, attention_specs.SPECS),
+    "grouped_matmul": (grouped_matmul_work, grouped_specs.SPECS),
 }
 
 
@@ -289,7 +331,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
             parser.error(f"unknown --spec={name} of {args.op}: use some of {', '.join(specs)}")
     if args.runs < 10:
         parser.error(f"--runs={args.runs} is too few for a median: use at least 10")
-    if (args.op != "token_stats" and args.check) or (args.op == "attention" and args.tiles):
+    if (args.op != "token_stats" and args.check) or (args.op in ("attention", "grouped_matmul") and args.tiles):
         parser.error("--check is of --op=token_stats, --tiles of it and of --op=log_softmax_entropy")
     return args
 

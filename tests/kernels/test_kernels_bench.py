@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl_llm.kernels import bench, peers
 from jaxrl_llm.kernels.attention.specs import Spec as AttentionSpec
+from jaxrl_llm.kernels.grouped_matmul.specs import Spec as GroupedSpec
 from jaxrl_llm.kernels.log_softmax_entropy.specs import Spec as LogitsSpec
 from jaxrl_llm.kernels.token_stats.mosaic_gpu import Tiles
 from jaxrl_llm.kernels.token_stats.specs import Spec
@@ -15,6 +16,7 @@ TINY = {
     "token_stats": Spec(tokens=16, width=8, vocabulary=40),
     "log_softmax_entropy": LogitsSpec(tokens=16, vocabulary=40),
     "attention": AttentionSpec(batch=2, length=16, heads=4, kv_heads=2, width=4, segments=2, window=6),
+    "grouped_matmul": GroupedSpec(tokens=16, experts=4, chosen=2, width=8, inner=12),
 }
 
 
@@ -30,6 +32,9 @@ AMOUNTS = {
     # 2 rows of 2 segments of 8 tokens, of which 6 are seen: 8 x 6 - 18 = 30 pairs each.
     ("attention", "forward"): ("TFLOP/s", 4 * 2 * 2 * 30 * 4 * 4 / 1e12),
     ("attention", "full"): ("TFLOP/s", 14 * 2 * 2 * 30 * 4 * 4 / 1e12),
+    # 32 rows of three products of 8 x 12.
+    ("grouped_matmul", "forward"): ("TFLOP/s", 2 * 32 * 3 * 8 * 12 / 1e12),
+    ("grouped_matmul", "full"): ("TFLOP/s", 6 * 32 * 3 * 8 * 12 / 1e12),
     ("log_softmax_entropy", "forward"): ("GB/s", 4 * 16 * 40 / 1e9),
     ("log_softmax_entropy", "full"): ("GB/s", 3 * 4 * 16 * 40 / 1e9),
 }
@@ -44,6 +49,7 @@ def test_every_backend_has_a_row_a_pass_with_the_rate_of_the_convention(op, caps
         "token_stats": {"xla", "reference"},
         "log_softmax_entropy": {"xla", "reference"},
         "attention": {"blocked", "reference"},
+        "grouped_matmul": {"xla", "reference"},
     }
     assert {row["backend"] for row in ours} == names[op]
     for row in ours:
