@@ -45,6 +45,7 @@ class Tiles:
       stages: pieces of `depth` on their way or in use.
       cluster: blocks that share the second operand's pieces, 1 or 2.
       slice_bytes: bytes of a row that leave at once.
+      buffers: slices of a warpgroup that are on their way out at most.
       multiprocessors: of the chip; None asks the device.
     """
 
@@ -54,6 +55,7 @@ class Tiles:
     stages: int = 4
     cluster: int = 2
     slice_bytes: int = 128
+    buffers: int = 2
     multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
@@ -63,7 +65,7 @@ class Tiles:
         if self.cluster not in (1, 2) or self.depth % 64 or self.slice_bytes not in (32, 64, 128):
             raise ValueError(f"cluster must be 1 or 2, depth a multiple of 64, slice_bytes 32 to 128 (got {self})")
         stage = 2 * self.depth * (2 * self.rows + self.columns)
-        used = self.stages * stage + 2 * 2 * self.rows * self.slice_bytes + 1024
+        used = self.stages * stage + 2 * self.buffers * self.rows * self.slice_bytes + 1024
         if used > SHARED_BYTES:
             raise ValueError(f"{self} needs {used} bytes of shared memory of {SHARED_BYTES}: use fewer stages")
 
@@ -196,7 +198,8 @@ def products(
     out_types = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in shapes]
     second = (2, tiles.depth, half) if gate else (tiles.depth, tiles.columns)
     pieces = (2 * tiles.rows, tiles.depth), second[::-1] if transposed else second
-    run = _kernel(body, out_types, tiles, pieces, copies=3 if gate else 2)
+    leaving = _leaving(tiles, half * (3 if keep else 1) if gate else tiles.columns, x.dtype)
+    run = _kernel(body, out_types, tiles, (*pieces, leaving), copies=3 if gate else 2)
     return list(run(blocks.expert, jnp.reshape(blocks.count, 1), x, w))
 
 
@@ -232,23 +235,34 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
         _stream(tiles, experts * across * count, stream[2:], (item, pieces, operands, finish, [tiles.columns]))
 
     out_type = [jax.ShapeDtypeStruct((experts, x.shape[1], dy.shape[1]), dtype)]
-    shapes = (tiles.depth, 2 * tiles.rows), (tiles.depth, tiles.columns)
-    return _kernel(body, out_type, tiles, shapes, copies=2)(blocks.first, x, dy)[0]
+    pieces = (tiles.depth, 2 * tiles.rows), (tiles.depth, tiles.columns)
+    leaving = _leaving(tiles, tiles.columns, dtype)
+    return _kernel(body, out_type, tiles, (*pieces, leaving), copies=2)(blocks.first, x, dy)[0]
+
+
+def _leaving(tiles: Tiles, columns: int, dtype: Any) -> tuple[int, int, int, int]:
+    """Shape of the shared memory by which `columns` columns of each warpgroup leave at every item.
+
+    The number of buffers divides that of the slices, so that each item begins with the first one and takes them in turn.
+    """
+    wide = tiles.slice_bytes // jnp.dtype(dtype).itemsize
+    buffers = next(n for n in range(tiles.buffers, 0, -1) if columns // wide % n == 0)
+    return 2, buffers, tiles.rows, wide
 
 
 class _Leave:
-    """Writes slices of a warpgroup's tile to device memory by way of two buffers `out` [2, 2, rows, slice] of shared memory."""
+    """Writes slices of a warpgroup's tile to device memory by way of buffers `out` [2, buffers, rows, slice] in shared memory."""
 
     def __init__(self, out: Any, wg: Any, rows: Any) -> None:
         self.out, self.wg, self.rows, self.turn = out, wg, rows, 0
 
     def __call__(self, part: Any, to: Any, column: Any) -> None:
         here = self.out.at[self.wg, self.turn]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(self.out.shape[1] - 1, wait_read_only=True)
         here[...] = part.astype(self.out.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(here, to.at[self.rows, pl.ds(column, part.shape[1])])
-        self.turn = 1 - self.turn
+        self.turn = (self.turn + 1) % self.out.shape[1]
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
@@ -263,21 +277,23 @@ def _kernel(
     body: Callable[..., None],
     out_types: list[Any],
     tiles: Tiles,
-    pieces: tuple[tuple[int, ...], tuple[int, ...]],
+    shapes: tuple[tuple[int, ...], ...],
     copies: int,
 ) -> Callable[..., Any]:
-    """Returns a kernel; `body` takes inputs, outputs, the buffers that a tile leaves by, then the stream's buffers and barriers."""
+    """Returns a kernel; `body` takes inputs, outputs, the buffers that a tile leaves by, then the stream's buffers and barriers.
+
+    `shapes` are those of a piece of each operand, and of the buffers by which a tile leaves.
+    """
     shared = tiles.cluster > 1
     dtype = out_types[0].dtype
-    wide = tiles.slice_bytes // jnp.dtype(dtype).itemsize
 
     def freed(**sizes: int) -> Any:
         # A shared piece is free when both blocks of the cluster are done with it.
         return plgpu.ClusterBarrier(collective_axes=("block",), **sizes) if shared else plgpu.Barrier(**sizes)
 
     scratch = [
-        _swizzled((2, 2, tiles.rows, wide), dtype),
-        *(_swizzled((tiles.stages, *shape), jnp.bfloat16) for shape in pieces),
+        _swizzled(shapes[-1], dtype),
+        *(_swizzled((tiles.stages, *shape), jnp.bfloat16) for shape in shapes[:-1]),
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
         freed(num_arrivals=2, num_barriers=tiles.stages),
     ]
