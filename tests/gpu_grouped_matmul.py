@@ -25,11 +25,12 @@ sys.path.insert(0, __file__.rpartition("/")[0] + "/kernels")
 from grouped_matmul_float64 import grouped, mlp, wide
 
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu, xla
+from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu, triton_rows, xla
 from jaxrl_llm.kernels.timing import timed
 
 EXPERTS, WIDTH, INNER, CHOSEN = 128, 2048, 768, 8
-SHAPES = ((512, 4, 128, 256), (1500, 16, 256, 384), (3000, 8, 384, 128), (4096, 128, 256, 256))  # R, E, A, B
+# R, E, A, B: few rows an expert, and many, whose blocks work in pairs.
+SHAPES = ((1500, 16, 256, 384), (4096, 128, 256, 256), (3000, 4, 384, 256), (5000, 8, 256, 640))
 NAMES = ("balanced", "check", "ragged", "small", "one")
 BAD: list[str] = []
 
@@ -95,11 +96,11 @@ def check_products(backend: str, draws: int) -> dict[str, Any]:
     return {"draws": draws, "roundings": round(worst, 3), "repeats": same}
 
 
-def check_mlp(backend: str) -> dict[str, Any]:
+def check_mlp(backend: str, experts: int) -> dict[str, Any]:
     """Relative norms of the errors of the expert MLP's output and gradients."""
-    rng, (tokens, chosen, experts, width, inner) = np.random.default_rng(1), (600, 3, 16, 256, 128)
-    ids = np.stack([rng.choice(experts - 1, chosen, replace=False) for _ in range(tokens)]).astype(np.int32)
-    ids[7] = experts
+    rng, (tokens, chosen, width, inner) = np.random.default_rng(1), (800, 3, 256, 256)
+    ids = np.stack([rng.choice(experts, chosen, replace=False) for _ in range(tokens)]).astype(np.int32)
+    ids[7] = experts  # a token of none
     x, dy = (jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16) for _ in range(2))
     gate_up = jnp.asarray(rng.normal(size=(experts, width, 2, inner)) * width**-0.5, jnp.bfloat16)
     down = jnp.asarray(rng.normal(size=(experts, inner, width)) * inner**-0.5, jnp.bfloat16)
@@ -156,7 +157,7 @@ def kernels(rows: int, sizes: np.ndarray, tiles: mosaic_gpu.Tiles) -> Iterator[t
     plan = jax.jit(functools.partial(definition.plan_of_sizes, rows=rows, block=tiles.block))(jnp.asarray(sizes))
     blocks, padded = plan.blocks, len(plan.row)
     first, second = 2.0 * rows * WIDTH * 2 * INNER, 2.0 * rows * WIDTH * INNER
-    used = jnp.arange(padded)[:, None] < blocks.count * tiles.block
+    used = jnp.arange(padded)[:, None] < blocks.used * tiles.block
     x, both, hidden = (jnp.where(used, normal(i, padded, n), 0) for i, n in enumerate((WIDTH, 2 * INNER, INNER)))
     w13, w2 = normal(4, EXPERTS, WIDTH, 2 * INNER), normal(5, EXPERTS, INNER, WIDTH)
     run, turn = (
@@ -201,11 +202,12 @@ def layer(rows: int, sizes: np.ndarray, backend: str) -> Iterator[tuple[str, flo
     plan = jax.jit(make)(ids.reshape(-1))
     y, gate = normal(6, len(plan.row), WIDTH), normal(7, len(plan.row), 2 * INNER)
     yield "plan", 0, make, (ids.reshape(-1),)
-    yield "gather", 0, lambda x, row: definition.rows_of(x, row // CHOSEN), (x, plan.row)
+    yield "spread", 0, triton_rows.spread, (x, plan)
+    yield "gather", 0, definition.spread, (x, plan)
     combine = lambda y, w: expert_mlp._combine(y, plan, w, ids.shape, x.dtype)  # noqa: E731
     yield "combine", 0, combine, (y, weights)
-    bend = lambda gate, dh, w: expert_mlp._activation_gradient(gate, dh, definition.rows_of(w.reshape(-1), plan.row))  # noqa: E731
-    yield "gradient of the activation", 0, bend, (gate, y[:, :INNER], weights)
+    weight = jnp.full(len(plan.row), 1 / CHOSEN)
+    yield "gradient of the activation", 0, definition.activation_gradient, (gate, y[:, :INNER], weight)
 
 
 def others(rows: int, sizes: np.ndarray) -> Iterator[tuple[str, float, Any, tuple[Any, ...]]]:
@@ -263,7 +265,8 @@ def check(options: argparse.Namespace) -> None:
     backends = [b for b in ("mosaic_gpu", "xla") if dispatch.supports("grouped_matmul", b, call)]
     for backend in backends:
         attempt(f"check products, {backend}", functools.partial(check_products, backend, 40 if options.quick else 200))
-        attempt(f"check mlp, {backend}", functools.partial(check_mlp, backend))
+        for experts in (4, 16):
+            attempt(f"check mlp of {experts}, {backend}", functools.partial(check_mlp, backend, experts))
 
 
 def main() -> int:

@@ -95,7 +95,7 @@ def call_of(x: Float[Array, "R A"], rows: int, experts: int, inner: int, *, gate
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _multiply(backend: ModuleType, call: Call, x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     plan = _plan(backend, call, sizes)
-    y = backend.product(rows_of(x, plan.row), w.astype(x.dtype), plan.blocks, call)
+    y = backend.product(backend.spread(x, plan, call), w.astype(x.dtype), plan.blocks, call)
     return rows_of(y, plan.slot)
 
 
@@ -106,7 +106,7 @@ def _keep(backend: ModuleType, call: Call, x: jax.Array, w: jax.Array, sizes: ja
 def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = kept
     plan = _plan(backend, call, sizes)
-    rows, drows = (rows_of(part, plan.row) for part in (x, dy))
+    rows, drows = (backend.spread(part, plan, call) for part in (x, dy))
     dx = backend.product(drows, w.astype(x.dtype), plan.blocks, call, transposed=True)
     dw = backend.weight_gradient(rows, drows, plan.blocks, call, w.dtype)
     return rows_of(dx, plan.slot), dw, None

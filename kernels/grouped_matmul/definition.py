@@ -44,13 +44,15 @@ class Blocks(NamedTuple):
     Attributes:
       expert: int32 [N], expert of each block; any expert past the last block in use.
       first: int32 [E + 1], first block of each expert, and the number of blocks in use.
+      sizes: int32 [E], rows of each expert that are no padding; they come first.
     """
 
     expert: jax.Array
     first: jax.Array
+    sizes: jax.Array
 
     @property
-    def count(self) -> jax.Array:
+    def used(self) -> jax.Array:
         """Number of blocks in use, int32."""
         return self.first[-1]
 
@@ -111,7 +113,7 @@ def _plan(starts: jax.Array, expert: jax.Array, block: int) -> Plan:
     known = jnp.minimum(expert, count - 1)
     slot = first[known] * block + jnp.arange(rows, dtype=jnp.int32) - starts[known]
     slot = jnp.where(expert < count, slot, most * block)
-    return Plan(blocks=Blocks(expert=of_block, first=first), row=row, slot=slot)
+    return Plan(blocks=Blocks(expert=of_block, first=first, sizes=sizes), row=row, slot=slot)
 
 
 def _take(x: jax.Array, index: jax.Array, fill: int) -> jax.Array:
@@ -123,6 +125,11 @@ def rows_of(x: Float[Array, "R *A"], index: Int[Array, " P"]) -> Float[Array, "P
     return x.at[index].get(mode="fill", fill_value=0)
 
 
+def spread(x: Float[Array, "n D"], plan: Plan) -> Float[Array, "P D"]:
+    """Returns the buffer's rows of x, of which each row has len(plan.slot) / n rows of the call that follow each other."""
+    return rows_of(x, plan.row // (len(plan.slot) // len(x)))
+
+
 def float32_or_wider(dtype: jnp.dtype) -> jnp.dtype:
     """Returns the dtype that products of `dtype` are summed in."""
     return jnp.promote_types(dtype, jnp.float32)
@@ -132,3 +139,16 @@ def activation(gate_up: Float[Array, "P M2"]) -> Float[Array, "P M"]:
     """Returns silu(g) u of g and u side by side, computed in float32 and rounded once."""
     gate, up = jnp.split(gate_up.astype(float32_or_wider(gate_up.dtype)), 2, axis=1)
     return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+
+
+def activation_gradient(
+    gate_up: Float[Array, "P M2"], dh: Float[Array, "P M"], weight: Float[Array, " P"]
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
+    """Returns w h for h = silu(g) u, w times the gradient of g and u side by side, and <dh, h>."""
+    wide = float32_or_wider(gate_up.dtype)
+    g, u = jnp.split(gate_up.astype(wide), 2, axis=1)
+    dh, w = dh.astype(wide), weight.astype(wide)[:, None]
+    share = jax.nn.sigmoid(g)
+    silu = g * share
+    both = jnp.concatenate([w * dh * u * (share + silu * (1 - share)), w * dh * silu], axis=1)
+    return (w * silu * u).astype(gate_up.dtype), both.astype(gate_up.dtype), (dh * silu * u).sum(axis=1)

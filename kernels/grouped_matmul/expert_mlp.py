@@ -28,7 +28,7 @@ def compute(backend: ModuleType, call: Call, inputs: Inputs) -> jax.Array:
 def _forward(backend: ModuleType, call: Call, inputs: Inputs, *, keep: bool) -> tuple[jax.Array, jax.Array | None]:
     x, gate_up, down, experts, weights = inputs
     plan = _plan(backend, call, experts)
-    rows = rows_of(x, _tokens(plan, experts))
+    rows = backend.spread(x, plan, call)
     hidden, gate = backend.gated(rows, _both(gate_up, x.dtype), plan.blocks, call, keep=keep)
     out = backend.product(hidden, down.astype(x.dtype), plan.blocks, call)
     return _combine(out, plan, weights, experts.shape, x.dtype), gate
@@ -42,10 +42,9 @@ def _keep(backend: ModuleType, call: Call, inputs: Inputs) -> tuple[jax.Array, A
 def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tuple[Any]:
     (x, gate_up, down, experts, weights), gate = kept
     plan = _plan(backend, call, experts)
-    tokens = _tokens(plan, experts)
-    rows, drows = rows_of(x, tokens), rows_of(dy.astype(x.dtype), tokens)
-    dhidden = backend.product(drows, down.astype(x.dtype), plan.blocks, call, transposed=True)
-    hidden, dgate, dweights = _activation_gradient(gate, dhidden, rows_of(weights.reshape(-1), plan.row))
+    rows, drows = backend.spread(x, plan, call), backend.spread(dy.astype(x.dtype), plan, call)
+    weight = rows_of(weights.reshape(-1), plan.row)
+    hidden, dgate, dweights = backend.gated_gradient(drows, down.astype(x.dtype), gate, weight, plan.blocks, call)
     ddown = backend.weight_gradient(hidden, drows, plan.blocks, call, down.dtype)
     both = _both(gate_up, x.dtype)
     dx = _combine(backend.product(dgate, both, plan.blocks, call, transposed=True), plan, None, experts.shape, x.dtype)
@@ -57,26 +56,8 @@ def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tupl
 compute.defvjp(_keep, _gradient)
 
 
-def _activation_gradient(
-    gate: jax.Array, dhidden: jax.Array, weight: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns w h [P, M], the gradient of g and u [P, 2 M], and <dh, h> [P], from dh of weight 1."""
-    wide = float32_or_wider(gate.dtype)
-    g, u = jnp.split(gate.astype(wide), 2, axis=1)
-    dh, w = dhidden.astype(wide), weight.astype(wide)[:, None]
-    share = jax.nn.sigmoid(g)
-    silu = g * share
-    dgate = jnp.concatenate([w * dh * u * (share + silu * (1 - share)), w * dh * silu], axis=1)
-    return (w * silu * u).astype(gate.dtype), dgate.astype(gate.dtype), (dh * silu * u).sum(axis=1)
-
-
 def _plan(backend: ModuleType, call: Call, experts: jax.Array) -> Plan:
     return plan_of_experts(experts.reshape(-1), call.experts, backend.block_rows(call))
-
-
-def _tokens(plan: Plan, experts: jax.Array) -> jax.Array:
-    """Token of each row of the buffer; the number of tokens where it holds zeros."""
-    return plan.row // experts.shape[1]
 
 
 def _both(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:

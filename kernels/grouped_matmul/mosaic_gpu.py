@@ -14,6 +14,7 @@ columns float32 in registers each, and write a finished tile by way of shared me
 Time follows the blocks in use, not the buffer. Nothing is summed across items: every result is the same bits each time.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -27,7 +28,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call
+from jaxrl_llm.kernels.grouped_matmul import definition, triton_rows
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
 LOG2E = math.log2(math.e)
 SHARED_BYTES = 232448  # of one block on Hopper
@@ -92,7 +94,7 @@ MANY, FEW = Tiles(), Tiles(cluster=1)
 
 def tiles_of(call: Call) -> Tiles:
     """Returns the tiles for the call's rows an expert."""
-    return MANY if call.rows >= 4 * MANY.block * call.experts // 2 else FEW
+    return MANY if call.rows >= 2 * MANY.block * call.experts else FEW
 
 
 def refusal(call: Call) -> str | None:
@@ -113,6 +115,13 @@ def block_rows(call: Call) -> int:
     return tiles_of(call).block
 
 
+def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
+    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    if len(plan.row) * x.shape[1] >= 2**31:
+        return definition.spread(x, plan)  # the kernel's offsets are 32 bits
+    return triton_rows.spread(x, plan)
+
+
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
@@ -128,6 +137,19 @@ def gated(
     """Returns silu(g) u, and g and u side by side where `keep`."""
     out = products(x, gate_up, blocks, tiles_of(call), gate=True, keep=keep)
     return out[0], out[1] if keep else None
+
+
+def gated_gradient(
+    dy: Float[Array, "P D"],
+    down: Float[Array, "E M D"],
+    gate_up: Float[Array, "P M2"],
+    weight: Float[Array, " P"],
+    blocks: Blocks,
+    call: Call,
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
+    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
+    dh = product(dy, down, blocks, call, transposed=True)
+    return definition.activation_gradient(gate_up, dh, weight)
 
 
 def weight_gradient(
@@ -191,8 +213,9 @@ def products(
                     leave(g, outputs[1], n * half + j)
                     leave(u, outputs[1], columns // 2 + n * half + j)
 
-        widths = [half, half] if gate else [tiles.columns]
-        _stream(tiles, used[0] * count, stream[2:], (item, pieces, operands, finish, widths))
+        widths = (half, half) if gate else (tiles.columns,)
+        work = _Work(item=item, pieces=pieces, operands=operands, finish=finish, widths=widths)
+        _stream(tiles, used[0] * count, stream[2:], work)
 
     shapes = [columns // 2, *([columns] if keep else [])] if gate else [columns]
     out_types = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in shapes]
@@ -200,7 +223,7 @@ def products(
     pieces = (2 * tiles.rows, tiles.depth), second[::-1] if transposed else second
     leaving = _leaving(tiles, half * (3 if keep else 1) if gate else tiles.columns, x.dtype)
     run = _kernel(body, out_types, tiles, (*pieces, leaving), copies=3 if gate else 2)
-    return list(run(blocks.expert, jnp.reshape(blocks.count, 1), x, w))
+    return list(run(blocks.expert, jnp.reshape(blocks.used, 1), x, w))
 
 
 def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: Any) -> jax.Array:
@@ -208,13 +231,13 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
     experts, size = len(blocks.first) - 1, x.shape[0] // len(blocks.expert)
     across, count = x.shape[1] // tiles.block, dy.shape[1] // tiles.columns
 
-    def body(first: Any, x: Any, dy: Any, dw: Any, out: Any, *stream: Any) -> None:
+    def body(first: Any, sizes: Any, x: Any, dy: Any, dw: Any, out: Any, *stream: Any) -> None:
         def item(index: Any) -> tuple[Any, ...]:
             e = lax.div(index, across * count)
             within = index - e * (across * count)
-            begin, end = first[e] * size, first[e + 1] * size
             n = lax.div(within, across)
-            return e, (within - n * across) * tiles.block, n, begin, lax.div(end - begin, tiles.depth)
+            steps = lax.div(sizes[e] + tiles.depth - 1, tiles.depth)
+            return e, (within - n * across) * tiles.block, n, first[e] * size, steps
 
         def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
             depth = pl.ds(of[3] + k * tiles.depth, tiles.depth)
@@ -232,12 +255,13 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
             for j in range(0, tiles.columns, wide):
                 leave(z[0][:, j : j + wide], dw.at[of[0]], of[2] * tiles.columns + j)
 
-        _stream(tiles, experts * across * count, stream[2:], (item, pieces, operands, finish, [tiles.columns]))
+        work = _Work(item=item, pieces=pieces, operands=operands, finish=finish, widths=(tiles.columns,))
+        _stream(tiles, experts * across * count, stream[2:], work)
 
     out_type = [jax.ShapeDtypeStruct((experts, x.shape[1], dy.shape[1]), dtype)]
     pieces = (tiles.depth, 2 * tiles.rows), (tiles.depth, tiles.columns)
     leaving = _leaving(tiles, tiles.columns, dtype)
-    return _kernel(body, out_type, tiles, (*pieces, leaving), copies=2)(blocks.first, x, dy)[0]
+    return _kernel(body, out_type, tiles, (*pieces, leaving), copies=2)(blocks.first, blocks.sizes, x, dy)[0]
 
 
 def _leaving(tiles: Tiles, columns: int, dtype: Any) -> tuple[int, int, int, int]:
@@ -287,15 +311,14 @@ def _kernel(
     shared = tiles.cluster > 1
     dtype = out_types[0].dtype
 
-    def freed(**sizes: int) -> Any:
-        # A shared piece is free when both blocks of the cluster are done with it.
-        return plgpu.ClusterBarrier(collective_axes=("block",), **sizes) if shared else plgpu.Barrier(**sizes)
-
+    # A shared piece is free when both blocks of the cluster are done with it.
+    cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+    free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
     scratch = [
         _swizzled(shapes[-1], dtype),
         *(_swizzled((tiles.stages, *shape), jnp.bfloat16) for shape in shapes[:-1]),
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
-        freed(num_arrivals=2, num_barriers=tiles.stages),
+        free(num_arrivals=2, num_barriers=tiles.stages),
     ]
     run: Callable[..., Any] = plgpu.kernel(
         body,
@@ -312,29 +335,42 @@ def _kernel(
     return run
 
 
-def _stream(tiles: Tiles, items: Any, barriers: Any, work: Any) -> None:
-    """Runs the cluster's share of `items`.
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """What a kernel does with its stream of pieces.
 
-    Of `work`: `item(index)`, whose last entry is its number of pieces; `pieces(item, k, rank, slot)` gives
-    (source, buffer, shared) of each copy; `operands(slot, wg)` gives the left operand and the right ones that lie side by
-    side, `widths` columns each; `finish(z, item, row, wg)` takes their tiles, whose first row is `row` from the item's own.
+    Attributes:
+      item: item(index) gives a tuple whose last entry is its number of pieces.
+      pieces: pieces(item, k, rank, slot) gives (source, buffer, shared) of each copy of piece k.
+      operands: operands(slot, wg) gives the left operand of a product and the right ones that lie side by side.
+      finish: finish(z, item, row, wg) takes the tiles of an item, whose first row is `row` from the item's own.
+      widths: columns of the tile of each right operand.
     """
-    item, pieces, operands, finish, widths = work
+
+    item: Callable[..., Any]
+    pieces: Callable[..., Any]
+    operands: Callable[..., Any]
+    finish: Callable[..., None]
+    widths: tuple[int, ...]
+
+
+def _stream(tiles: Tiles, items: Any, barriers: Any, work: _Work) -> None:
+    """Runs the cluster's share of `items`: a warpgroup moves pieces, two multiply them and finish tiles."""
     full, free = barriers
     cluster, wg = lax.axis_index("clusters"), lax.axis_index("warpgroup")
     rank = lax.axis_index("block") if tiles.cluster > 1 else 0
     mine = lax.div(items - cluster + tiles.clusters - 1, tiles.clusters)
 
     def over_items(run: Callable[..., Any]) -> Any:
-        return lax.fori_loop(0, mine, lambda i, step: run(item(cluster + i * tiles.clusters), step), jnp.int32(0))
+        return lax.fori_loop(0, mine, lambda i, step: run(work.item(cluster + i * tiles.clusters), step), jnp.int32(0))
 
     @pl.when(wg < 2)
     def _compute() -> None:
         plgpu.set_max_registers(232, action="increase")
 
         def one(of: Any, step: Any) -> Any:
-            z = _multiply(step, of[-1], wg, tiles, (operands, widths, full, free))
-            finish(z, of, rank * (2 * tiles.rows) + wg * tiles.rows, wg)
+            z = _multiply(step, of[-1], wg, tiles, (work, full, free))
+            work.finish(z, of, rank * (2 * tiles.rows) + wg * tiles.rows, wg)
             return step + of[-1]
 
         over_items(one)
@@ -345,17 +381,18 @@ def _stream(tiles: Tiles, items: Any, barriers: Any, work: Any) -> None:
         plgpu.set_max_registers(40, action="decrease")
 
         def one(of: Any, step: Any) -> Any:
-            return _load(step, of, rank, tiles, (pieces, full, free))
+            return lax.fori_loop(0, of[-1], lambda k, step: _load(step, of, k, work.pieces, state), step)
 
+        state = tiles, rank, full, free
         end = over_items(one)
         # The other block of the cluster may not arrive at the barriers of a block that has left.
         begin = jnp.maximum(end - tiles.stages, 0)
         lax.fori_loop(begin, end, lambda s, _: plgpu.barrier_wait(free.at[lax.rem(s, tiles.stages)]), None)
 
 
-def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, work: Any) -> Any:
+def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, stream: Any) -> Any:
     """Returns the warpgroup's tiles [rows, width], from the pieces `step` and on."""
-    operands, widths, full, free = work
+    work, full, free = stream
 
     def slot(s: Any) -> Any:
         return lax.rem(s, tiles.stages)
@@ -364,7 +401,7 @@ def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, work: Any) -> Any:
         def add(k: Any, _: None) -> None:
             here = slot(step + k)
             plgpu.barrier_wait(full.at[here])
-            left, right = operands(here, wg)
+            left, right = work.operands(here, wg)
             for part, side in zip(sums, right):
                 plgpu.wgmma(part, left, side)
             # The piece's products stay under way; the piece before it is free.
@@ -383,23 +420,19 @@ def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, work: Any) -> Any:
 
         return [part[...] for part in sums]
 
-    return pl.run_scoped(multiply, *(plgpu.ACC((tiles.rows, width), jnp.float32) for width in widths))
+    return pl.run_scoped(multiply, *(plgpu.ACC((tiles.rows, width), jnp.float32) for width in work.widths))
 
 
-def _load(step: Any, of: Any, rank: Any, tiles: Tiles, work: Any) -> Any:
-    """Moves the pieces of an item; returns the next step."""
-    pieces, full, free = work
+def _load(step: Any, of: Any, k: Any, pieces: Callable[..., Any], state: Any) -> Any:
+    """Moves piece `k` of an item; returns the next step."""
+    tiles, rank, full, free = state
+    slot = lax.rem(step, tiles.stages)
 
-    def piece(k: Any, step: Any) -> Any:
-        slot = lax.rem(step, tiles.stages)
+    @pl.when(step >= tiles.stages)
+    def _wait() -> None:
+        plgpu.barrier_wait(free.at[slot])
 
-        @pl.when(step >= tiles.stages)
-        def _wait() -> None:
-            plgpu.barrier_wait(free.at[slot])
-
-        for source, buffer, shared in pieces(of, k, rank, slot):
-            together = "block" if shared and tiles.cluster > 1 else None
-            plgpu.copy_gmem_to_smem(source, buffer, full.at[slot], collective_axes=together)
-        return step + 1
-
-    return lax.fori_loop(0, of[-1], piece, step)
+    for source, buffer, shared in pieces(of, k, rank, slot):
+        together = "block" if shared and tiles.cluster > 1 else None
+        plgpu.copy_gmem_to_smem(source, buffer, full.at[slot], collective_axes=together)
+    return step + 1

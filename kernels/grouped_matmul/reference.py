@@ -4,7 +4,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation, float32_or_wider
+from jaxrl_llm.kernels.grouped_matmul import definition
+from jaxrl_llm.kernels.grouped_matmul.definition import (
+    Blocks,
+    Call,
+    Plan,
+    activation,
+    activation_gradient,
+    float32_or_wider,
+)
 
 
 def refusal(call: Call) -> str | None:
@@ -17,6 +25,11 @@ def refusal(call: Call) -> str | None:
 def block_rows(call: Call) -> int:
     """Returns the rows of a block: every buffer is without padding."""
     return 1
+
+
+def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
+    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    return definition.spread(x, plan)
 
 
 def product(
@@ -38,6 +51,19 @@ def gated(
     """Returns silu(g) u, and g and u side by side where `keep`."""
     both = product(x, gate_up, blocks, call)
     return activation(both), both if keep else None
+
+
+def gated_gradient(
+    dy: Float[Array, "P D"],
+    down: Float[Array, "E M D"],
+    gate_up: Float[Array, "P M2"],
+    weight: Float[Array, " P"],
+    blocks: Blocks,
+    call: Call,
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
+    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
+    dh = product(dy, down, blocks, call, transposed=True)
+    return activation_gradient(gate_up, dh, weight)
 
 
 def weight_gradient(

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation
+from jaxrl_llm.kernels.grouped_matmul import definition
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan, activation, activation_gradient
 
 UNIT = 128  # lanes of a vector: what every axis of a tile must be a multiple of
 TILES = (1024, 512, 256, UNIT)
@@ -31,6 +32,11 @@ def block_rows(call: Call) -> int:
     return 512 if call.rows >= 2048 * call.experts else UNIT
 
 
+def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
+    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    return definition.spread(x, plan)
+
+
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
@@ -47,6 +53,19 @@ def gated(
     """Returns silu(g) u, and g and u side by side where `keep`."""
     both = product(x, gate_up, blocks, call)
     return activation(both), both if keep else None
+
+
+def gated_gradient(
+    dy: Float[Array, "P D"],
+    down: Float[Array, "E M D"],
+    gate_up: Float[Array, "P M2"],
+    weight: Float[Array, " P"],
+    blocks: Blocks,
+    call: Call,
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
+    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
+    dh = product(dy, down, blocks, call, transposed=True)
+    return activation_gradient(gate_up, dh, weight)
 
 
 def weight_gradient(

@@ -7,7 +7,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, activation, float32_or_wider
+from jaxrl_llm.kernels.grouped_matmul import definition
+from jaxrl_llm.kernels.grouped_matmul.definition import (
+    Blocks,
+    Call,
+    Plan,
+    activation,
+    activation_gradient,
+    float32_or_wider,
+)
 
 # Blocks are as large as the padding of all experts allows to stay within a share of the rows.
 PADDING = 8  # rows of padding, on average at most 1 / PADDING of the rows
@@ -25,6 +33,11 @@ def block_rows(call: Call) -> int:
     return min(max(1 << (most.bit_length() - 1), LEAST), MOST)
 
 
+def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
+    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    return definition.spread(x, plan)
+
+
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
@@ -39,7 +52,7 @@ def product(
         return lax.dynamic_update_slice_in_dim(out, y.astype(out.dtype), i * size, axis=0)
 
     columns = w.shape[1 if transposed else 2]
-    return lax.fori_loop(0, blocks.count, one, jnp.zeros((x.shape[0], columns), x.dtype))
+    return lax.fori_loop(0, blocks.used, one, jnp.zeros((x.shape[0], columns), x.dtype))
 
 
 def gated(
@@ -50,6 +63,19 @@ def gated(
     return activation(both), both if keep else None
 
 
+def gated_gradient(
+    dy: Float[Array, "P D"],
+    down: Float[Array, "E M D"],
+    gate_up: Float[Array, "P M2"],
+    weight: Float[Array, " P"],
+    blocks: Blocks,
+    call: Call,
+) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
+    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
+    dh = product(dy, down, blocks, call, transposed=True)
+    return activation_gradient(gate_up, dh, weight)
+
+
 def weight_gradient(
     x: Float[Array, "P A"], dy: Float[Array, "P B"], blocks: Blocks, call: Call, dtype: jnp.dtype
 ) -> Float[Array, "E A B"]:
@@ -58,10 +84,10 @@ def weight_gradient(
     wide = float32_or_wider(x.dtype)
 
     def one(i: Any, out: jax.Array) -> jax.Array:
-        rows = [lax.dynamic_slice_in_dim(part, i * size, size) for part in (x, dy)]
-        add = lax.dot_general(*rows, (((0,), (0,)), ((), ())), preferred_element_type=wide)
+        left, right = (lax.dynamic_slice_in_dim(part, i * size, size) for part in (x, dy))
+        add = lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=wide)
         before = lax.dynamic_index_in_dim(out, blocks.expert[i], keepdims=False)
         return lax.dynamic_update_index_in_dim(out, before + add, blocks.expert[i], axis=0)
 
     shape = (call.experts, x.shape[1], dy.shape[1])
-    return lax.fori_loop(0, blocks.count, one, jnp.zeros(shape, wide)).astype(dtype)
+    return lax.fori_loop(0, blocks.used, one, jnp.zeros(shape, wide)).astype(dtype)

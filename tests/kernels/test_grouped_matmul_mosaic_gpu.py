@@ -10,7 +10,7 @@ from grouped_matmul_float64 import grouped, mlp, wide
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu
+from jaxrl_llm.kernels.grouped_matmul import api, definition, expert_mlp, mosaic_gpu, triton_rows
 from jaxrl_llm.kernels.grouped_matmul.mosaic_gpu import Tiles
 
 NEW_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
@@ -25,17 +25,23 @@ def interpreter():
     return params.force_gpu_interpret_mode(params.InterpretGPUParams())
 
 
+@pytest.fixture(autouse=True)
+def rows_are_gathered_in_the_interpreter(request, monkeypatch):
+    # It takes every Pallas kernel, and knows no Triton.
+    if "interpreter" in request.node.name:
+        monkeypatch.setattr(mosaic_gpu, "spread", lambda x, plan, call: definition.spread(x, plan))
+
+
 def close(got, want):
     """Two roundings of bfloat16 of the largest term of a row, and float32 sums."""
     ulp = 2.0 ** (np.floor(np.log2(np.abs(want).max(axis=-1, keepdims=True).clip(1e-30))) - 7)
     assert (np.abs(wide(got) - want) <= 2 * ulp).all()
 
 
-@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("cluster", [1, 2] if NEW_INTERPRETER else [1])
 @pytest.mark.parametrize("sizes", [[130, 0, 1], [0, 0, 90], [0, 0, 0]])
 def test_products_and_gradients_are_right_in_the_interpreter(sizes, cluster, monkeypatch):
     # The interpreter of jax 0.10 knows neither clusters that share a tile nor transposed operands: products alone.
-    cluster = cluster if NEW_INTERPRETER else 1
     tiles = Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)
     monkeypatch.setattr(mosaic_gpu, "FEW", tiles)
     rng, rows = np.random.default_rng(0), 140
@@ -54,9 +60,29 @@ def test_products_and_gradients_are_right_in_the_interpreter(sizes, cluster, mon
             assert not np.asarray(found[used:]).any()
 
 
+@pytest.mark.parametrize("width", [128, 384])
+def test_rows_are_spread_as_a_gather_gives_them(width):
+    rng = np.random.default_rng(0)
+    experts, x = rng.integers(-1, 5, size=(20, 3)), rng.normal(size=(20, width))
+    x = jnp.asarray(x, jnp.bfloat16)
+    plan = definition.plan_of_experts(jnp.asarray(experts.reshape(-1), jnp.int32), 5, 16)
+    got = np.asarray(triton_rows.spread(x, plan, interpret=True).astype(jnp.float32))
+    used = int(plan.blocks.used) * 16
+    want = np.zeros((used, width))
+    begin = 0
+    for expert in range(5):
+        tokens = [t for t, j in np.argwhere(experts == expert)]
+        want[begin : begin + len(tokens)] = wide(x)[tokens]
+        begin += -(-len(tokens) // 16) * 16
+    assert begin == used
+    np.testing.assert_array_equal(got[:used], want)
+
+
 @pytest.mark.skipif(not NEW_INTERPRETER, reason="the interpreter of jax 0.10 knows no transposed operands")
-def test_the_experts_mlp_is_right_in_the_interpreter(monkeypatch):
-    monkeypatch.setattr(mosaic_gpu, "FEW", Tiles(stages=2, cluster=1, multiprocessors=2))
+@pytest.mark.parametrize("cluster", [1, 2])
+def test_the_experts_mlp_is_right_in_the_interpreter(cluster, monkeypatch):
+    tiles = Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)
+    monkeypatch.setattr(mosaic_gpu, "FEW", tiles)
     rng, (tokens, chosen, experts, width, inner) = np.random.default_rng(1), (40, 2, 3, 128, 128)
     ids = np.stack([rng.choice(experts, chosen, replace=False) for _ in range(tokens)]).astype(np.int32)
     weights = rng.uniform(0.1, 1, size=(tokens, chosen)).astype(np.float32)
