@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+TILE = 8  # rows of a matrix that a TPU's memory keeps together
 Groups = list[list[int]]  # indices along a mesh axis that exchange with one another
 
 
@@ -50,6 +52,11 @@ def _stages(mesh: Mesh, axis: str) -> list[Groups]:
     return stages([tuple(device.coords) for device in line])
 
 
+def by_hand(mesh: Mesh) -> bool:
+    """Whether sums over the mesh are scattered, and weights gathered, as this module does it; GPUs are left to XLA, which does both well."""
+    return mesh.devices.flat[0].platform != "gpu"
+
+
 def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
     """The sum of `x` over the devices of a mesh axis, of which each keeps its share of `dimension`; under shard_map."""
     for groups in _stages(mesh, axis):
@@ -58,3 +65,15 @@ def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
             x, axis, scatter_dimension=dimension, tiled=True, axis_index_groups=None if whole else groups
         )
     return x
+
+
+def gathered_rows(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
+    """The whole of a matrix of which each device of a mesh axis holds some columns; under shard_map.
+
+    The devices exchange columns for whole rows first. A gathering of columns lies column by column in a TPU's memory, and has to be
+    turned before a kernel reads rows.
+    """
+    rows, unit = x.shape[0], TILE * mesh.shape[axis]
+    x = jnp.pad(x, ((0, -rows % unit), (0, 0)))
+    part = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_gather(part, axis, tiled=True)[:rows]

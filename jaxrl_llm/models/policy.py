@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture
@@ -189,7 +190,7 @@ class Policy:
         split = self.partitioner.spec(("batch", "length"), rows)
         used = math.prod(self.partitioner.axis_sizes[axis] for part in split for axis in names(part))
         wanted = math.prod(self.partitioner.axis_sizes[axis] for axis in ROW_AXES)
-        if used < wanted or used == 1 or self.partitioner.mesh.devices.flat[0].platform == "gpu":
+        if used < wanted or used == 1 or not scatter.by_hand(self.partitioner.mesh):
             return params
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:

@@ -34,6 +34,7 @@ class Call:
       chunk: vocabulary entries of a tile, or None for the backend's own choice.
       shards: devices that the call is split over.
       parts: shares of a device's tokens that are taken one after another.
+      turned: the head's gradient is put down as [D, V], as TPUs scatter it over a mesh.
     """
 
     platform: str
@@ -48,6 +49,7 @@ class Call:
     chunk: int | None
     shards: int
     parts: int = 1
+    turned: bool = False
 
 
 def product(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[Array, "T V"]:

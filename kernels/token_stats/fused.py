@@ -19,16 +19,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
 
+from jaxrl_llm.distributed import scatter
 from jaxrl_llm.kernels.token_stats.definition import Call
 
 TOKEN_AXES = ("data", "fsdp", "context")
 VOCABULARY_AXIS = "tensor"
 # Splits the head's width too where it lies, so its gradient is scattered over this axis.
 WIDTH_AXIS = "fsdp"
+# A sum that a mesh scatters has a multiple of so many entries: of fewer, TPU's compiler makes a sum that all devices hold whole.
+ENTRIES = 2048
 OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")  # of kernels: they draw no noise
 # Stands for -inf where a difference or a product with 0 must not become NaN.
 FLOOR = -1e30
@@ -128,17 +132,24 @@ def _stats_forward(
         local = jax.shard_map(
             local, mesh=mesh, in_specs=_input_specs(mesh), out_specs=(row, row, tile), check_vma=False
         )
-    out, stats, saved = local(hidden, _exchanged(head, hidden, mesh), *arrays[2:])
-    return out, (arrays, stats, saved)
+    whole = _exchanged(head, hidden, mesh)
+    out, stats, saved = local(hidden, whole, *arrays[2:])
+    return out, (arrays, whole, stats, saved)
 
 
 def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Returns the head as it crosses the mesh: in the dtype of its products, which may be half as wide."""
-    if mesh is None or head.dtype == hidden.dtype:
+    """Returns the head as its products take it: in their dtype, which may be half as wide, and on TPU gathered over WIDTH_AXIS."""
+    if mesh is None:
         return head
-    # Cast where it lies, before it is gathered.
-    lies = NamedSharding(mesh, P(_axes(mesh)[1], WIDTH_AXIS if _scattered(head, mesh) else None))
-    return jax.lax.with_sharding_constraint(head.astype(hidden.dtype), lies)
+    entries, split = _axes(mesh)[1], WIDTH_AXIS if _scattered(head, mesh) else None
+    if head.dtype != hidden.dtype:
+        # Cast where it lies, before it is gathered.
+        head = jax.lax.with_sharding_constraint(head.astype(hidden.dtype), NamedSharding(mesh, P(entries, split)))
+    if split is None or not scatter.by_hand(mesh):
+        return head
+    gather = partial(scatter.gathered_rows, mesh=mesh, axis=WIDTH_AXIS)
+    specs = {"in_specs": P(entries, WIDTH_AXIS), "out_specs": P(entries, None)}
+    return jax.shard_map(gather, mesh=mesh, check_vma=False, **specs)(head)
 
 
 def _scattered(head: jax.Array, mesh: Mesh | None) -> bool:
@@ -148,11 +159,11 @@ def _scattered(head: jax.Array, mesh: Mesh | None) -> bool:
 
 
 def _stats_backward(backend: Any, call: Call, mesh: Mesh | None, residual: Any, cotangents: Any) -> tuple[Any, ...]:
-    arrays, stats, saved = residual
-    hidden, head = arrays[:2]
+    arrays, whole, stats, saved = residual
+    head = arrays[1]
     tokens, entries = _axes(mesh)
     scattered = _scattered(head, mesh)
-    local = partial(_local_backward, backend, call, (tokens, entries, scattered))
+    local = partial(_local_backward, backend, call, (tokens, entries, mesh if scattered else None))
     if mesh is not None:
         row, tile = P(tokens), P(tokens, entries)
         local = jax.shard_map(
@@ -162,7 +173,7 @@ def _stats_backward(backend: Any, call: Call, mesh: Mesh | None, residual: Any, 
             out_specs=(P(tokens, None), P(entries, WIDTH_AXIS if scattered else None), P(entries)),
             check_vma=False,
         )
-    dhidden, dhead, dbias = local((hidden, _exchanged(head, hidden, mesh), *arrays[2:]), stats, saved, cotangents)
+    dhidden, dhead, dbias = local((arrays[0], whole, *arrays[2:]), stats, saved, cotangents)
     return dhidden, dhead.astype(head.dtype), dbias, None, None
 
 
@@ -253,19 +264,20 @@ def _sums(backend: Any, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array
 
 
 def _local_backward(
-    backend: Any, call: Call, axes: tuple[Any, Any, bool], arrays: Any, stats: Tree, saved: Any, cotangents: Tree
+    backend: Any, call: Call, axes: tuple[Any, Any, Mesh | None], arrays: Any, stats: Tree, saved: Any, cotangents: Tree
 ) -> tuple[Any, Any, Any]:
     """Returns the gradients of hidden, head and bias of one shard, summed over the shards that share them.
 
     Args:
-      axes: those that split the tokens, that which splits the entries, and whether the head's gradient is scattered.
+      axes: those that split the tokens, that which splits the entries, and the mesh where the head's gradient is scattered.
     """
-    tokens, entries, scattered = axes
+    tokens, entries, mesh = axes
     inputs = _inputs(arrays, tokens, entries)
     hidden, head, bias = arrays[:3]
     rows = _rows(inputs, stats, cotangents, call)
 
     parts, size = _shares(call)
+    call = replace(call, turned=mesh is not None and scatter.by_hand(mesh))
 
     def add(i: Any, gradients: Any) -> Any:
         dhidden, dhead, dbias = gradients
@@ -285,17 +297,24 @@ def _local_backward(
 
     gradients = (
         jnp.zeros_like(hidden),
-        jnp.zeros(head.shape, head.dtype if tokens is None else jnp.float32),
+        _buffer(head, call, head.dtype if tokens is None else jnp.float32),
         None if bias is None else jnp.zeros(bias.shape, jnp.float32),
     )
     dhidden, dhead, dbias = jax.lax.fori_loop(0, parts, add, gradients) if parts > 1 else add(0, gradients)
     if tokens is not None:
-        if scattered:
-            dhead = jax.lax.psum_scatter(dhead, WIDTH_AXIS, scatter_dimension=1, tiled=True)
-        others = tuple(axis for axis in tokens if not (scattered and axis == WIDTH_AXIS))
+        if mesh is not None:
+            dhead = scatter.scattered(dhead, mesh, WIDTH_AXIS, 0 if call.turned else 1)
+        others = tuple(axis for axis in tokens if mesh is None or axis != WIDTH_AXIS)
         dhead = jax.lax.psum(dhead, others) if others else dhead
+        dhead = dhead.T[: head.shape[0]] if call.turned else dhead
         dbias = jax.lax.psum(dbias, tokens)
     return dhidden, dhead, None if bias is None else dbias.astype(bias.dtype)
+
+
+def _buffer(head: jax.Array, call: Call, dtype: Any) -> jax.Array:
+    """Where the head's gradient is put: zeros, or on TPU whatever memory holds, as one share of tokens writes every entry."""
+    shape = (head.shape[1], head.shape[0] + -head.shape[0] % ENTRIES) if call.turned else head.shape
+    return jax.lax.empty(shape, dtype) if call.platform == "tpu" and call.parts == 1 else jnp.zeros(shape, dtype)
 
 
 def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
@@ -390,9 +409,11 @@ def logit_sums(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[
 
 def put(dhead: jax.Array, part: jax.Array, first: Any, call: Call) -> jax.Array:
     """Returns `dhead` with the gradient `part` of the entries from `first` on, added where other shares of tokens have theirs."""
+    part, axis = (part.T, 1) if call.turned else (part, 0)
     if call.parts > 1:
-        part = part + jax.lax.dynamic_slice_in_dim(dhead, first, part.shape[0])
-    return jax.lax.dynamic_update_slice(dhead, part.astype(dhead.dtype), (first, 0))
+        part = part + jax.lax.dynamic_slice_in_dim(dhead, first, part.shape[axis], axis)
+    dhead = jax.lax.dynamic_update_slice_in_dim(dhead, part.astype(dhead.dtype), first, axis)
+    return with_layout_constraint(dhead, Layout((0, 1))) if call.turned else dhead
 
 
 def over_buffers(add: Callable[..., Any], carry: Any, entries: int, unit: int, most: int) -> Any:

@@ -73,6 +73,20 @@ def test_each_device_has_its_share_of_the_sum_whatever_the_stages(monkeypatch, s
     np.testing.assert_array_equal(columns, x.sum(axis=0))
 
 
+@pytest.mark.parametrize("rows", [64, 27])
+def test_each_device_has_the_whole_of_a_matrix_whose_columns_are_spread(rows):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("fsdp",))
+    x = np.random.default_rng(0).normal(size=(rows, 16)).astype(np.float32)
+
+    def whole(x):
+        return scatter.gathered_rows(x, mesh, "fsdp")[None]
+
+    found = jax.jit(
+        jax.shard_map(whole, mesh=mesh, in_specs=PartitionSpec(None, "fsdp"), out_specs=PartitionSpec("fsdp"))
+    )(x)
+    np.testing.assert_array_equal(found, np.broadcast_to(x, (8, rows, 16)))
+
+
 @cache
 def gradients(**mesh):
     """(the loss, its gradient, what the loop over layers exchanges) of 16 rows on a mesh of 8 devices, or on one."""

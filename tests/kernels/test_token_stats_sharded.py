@@ -115,7 +115,7 @@ def collectives(mesh, function, *args):
 
 
 def test_the_forward_exchanges_only_a_maximum_and_sums_of_tokens():
-    mesh = mesh_of((1, 2, 2, 1))
+    mesh = mesh_of((2, 1, 2, 1))
     tokens, width, entries = 32, 64, 512
     hidden = jax.device_put(jnp.ones((tokens, width)), NamedSharding(mesh, P(("data", "fsdp", "context"))))
     head = jax.device_put(jnp.ones((entries, width)), NamedSharding(mesh, P("tensor")))
