@@ -220,14 +220,22 @@ def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """The result row of one configuration."""
+def prefer(case: Case) -> None:
+    """Has each kernel's backend that a flag names tried first.
+
+    Raises:
+      ValueError: there is no such backend.
+    """
     for api in (attention, token_stats, decode_attention):
         name = case.flags[api.__name__.split(".")[-2]]
         if name != "auto":
             if name not in api.BACKENDS:
                 raise ValueError(f"unknown backend {name!r}: use auto or one of {api.BACKENDS}")
             vars(api)["BACKENDS"] = (name, *(b for b in api.BACKENDS if b != name))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """The result row of one configuration."""
     found = WORKS[case.work](case)
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
@@ -252,6 +260,7 @@ def row(flags: dict[str, str], repeats: int, profile: str | None, on: str | None
         typed["devices"] = typed["devices"] or (len(target.devices) if target else jax.device_count())
         facts = {"device": dispatch.device().device_kind, "jax": jax.__version__, "commit": run_folder.commit()}
         case = Case(flags=typed, repeats=repeats, profile=profile, own=target.devices if target else None)
+        prefer(case)
         return {**typed, **facts, **(for_target(case, target) if target else measure(case))}
 
 

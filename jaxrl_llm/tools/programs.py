@@ -57,8 +57,23 @@ def on(name: str | None) -> Iterator[Target | None]:
         yield None
         return
     target = Target(name=name, kind=topology.parsed(name)[0], devices=topology.devices(name))
-    with dispatch.target(target.devices[0]):
+    with dispatch.target(target.devices[0]), _attention_of(target):
         yield target
+
+
+@contextmanager
+def _attention_of(target: Target) -> Iterator[None]:
+    """Has JAX's interface of cuDNN go by the target's compute capability while it is open; it asks the GPU that is attached."""
+    from jax._src.cudnn import fused_attention_stablehlo as interface
+
+    own = interface.check_compute_capability
+    if target.kind in topology.GPUS:
+        there = tuple(map(int, target.devices[0].compute_capability.split(".")))
+        interface.check_compute_capability = lambda least: tuple(map(int, least.split("."))) <= there
+    try:
+        yield
+    finally:
+        interface.check_compute_capability = own
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
