@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # A learner on a Cloud TPU pod, or on several slices: launch/tpu_pod.sh [--dry_run] ACTION [launch's arguments]
 #
-#   create   asks for the pod by a queued resource, unless it is there, and waits until it is ready
+#   create   asks for the pod by a queued resource, unless it is there, and waits until it is ready; with launch's arguments it first
+#            compiles the run's programs for that pod here, says their memory a chip, and asks for none that is too small
 #   setup    copies the committed source to every host and installs it, where it is not the same already
 #   run      starts launch on every host, unless it runs
 #   up       create, setup and run: the whole way
@@ -17,6 +18,7 @@
 #   TPU_SLICES       slices (1); SPOT=1 asks for spot capacity
 #   TPU_NETWORK, TPU_SUBNETWORK, TPU_ACCOUNT   network, subnetwork and service account, where not the defaults
 #   PYTHON_VERSION   of the hosts' environment (3.12)
+#   CHECK            Python that has jaxrl-llm[aot-tpu] here and compiles (python3); 0 compiles nothing
 #   WAIT_S           most seconds until the pod is ready (86400)
 #   ENVIRONMENT      names of variables to hand to the hosts (of those that are set here), such as "HF_HOME GSM8K_PATH"; not of
 #                    secrets: they go on a command line
@@ -29,7 +31,7 @@ set -euo pipefail
 actions "create setup run up resume status tail stop delete" "$@"
 set -- "${ARGUMENTS[@]}"
 
-TPU_SLICES=${TPU_SLICES:-1} PYTHON_VERSION=${PYTHON_VERSION:-3.12} WAIT_S=${WAIT_S:-86400} POLL_S=${POLL_S:-30}
+TPU_SLICES=${TPU_SLICES:-1} PYTHON_VERSION=${PYTHON_VERSION:-3.12} WAIT_S=${WAIT_S:-86400} CHECK=${CHECK:-python3} POLL_S=${POLL_S:-30}
 need_tools gcloud git
 need PROJECT "the Google Cloud project"
 need ZONE "the zone, such as us-east5-a"
@@ -71,6 +73,23 @@ state() {
   printf '%s\n' "${found:-GONE}"
 }
 
+# Says what the run needs of the pod that is not there yet, by TPU's own compiler.
+check() {
+  local target=$TPU_TYPE
+  if [ $# -eq 0 ] || [ "$CHECK" = 0 ]; then return; fi
+  if [ "$TPU_SLICES" -gt 1 ]; then target="$TPU_SLICES*$TPU_TYPE"; fi
+  if [[ $TPU_TYPE != v6e-* && $TPU_TYPE != v5p-* ]]; then
+    say "warning: the run's memory on $target is not known: programs are compiled for v6e and v5p alone"
+    return
+  fi
+  if [ -z "$DRY_RUN" ] && ! (cd "$ROOT" && "$CHECK" -c 'import jaxrl_llm, libtpu') 2>/dev/null; then
+    say "warning: the run's memory on $target is not known: $CHECK has no jaxrl-llm[aot-tpu]; install it, or set CHECK to a Python that has it"
+    return
+  fi
+  (cd "$ROOT" && step "$CHECK" -m jaxrl_llm.launch --dry_run --topology="$target" "$@") ||
+    die "the run does not do on $target: see above; CHECK=0 asks for the pod all the same"
+}
+
 create() {
   local found arguments=(--accelerator-type="$TPU_TYPE" --runtime-version="$TPU_RUNTIME")
   if [ "$TPU_SLICES" -eq 1 ]; then
@@ -84,7 +103,10 @@ create() {
   if [ -n "${TPU_ACCOUNT:-}" ]; then arguments+=(--service-account="$TPU_ACCOUNT"); fi
   found=$(state GONE)
   case $found in
-    GONE) step "${queued[@]}" create "$TPU_NAME" "${place[@]}" "${arguments[@]}" ;;
+    GONE)
+      check "$@"
+      step "${queued[@]}" create "$TPU_NAME" "${place[@]}" "${arguments[@]}"
+      ;;
     SUSPENDED | SUSPENDING | FAILED) die "$TPU_NAME is $found: '$0 resume' makes it anew, '$0 delete' removes it" ;;
     *) say "$TPU_NAME is there already: $found" ;;
   esac
@@ -174,10 +196,10 @@ resume() {
 
 first=$(nodes | head -n 1)
 case $action in
-  create | setup | delete) "$action" ;;
-  run | resume) "$action" "$@" ;;
+  setup | delete) "$action" ;;
+  create | run | resume) "$action" "$@" ;;
   up)
-    create
+    create "$@"
     setup
     run "$@"
     ;;

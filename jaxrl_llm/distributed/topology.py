@@ -1,7 +1,7 @@
 """Devices by name, without having them: what a program needs on a pod or a GPU host is asked of that target's own compiler.
 
-`v6e:16x16` and `v5p:4x4x4` are a kind of TPU and the shape of its torus, `h200:8` a kind of GPU and how many one host has. Their
-devices compile and cannot run. TPU programs need the package libtpu, GPU programs JAX's plugin for CUDA, and neither needs the
+`v6e:16x16` and `v5p:4x4x4` are a kind of TPU and the shape of its torus, also by the name of Google Cloud's accelerator type, v6e-256
+and v5p-128; `2*v6e:16x16` are two such slices. `h200:8` is a kind of GPU and how many one host has. Their devices compile and cannot run. TPU programs need the package libtpu, GPU programs JAX's plugin for CUDA, and neither needs the
 chip, so both compile on a host of CPUs. `prepare` comes before JAX starts its backends.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 from jaxrl_llm.distributed import xla_flags
 
 TPUS, GPUS = ("v5p", "v6e"), ("h200",)
+_SLICES = re.compile(r"([1-9]\d?)\*(?=v)")
+_ACCELERATOR = re.compile(r"(v\d+\w*)-(\d+)")
 _SHAPE = re.compile(r"(v\d+\w*):(\d+(?:x\d+){1,2})|([a-z]+\d+):(\d+)")
 # What XLA asks of a GPU that is not there: the limits of compute capability 9.0, and the sizes of one H200.
 _LIMITS = """gpu_device_info {
@@ -36,16 +38,37 @@ class Missing(ImportError):
 
 
 def parsed(name: str) -> tuple[str, tuple[int, ...]]:
-    """(kind, shape) of a name; raises ValueError where it names no target that programs can be compiled for."""
-    found = _SHAPE.fullmatch(name)
+    """(kind, shape of a slice) of a name; raises ValueError where it names no target that programs can be compiled for."""
+    one = _SLICES.sub("", name, count=1)
+    found = _SHAPE.fullmatch(one)
     kind, shape = (None, "") if found is None else (found[1] or found[3], found[2] or found[4])
     sizes = tuple(int(n) for n in shape.split("x") if n)
-    if kind not in (*TPUS, *GPUS) or 0 in sizes:
+    if found is None and (accelerator := _ACCELERATOR.fullmatch(one)):
+        kind, sizes = accelerator[1], _torus(accelerator[1], int(accelerator[2]))
+    if kind not in (*TPUS, *GPUS) or 0 in sizes or not sizes:
         raise ValueError(
-            f"--topology={name} names no target: use a kind of TPU and its shape, such as v6e:16x16 or v5p:4x4x4, or a kind of GPU "
-            f"and how many one host has, such as h200:8; kinds are {', '.join((*TPUS, *GPUS))}"
+            f"--topology={name} names no target: use a kind of TPU and its shape, such as v6e:16x16 or v5p:4x4x4, an accelerator type "
+            "such as v6e-64, slices of one such as 2*v6e:16x16, or a kind of GPU and how many one host has, such as h200:8; "
+            f"kinds are {', '.join((*TPUS, *GPUS))}"
         )
     return kind, sizes
+
+
+def _torus(kind: str, number: int) -> tuple[int, ...]:
+    """The shape that Google Cloud gives an accelerator type of that many chips, or cores of v5p, which has two a chip; () for none."""
+    axes, chips = (2, number) if kind == "v6e" else (3, number // 2)
+    if chips < 1 or chips & (chips - 1) or (axes == 3 and (number % 2 or chips < 4)):
+        return ()
+    if (axes, chips) == (3, 4):
+        return (2, 2, 1)  # of one host
+    doublings = chips.bit_length() - 1
+    return tuple(2 ** ((doublings + place) // axes) for place in range(axes))
+
+
+def slices(name: str) -> int:
+    """How many slices a name has, which a data centre's network joins."""
+    found = _SLICES.match(name)
+    return int(found[1]) if found else 1
 
 
 def is_tpu(name: str) -> bool:
@@ -101,7 +124,9 @@ def devices(name: str) -> list[Any]:
     _check_installed(kind)
     try:
         if kind in TPUS:
-            return list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+            shape, number = f"{kind}:{'x'.join(map(str, sizes))}", slices(name)
+            several = {"num_slices": number} if number > 1 else {}
+            return list(topologies.get_topology_desc(platform="tpu", topology_name=shape, **several).devices)
         options: Mapping[str, Any] = {"topology": f"1x1x{sizes[0]}", "target_config": _LIMITS}
         return list(topologies.get_topology_desc(platform="cuda", topology_name=kind, **options).devices)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:

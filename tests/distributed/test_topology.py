@@ -118,9 +118,54 @@ def test_a_text_that_is_no_program_is_refused():
 )
 def test_a_target_is_a_kind_and_a_shape(name, kind, sizes):
     assert topology.parsed(name) == (kind, sizes) and topology.is_tpu(name) == (kind != "h200")
+    assert topology.slices(name) == 1
 
 
-@pytest.mark.parametrize("name", ["v6e", "v6e:4", "v9:2x2", "h200:2x2", "h200:0", "v6e:0x4", "tpu:2x2", ""])
+# The shapes are those of Google Cloud's tables of v6e and v5p.
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("v6e-1", "v6e:1x1"),
+        ("v6e-4", "v6e:2x2"),
+        ("v6e-8", "v6e:2x4"),
+        ("v6e-32", "v6e:4x8"),
+        ("v6e-256", "v6e:16x16"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-16", "v5p:2x2x2"),
+        ("v5p-32", "v5p:2x2x4"),
+        ("v5p-64", "v5p:2x4x4"),
+        ("v5p-128", "v5p:4x4x4"),
+        ("v5p-256", "v5p:4x4x8"),
+    ],
+)
+def test_an_accelerator_type_has_a_shape(name, same):
+    assert topology.parsed(name) == topology.parsed(same)
+
+
+def test_slices_are_counted():
+    assert topology.slices("2*v6e:4x4") == topology.slices("2*v6e-16") == 2
+    assert topology.parsed("2*v6e:4x4") == topology.parsed("2*v6e-16") == ("v6e", (4, 4))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "v6e",
+        "v6e:4",
+        "v9:2x2",
+        "v6e-6",
+        "v5p-4",
+        "v5p-9",
+        "v9-4",
+        "0*v6e:2x2",
+        "2*h200:8",
+        "h200:2x2",
+        "h200:0",
+        "v6e:0x4",
+        "tpu:2x2",
+        "",
+    ],
+)
 def test_other_names_are_refused_with_those_that_there_are(name):
     with pytest.raises(ValueError, match=r"names no target: use .* v6e:16x16 .* h200:8; kinds are v5p, v6e, h200"):
         topology.parsed(name)

@@ -62,6 +62,42 @@ def test_a_pod_is_asked_for_by_a_queued_resource_once(machine):
     assert changes(machine) == []
 
 
+COMPILE = ["python3", "-m", "jaxrl_llm.launch", "--dry_run"]
+
+
+def test_programs_are_compiled_for_a_pod_before_it_is_asked_for(machine):
+    machine.tool("python3")
+    done = machine.run("tpu_pod.sh", "up", *GIN)
+    assert done.returncode == 0, done.stderr
+    calls = [call for call in machine.calls("python3", "gcloud") if "list" not in call]
+    assert calls[0][:2] == ["python3", "-c"] and "libtpu" in calls[0][2]
+    assert calls[1:3] == [
+        [*COMPILE, "--topology=v6e-64", *GIN],
+        [*QUEUED, "create", "pod", *PLACE, *TYPE, "--node-id=pod"],
+    ]
+    done = machine.run("tpu_pod.sh", "up", *GIN)
+    assert done.returncode == 0 and machine.calls("python3") == []  # the pod is there
+
+
+def test_a_pod_that_is_too_small_is_not_asked_for(machine):
+    machine.tool("python3", 'case "$*" in *launch*) echo "error: the update needs 40 GiB" >&2; exit 1 ;; esac')
+    done = machine.run("tpu_pod.sh", "create", *GIN, TPU_SLICES="2")
+    assert (
+        done.returncode == 2 and "does not do on 2*v6e-64: see above; CHECK=0" in done.stderr and changes(machine) == []
+    )
+    assert machine.run("tpu_pod.sh", "create", *GIN, CHECK="0").returncode == 0 and len(changes(machine)) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("v6e-64", "has no jaxrl-llm[aot-tpu]"), ("v5litepod-16", "for v6e and v5p alone")]
+)
+def test_a_pod_whose_memory_cannot_be_known_is_asked_for_with_a_warning(machine, kind, why):
+    machine.tool("python3", "exit 1")
+    done = machine.run("tpu_pod.sh", "create", *GIN, TPU_TYPE=kind)
+    assert done.returncode == 0 and f"memory on {kind} is not known" in done.stderr and why in done.stderr
+    assert f"--accelerator-type={kind}" in changes(machine)[0]
+
+
 def test_slices_are_nodes_of_one_queued_resource_and_all_hosts_are_told(machine):
     (machine.home / "state").write_text("ACTIVE\n")
     done = machine.run("tpu_pod.sh", "run", *GIN, TPU_SLICES="2", ENVIRONMENT="HF_HOME UNSET", HF_HOME="/mnt/my hub")
