@@ -29,8 +29,9 @@ def main(target: str, out: Path, flags: Sequence[str]) -> None:
     from jaxrl_llm.models.sizes import SHAPES
     from jaxrl_llm.tools import bench, bench_case, programs
 
+    # As in Qwen2.5 on 16 chips, tiles of entries are odd in number and a chip's share of the width fills none.
     SHAPES[MODEL] = Qwen2(
-        vocabulary_size=4096, width=1024, layers=3, heads=8, kv_heads=2, head_width=128, mlp_width=2816, tied=True
+        vocabulary_size=4224, width=896, layers=3, heads=7, kv_heads=1, head_width=128, mlp_width=2816, tied=True
     )
     facts = programs.facts
 

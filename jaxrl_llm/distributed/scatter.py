@@ -70,10 +70,13 @@ def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
 def gathered_rows(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
     """The whole of a matrix of which each device of a mesh axis holds some columns; under shard_map.
 
-    The devices exchange columns for whole rows first. A gathering of columns lies column by column in a TPU's memory, and has to be
-    turned before a kernel reads rows.
+    The devices exchange columns for whole rows first: a gathering of columns lies column by column in a TPU's memory, and has to be
+    turned before a kernel reads rows. Then the rows are gathered across the torus's lines and along them, which SparseCores do beside
+    computation.
     """
     rows, unit = x.shape[0], TILE * mesh.shape[axis]
     x = jnp.pad(x, ((0, -rows % unit), (0, 0)))
     part = jax.lax.all_to_all(x, axis, split_axis=0, concat_axis=1, tiled=True)
-    return jax.lax.all_gather(part, axis, tiled=True)[:rows]
+    for groups in reversed(_stages(mesh, axis)):
+        part = jax.lax.all_gather(part, axis, tiled=True, axis_index_groups=None if len(groups) == 1 else groups)
+    return part[:rows]

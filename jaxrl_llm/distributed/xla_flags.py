@@ -41,8 +41,10 @@ TPU = {
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
 
-# Sums whose shares stay on the devices run on the SparseCores, beside computation: the TensorCores would wait for them.
+# Sums whose shares stay on the devices, and gatherings along lines of the torus (`scatter`), run on the SparseCores, beside computation:
+# the TensorCores would wait for them.
 ON_SPARSE_CORES = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
