@@ -148,8 +148,8 @@ def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Arr
     if split is None or not scatter.by_hand(mesh):
         return head
     gather = partial(scatter.gathered_rows, mesh=mesh, axis=WIDTH_AXIS)
-    specs = {"in_specs": P(entries, WIDTH_AXIS), "out_specs": P(entries, None)}
-    return jax.shard_map(gather, mesh=mesh, check_vma=False, **specs)(head)
+    lies, whole = P(entries, WIDTH_AXIS), P(entries, None)
+    return jax.shard_map(gather, mesh=mesh, in_specs=lies, out_specs=whole, check_vma=False)(head)
 
 
 def _scattered(head: jax.Array, mesh: Mesh | None) -> bool:
