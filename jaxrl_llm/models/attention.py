@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels.attention.api import attention
-from jaxrl_llm.kernels.decode_attention.api import decode_attention
+from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.kernels.decode_attention.api import decode_attention, decode_step
 
 
 class Places(NamedTuple):
@@ -110,7 +111,7 @@ def divisible(
 def mesh_decode(
     partitioner: Partitioner,
     q: Float[Array, "S H C"],
-    cache: Mapping[str, Float[Array, "L S T K C"]],
+    cache: Mapping[str, Float[Array, "L S *T_K C"]],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     window: int | None,
@@ -119,14 +120,47 @@ def mesh_decode(
     local = partial(decode_attention, window=window)
     if partitioner.mesh.size == 1:
         return local(q, cache["k"], cache["v"], layer, positions)
-    q_spec = partitioner.spec(("batch", "heads", "head_width"), q.shape)
-    cache_spec = partitioner.spec(("layers", "batch", None, "kv_heads", "head_width"), cache["k"].shape)
-    if q_spec[1] != cache_spec[3]:  # more devices than key heads: each holds all heads
-        q_spec = PartitionSpec(q_spec[0], None, None)
+    queries, entries = _decode_specs(partitioner, q, cache)
     return jax.shard_map(
         local,
         mesh=partitioner.mesh,
-        in_specs=(q_spec, cache_spec, cache_spec, PartitionSpec(), PartitionSpec(q_spec[0])),
-        out_specs=q_spec,
+        in_specs=(queries, entries, entries, PartitionSpec(), PartitionSpec(queries[0])),
+        out_specs=queries,
         check_vma=False,  # as above
     )(q, cache["k"], cache["v"], layer, positions)
+
+
+def mesh_step(
+    partitioner: Partitioner,
+    q: Float[Array, "S H C"],
+    new: Mapping[str, Float[Array, "S K C"]],
+    cache: Mapping[str, Float[Array, "L S *T_K C"]],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    window: int | None,
+) -> tuple[Float[Array, "S H C"], dict[str, Float[Array, "L S *T_K C"]]]:
+    """`mesh_decode` of a cache that the `new` entries are not in yet, and the cache with them; each device writes its own."""
+    local = partial(decode_step, window=window)
+    parts, entries = (new["k"], new["v"]), (cache["k"], cache["v"])
+    if partitioner.mesh.size == 1:
+        out, entries = local(q, parts, entries, layer, positions)
+        return out, {"k": entries[0], "v": entries[1]}
+    queries, spec = _decode_specs(partitioner, q, cache)
+    heads = PartitionSpec(spec[1], spec[caches.axes().index("kv_heads")], None)
+    out, entries = jax.shard_map(
+        local,
+        mesh=partitioner.mesh,
+        in_specs=(queries, (heads, heads), (spec, spec), PartitionSpec(), PartitionSpec(queries[0])),
+        out_specs=(queries, (spec, spec)),
+        check_vma=False,  # as above
+    )(q, parts, entries, layer, positions)
+    return out, {"k": entries[0], "v": entries[1]}
+
+
+def _decode_specs(partitioner: Partitioner, q: jax.Array, cache: Mapping[str, jax.Array]) -> tuple[Any, Any]:
+    """How the mesh splits queries and cache; queries are not split where there are more devices than key heads."""
+    queries = partitioner.spec(("batch", "heads", "head_width"), q.shape)
+    entries = partitioner.spec(caches.axes(), cache["k"].shape)
+    if queries[1] != entries[caches.axes().index("kv_heads")]:  # each device holds all heads
+        queries = PartitionSpec(queries[0], None, None)
+    return queries, entries

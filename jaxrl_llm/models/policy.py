@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
+from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture
 from jaxrl_llm.models.attention import Places
@@ -26,7 +27,6 @@ Params = dict[
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
-CACHE_AXES: Axes = ("layers", "batch", None, "kv_heads", "head_width")
 
 
 @dataclass(frozen=True)
@@ -145,15 +145,19 @@ class Policy:
         return params["embedding"] if self.architecture.tied else params["head"]
 
     def cache(self, slots: int, length: int, dtype: str | None = None) -> Cache:
-        """Creates an empty key/value cache {"k", "v"}: [L, slots, length, K, C] in `dtype`, or the compute dtype."""
-        size = self.architecture
-        shape = (size.layers, slots, length, size.kv_heads, size.head_width)
-        sharding = self.partitioner.sharding(CACHE_AXES, shape)
+        """Creates an empty cache of keys and values {"k", "v"} in `dtype`, or the compute dtype; the target orders its axes."""
+        shape = self.cache_shape(slots, length)
+        sharding = self.partitioner.sharding(caches.axes(), shape)
 
         def zeros() -> Cache:
             return {name: jnp.zeros(shape, dtype or self.compute_dtype) for name in ("k", "v")}
 
         return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
+
+    def cache_shape(self, slots: int, length: int) -> tuple[int, ...]:
+        """The shape of a cache's keys, and of its values, with the axes `kernels.decode_attention.cache.axes()`."""
+        size = self.architecture
+        return caches.shape(size.layers, slots, length, size.kv_heads, size.head_width)
 
     def extend(
         self,
@@ -172,7 +176,7 @@ class Policy:
         up from 0, so that fused attention may be used.
         """
         hidden, cache = self._model(params).extend(cache, tokens, positions, fresh=fresh)
-        return hidden, {name: self.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
+        return hidden, {name: self.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
         run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)

@@ -10,8 +10,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.architecture import SITES, Architecture, Capture
-from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode
+from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode, mesh_step
 from jaxrl_llm.models.layers import (
     INPUT,
     KEY,
@@ -28,7 +29,7 @@ from jaxrl_llm.models.layers import (
     rope,
 )
 
-Cache = dict[str, jax.Array]  # "k" and "v": [L, S, length, K, C]
+Cache = dict[str, jax.Array]  # "k" and "v", of all layers, in the order of `kernels.decode_attention.cache`
 States = dict[str, jax.Array]  # {site: [B, T, D]}
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
 
@@ -148,27 +149,32 @@ class Transformer(nnx.Module):
 
         Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does.
         """
-        slots, length = cache["k"].shape[1:3]
+        slots, length = cache["k"].shape[1], cache["k"].shape[caches.entry_axis()]
         rotation = rope(self.architecture, positions)
         attention = MeshAttention(partitioner=self.partitioner, cached=True, max_segments=1 if fresh else None)
         queries = Places(positions, jnp.ones_like(positions))
         key_positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (slots, length))
         keys = Places(key_positions, jnp.ones_like(key_positions))
-        rows = jnp.arange(slots)[:, None]
 
         def step(layer: Layer, carry: tuple[jax.Array, Cache], index: jax.Array) -> tuple[Any, None]:
             x, cache = carry
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
-                # A scatter of the new rows alone, into the scan's carry: XLA updates the cache in place.
                 new = {name: stored(x, cache[name].dtype) for name, x in (("k", k), ("v", v))}
-                entries = {name: cache[name].at[index, rows, positions].set(new[name], mode="drop") for name in new}
+                if caches.heads_first() and tokens.shape[1] == 1 and not fresh:
+                    own = {name: x[:, 0] for name, x in new.items()}
+                    place = index, positions[:, 0]
+                    both = lambda window: mesh_step(self.partitioner, q[:, 0], own, cache, *place, window)  # noqa: E731
+                    out, entries = self._by_window(index, both)
+                    return out[:, None], entries
+                # Into the scan's carry, which XLA updates in place.
+                entries = {name: caches.write(cache[name], new[name], index, positions, fresh=fresh) for name in new}
                 if fresh:
                     return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
                     return self._by_window(index, one)[:, None], entries
-                k, v = (jax.lax.dynamic_index_in_dim(entries[n], index, keepdims=False).astype(q.dtype) for n in "kv")
+                k, v = (caches.of_layer(entries[name], index).astype(q.dtype) for name in "kv")
                 return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
 
             x, cache = layer(x, rotation, attend)
@@ -185,7 +191,7 @@ class Transformer(nnx.Module):
         found = table[self.partitioner.constrain(tokens, ("lookup", "length"))]
         return self.partitioner.constrain(found.astype(self.dtype), ("lookup", "length", "embed"))
 
-    def _by_window(self, index: jax.Array, attend: Callable[[int | None], jax.Array]) -> jax.Array:
+    def _by_window(self, index: jax.Array, attend: Callable[[int | None], Any]) -> Any:
         """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""
         windows = self.architecture.windows
         if len(set(windows)) == 1:

@@ -9,6 +9,7 @@ what products, memory and links take at the least: model FLOPs over the peak, ar
 sent over the links. The exchanges are counted by kind, with the bytes that a device sends; SYNCHRONOUS ones are waited for.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -199,7 +200,15 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
     }  # fmt: skip
     if program.cycles:
         found |= {"cycles": program.cycles, "cycles_s": program.cycles / CLOCKS[target.kind]}
+        found["kernels_s"] = stated_bytes(program) / chip.bandwidth
     return found
+
+
+def stated_bytes(program: hlo.Program) -> int:
+    """The bytes that Pallas kernels without an estimate of cycles say they move, in the whole program on one device."""
+    said = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
+    kernels = [(i, times) for _, i, times, _ in program.executed if i.opcode == "custom-call" and not i.cycles]
+    return sum(times * int(found[1]) for i, times in kernels if (found := said.search(i.rest)))
 
 
 def described(
@@ -220,6 +229,8 @@ def described(
         if "cycles" in found
         else "no cycles from this compiler"
     )
+    if found.get("kernels_s"):
+        cycles += f", and {1e3 * found['kernels_s']:.3g} ms of Pallas kernels by the bytes that they state"
     yield f"    estimate {cycles}; at the least {least}"
     parts = [
         f"{kind} {'asynchronous' if hidden else 'SYNCHRONOUS'} {times} x, {sent / 1e6:.3g} MB sent, the largest {most / 2**20:.3g} MiB"

@@ -1,15 +1,20 @@
 """Computes attention of one new token a slot over the cache of its layer, read in place: one function has several backends."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.decode_attention import cache
 
-# Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
-BACKENDS = ("triton", "reference")
+# Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`, or `step(...)` for those that also
+# write.
+BACKENDS = ("triton", "mosaic_tpu", "reference")
+WRITING = ("mosaic_tpu",)
+READING = tuple(name for name in BACKENDS if name not in WRITING)
 # Dtypes of a cache beside that of the queries.
 NARROW = ("float8_e4m3fn",)
 
@@ -41,8 +46,8 @@ class Call:
 
 def decode_attention(
     q: Float[Array, "S H C"],
-    keys: Float[Array, "L S T K C"],
-    values: Float[Array, "L S T K C"],
+    keys: Float[Array, "L S *T_K C"],
+    values: Float[Array, "L S *T_K C"],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     *,
@@ -53,13 +58,13 @@ def decode_attention(
 
     Args:
       q: a query a slot; H is a multiple of K, and query head h reads key head h // (H // K).
-      keys: the cache's keys of all layers, those of the new token among them; in the dtype of `q` or one of 8 bits, which is
-        brought to that of `q` as it is read.
+      keys: the cache's keys of all layers in the order of `cache.axes()`, those of the new token among them; in the dtype of `q`
+        or one of 8 bits, which is brought to that of `q` as it is read.
       values: the cache's values.
       layer: which layer is read, in 0..L-1.
       positions: position of each query, tokens; at least 0. Beyond the cache's last entry, that one is the last seen.
       window: sees entries with position - entry < window; None sees all.
-      backend: one of BACKENDS, or None for the first that supports the call.
+      backend: one of READING, or None for the first that supports the call.
 
     Returns:
       [S, H, C] in the dtype of `q`.
@@ -67,28 +72,80 @@ def decode_attention(
     Raises:
       ValueError: shapes or dtypes that do not fit, an unknown backend, or a named backend that does not support the call.
     """
-    if keys.shape != values.shape or keys.shape[1] != q.shape[0] or keys.shape[4] != q.shape[2]:
+    call = _call(q, keys, values, window)
+    module = dispatch.choose("decode_attention", READING, call, backend)
+    return _attended(module, q, (keys, values), layer, positions, call)
+
+
+def decode_step(
+    q: Float[Array, "S H C"],
+    new: tuple[Float[Array, "S K C"], Float[Array, "S K C"]],
+    cached: tuple[Float[Array, "L S *T_K C"], Float[Array, "L S *T_K C"]],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    *,
+    window: int | None = None,
+    backend: str | None = None,
+) -> tuple[Float[Array, "S H C"], tuple[Float[Array, "L S *T_K C"], Float[Array, "L S *T_K C"]]]:
+    """Writes the keys and values of each slot's new token at its position, and attends as `decode_attention` does.
+
+    Args:
+      q: a query a slot.
+      new: keys and values of the new tokens, in the cache's dtype; a position beyond the end is not written.
+      cached: keys and values of all layers; donated arrays are written in place.
+      layer: which layer is written and read.
+      positions: of the new tokens.
+      window: as in `decode_attention`.
+      backend: one of BACKENDS, or None for the first that supports the call.
+
+    Returns:
+      [S, H, C] in the dtype of `q`, and keys and values.
+
+    Raises:
+      ValueError: as `decode_attention`, and new entries that do not fit the cache.
+    """
+    call = _call(q, *cached, window)
+    shape = (q.shape[0], call.kv_heads, call.width)
+    if any((x.shape, x.dtype) != (shape, cached[0].dtype) for x in new):
+        found = ", ".join(f"{x.dtype} {x.shape}" for x in new)
+        raise ValueError(f"new keys and values must be {call.cache_dtype} {shape}, as the cache's (got {found})")
+    module = dispatch.choose("decode_attention", BACKENDS, call, backend)
+    layer, positions = jnp.asarray(layer, jnp.int32), positions.astype(jnp.int32)
+    if module.__name__.rpartition(".")[2] in WRITING:
+        out, cached = module.step(q, new, cached, layer, positions, call)
+        return out, cached
+    keys, values = (cache.write(x, n[:, None], layer, positions[:, None]) for x, n in zip(cached, new))
+    return _attended(module, q, (keys, values), layer, positions, call), (keys, values)
+
+
+def _attended(module: Any, q: jax.Array, cached: Any, layer: jax.Array, positions: jax.Array, call: Call) -> jax.Array:
+    last = jnp.clip(positions, 0, call.length - 1).astype(jnp.int32)
+    out: jax.Array = module.attend(q, *cached, jnp.asarray(layer, jnp.int32), last, call)
+    return out
+
+
+def _call(q: jax.Array, keys: jax.Array, values: jax.Array, window: int | None) -> Call:
+    """Checks the arguments of a call and describes it."""
+    order = ("L", "S", "K", "T", "C") if cache.heads_first() else ("L", "S", "T", "K", "C")
+    if keys.ndim != 5 or keys.shape != values.shape or (keys.shape[1], keys.shape[4]) != (q.shape[0], q.shape[2]):
         raise ValueError(
-            f"q [S, H, C] and cache [L, S, T, K, C] must fit (got {q.shape}, {keys.shape}, {values.shape})"
+            f"q [S, H, C] and cache [{', '.join(order)}] must fit (got {q.shape}, {keys.shape}, {values.shape})"
         )
-    if q.shape[1] % keys.shape[3]:
-        raise ValueError(f"{q.shape[1]} query heads cannot share {keys.shape[3]} kv heads evenly")
+    sizes = dict(zip(order, keys.shape))
+    if q.shape[1] % sizes["K"]:
+        raise ValueError(f"{q.shape[1]} query heads cannot share {sizes['K']} kv heads evenly")
     if keys.dtype != values.dtype or keys.dtype not in (q.dtype, *NARROW):
         found = f"{q.dtype}, {keys.dtype}, {values.dtype}"
         raise ValueError(f"queries and cache must share one dtype, or the cache be of {NARROW} (got {found})")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1 token, or None to see all (got {window})")
-    call = Call(
+    return Call(
         platform=dispatch.device().platform,
         dtype=q.dtype.name,
         cache_dtype=keys.dtype.name,
         heads=q.shape[1],
-        kv_heads=keys.shape[3],
+        kv_heads=sizes["K"],
         width=q.shape[2],
-        length=keys.shape[2],
+        length=sizes["T"],
         window=window,
     )
-    module = dispatch.choose("decode_attention", BACKENDS, call, backend)
-    last = jnp.clip(positions, 0, keys.shape[2] - 1).astype(jnp.int32)
-    out: jax.Array = module.attend(q, keys, values, jnp.asarray(layer, jnp.int32), last, call)
-    return out

@@ -1,9 +1,10 @@
-"""Computes decode attention in plain jnp: this is the specification, and the backend of CPUs and TPUs; it copies the layer's cache."""
+"""Computes decode attention in plain jnp: this is the specification, and the backend of CPUs; it copies the layer's cache."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels.decode_attention import cache
 from jaxrl_llm.kernels.decode_attention.api import Call
 
 MASKED = -1e30
@@ -16,14 +17,14 @@ def refusal(call: Call) -> str | None:
 
 def attend(
     q: Float[Array, "S H C"],
-    keys: Float[Array, "L S T K C"],
-    values: Float[Array, "L S T K C"],
+    keys: Float[Array, "L S *T_K C"],
+    values: Float[Array, "L S *T_K C"],
     layer: Int[Array, ""],
     positions: Int[Array, " S"],
     call: Call,
 ) -> Float[Array, "S H C"]:
     """Attends as `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
-    k, v = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False).astype(q.dtype) for x in (keys, values))
+    k, v = (cache.of_layer(x, layer).astype(q.dtype) for x in (keys, values))
     grouped = q.reshape(len(q), call.kv_heads, -1, call.width)
     scores = jnp.einsum("skgc,stkc->skgt", grouped, k, preferred_element_type=jnp.float32) * call.width**-0.5
     entries = jnp.arange(call.length)

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_llm.kernels.decode_attention import triton
+from jaxrl_llm.kernels.decode_attention import mosaic_tpu, triton
 from jaxrl_llm.kernels.decode_attention.api import Call, decode_attention
 
 LAYERS, SLOTS, LENGTH, WIDTH = 2, 3, 100, 32
@@ -83,6 +85,65 @@ def test_a_cache_of_8_bits_is_read_as_the_numbers_that_it_holds(backend):
     got = run(q, k, v, jnp.int32(1), jnp.asarray(POSITIONS), window=None)
     assert got.dtype == q.dtype
     np.testing.assert_allclose(got, expected(q, k, v, 1, None), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("cache", [jnp.bfloat16, jnp.float8_e4m3fn])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "window", "own", "entries"),
+    [(12, 2, None, 2, 128), (4, 4, None, 1, 384), (20, 1, 130, 4, 128), (8, 1, 20, 2, 384)],
+)
+def test_the_tpu_kernel_writes_and_attends_to_filled_entries_alone(
+    heads, kv_heads, window, own, entries, cache, monkeypatch
+):
+    # Groups of slots and blocks of entries, of which some have nothing that a slot or any slot sees; one position is beyond the end.
+    slots, length, width = 4, 384, 128
+    positions = np.array([0, 127, 400, 140], np.int32)
+    last = np.minimum(positions, length - 1)
+    sizes = {"heads": heads, "kv_heads": kv_heads, "width": width, "length": length, "window": window}
+    call = Call(platform="tpu", dtype="bfloat16", cache_dtype=jnp.dtype(cache).name, **sizes)
+    assert mosaic_tpu.refusal(call) is None
+    monkeypatch.setattr(mosaic_tpu, "BYTES", 4 * own * kv_heads * entries * width * jnp.dtype(cache).itemsize)
+    monkeypatch.setattr(mosaic_tpu, "ENTRIES", entries)
+    assert mosaic_tpu.Sizes.of(slots, call, jnp.dtype(cache).itemsize)[:2] == (own, entries)
+    rng = np.random.default_rng(1)
+    q = jnp.asarray(rng.normal(size=(slots, heads, width)) * 3, jnp.bfloat16)
+    k, v = (rng.normal(size=(LAYERS, slots, kv_heads, length, width)) for _ in range(2))
+    for slot, n in enumerate(last):
+        k[:, slot, :, n + 1 :], v[:, slot, :, n + 1 :] = 400, 400
+    k, v = (jnp.asarray(x, cache) for x in (k, v))
+    new = tuple(jnp.asarray(rng.normal(size=(slots, kv_heads, width)), cache) for _ in range(2))
+    run = jax.jit(partial(mosaic_tpu.step, call=call, interpret=pltpu.InterpretParams(detect_races=True)))
+    for layer in range(LAYERS):
+        got, written = run(q, new, (k, v), jnp.int32(layer), jnp.asarray(positions))
+        assert not interpret_pallas_call.races.races_found
+        expected_cache = [np.asarray(x, np.float64).copy() for x in (k, v)]
+        want = np.zeros(q.shape)
+        for s, n in enumerate(last):
+            first = 0 if window is None else max(0, n - window + 1)
+            if positions[s] < length:
+                for x, entry in zip(expected_cache, new):
+                    x[layer, s, :, n] = np.asarray(entry[s], np.float64)
+            for h in range(heads):
+                mine = h // (heads // kv_heads)
+                k64, v64 = (x[layer, s, mine, first : n + 1] for x in expected_cache)
+                score = k64 @ np.asarray(q[s, h], np.float64) / np.sqrt(width)
+                p = np.exp(score - score.max())
+                want[s, h] = p @ v64 / p.sum()
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=2e-2)
+        for x, expected_x in zip(written, expected_cache):
+            np.testing.assert_array_equal(np.asarray(x, np.float64), expected_x)
+
+
+def test_the_tpu_kernel_refuses_what_tiles_cannot_hold():
+    good = {"platform": "tpu", "dtype": "bfloat16", "cache_dtype": "bfloat16", "heads": 8, "kv_heads": 2}
+    good |= {"width": 128, "length": 640, "window": None}
+    for reason, change in {
+        "runs on TPUs": {"platform": "gpu"},
+        "bfloat16": {"dtype": "float32"},
+        "128 wide": {"width": 64},
+        "128 tokens": {"length": 100},
+    }.items():
+        assert reason in mosaic_tpu.refusal(Call(**(good | change)))
 
 
 def for_hopper():

@@ -18,7 +18,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.models.policy import CACHE_AXES, Params, Policy
+from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 
 HostOrDevice = Any  # a NumPy array, and under jit its tracer
@@ -189,8 +190,9 @@ def place(
     fresh, rows = source >= 0, jnp.maximum(source, 0)
 
     def copied(old: jax.Array, new: jax.Array) -> jax.Array:
-        length = new.shape[2]
-        return old.at[:, :, :length].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[:, :, :length]))
+        axis = caches.entry_axis()
+        filled = (*[slice(None)] * axis, slice(new.shape[axis]))
+        return old.at[filled].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[filled]))
 
     cache = {name: copied(entries, block[name]) for name, entries in cache.items()}
     width = seen.shape[1]
@@ -247,9 +249,8 @@ def decode(
 
 def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
     """Returns what `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
-    partitioner, size = policy.partitioner, policy.architecture
-    shape = (size.layers, slots, length, size.kv_heads, size.head_width)
-    sharding = partitioner.sharding(CACHE_AXES, shape)
+    partitioner, shape = policy.partitioner, policy.cache_shape(slots, length)
+    sharding = partitioner.sharding(caches.axes(), shape)
     cache = {name: jax.ShapeDtypeStruct(shape, dtype or policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
     seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
     return cache, seen, Slots.empty(slots, 4)
@@ -268,4 +269,4 @@ def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Arr
 
 
 def _constrained(policy: Policy, cache: Cache) -> Cache:
-    return {name: policy.partitioner.constrain(entries, CACHE_AXES) for name, entries in cache.items()}
+    return {name: policy.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}

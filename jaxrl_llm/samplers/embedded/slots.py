@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.models.policy import CACHE_AXES, Params, Policy
+from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
@@ -25,6 +26,11 @@ Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 
 _SHORTEST = 16  # tokens: shorter buckets would compile more and save nothing
 _STOP_IDS = 4  # room for stop ids in every batch
+
+
+def _shortest() -> int:
+    """The shortest cache of a slot, tokens."""
+    return max(_SHORTEST, caches.page())
 
 
 def bucket(size: int, unit: int = 1) -> int:
@@ -59,10 +65,11 @@ class Capacity:
         """Returns the smallest buckets that hold `requests`; rows fill the mesh's batch shards."""
         asked = sum(request.sequences for request in requests)
         slots = bucket(max(asked, *(request.at_once for request in requests)), shards)
-        length = bucket(max(request.length for request in requests), _SHORTEST)
+        length = bucket(max(request.length for request in requests), _shortest())
+        longest, page = max(request.max_length for request in requests), caches.page()
         return cls(
             slots=min(slots, -(-max_slots // shards) * shards),
-            length=min(length, max(request.max_length for request in requests)),
+            length=min(length, -(-longest // page) * page),
             stop_ids=bucket(max(len(request.settings.stop_token_ids) for request in requests), _STOP_IDS),
             penalised=any(request.settings.repetition_penalty != 1 for request in requests),
         )
@@ -113,7 +120,7 @@ class SlotBatch:
 
     def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
         """Returns the rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
-        length = min(bucket(longest, _SHORTEST), self.capacity.length)
+        length = min(bucket(longest, _shortest()), self.capacity.length)
         return bucket(rows, self.policy.partitioner.batch_shards), length
 
     def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> int:
@@ -227,13 +234,16 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
     """Returns the bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
     size, slots = policy.architecture, capacity.slots
     vocabulary = (slots, size.vocabulary_size)
-    entries = (size.layers, slots, capacity.length, size.kv_heads, size.head_width)
 
     def on_a_device(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int:
         return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
 
     logits = on_a_device(("batch", "vocabulary"), vocabulary)
-    cache = 2 * on_a_device(CACHE_AXES, entries) * jnp.dtype(dtype or policy.compute_dtype).itemsize
+    cache = (
+        2
+        * on_a_device(caches.axes(), policy.cache_shape(slots, capacity.length))
+        * jnp.dtype(dtype or policy.compute_dtype).itemsize
+    )
     return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
 
 
