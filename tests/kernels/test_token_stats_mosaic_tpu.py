@@ -63,6 +63,46 @@ def test_large_logits_stay_finite_and_exact():
     np.testing.assert_array_equal(out["entropy"], np.zeros(16))
 
 
+def grids(jaxpr):
+    """(grid, how its axes are run) of each kernel of a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation.params["grid_mapping"].grid, equation.params["compiler_params"].dimension_semantics
+        for inner in jax.core.jaxprs_in_params(equation.params):
+            yield from grids(inner)
+
+
+def test_bits_are_those_of_one_order_of_sums_however_often_and_beside_whom_a_token_is_computed():
+    tokens, width, vocabulary = 384, 128, 900
+    rng = np.random.default_rng(3)
+    hidden = jnp.asarray(rng.normal(size=(tokens, width)), jnp.bfloat16)
+    head = jnp.asarray(rng.normal(size=(vocabulary, width)) * 0.2, jnp.bfloat16)
+    targets = jnp.asarray(rng.integers(0, vocabulary, tokens))
+    call = call_of(hidden, head, outputs=("logprob", "entropy"))
+    kernels = Kernels(tiles=Tiles(rows=128, columns=256), interpret=True)
+
+    def total(hidden, head, targets):
+        out = fused.compute(kernels, (hidden, head, targets), None, WORDS, call, None)
+        return sum(x.sum() for x in out.values()), out
+
+    run = jax.jit(jax.value_and_grad(total, argnums=(0, 1), has_aux=True))
+    (_, out), (dhidden, dhead) = run(hidden, head, targets)
+    (_, again), slopes = run(hidden, head, targets)
+    for name in out:
+        np.testing.assert_array_equal(out[name], again[name])
+    for x, y in zip((dhidden, dhead), slopes):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+    # Blocks of tokens run in any order; a token's sums go over the vocabulary in one order alone.
+    turned = np.roll(np.arange(tokens), 128)
+    (_, other), (slope, _) = run(hidden[turned], head, targets[turned])
+    for name in out:
+        np.testing.assert_array_equal(out[name][turned], other[name])
+    np.testing.assert_array_equal(np.asarray(dhidden, np.float32)[turned], np.asarray(slope, np.float32))
+    found = list(grids(jax.make_jaxpr(jax.grad(lambda *a: total(*a)[0], (0, 1)))(hidden, head, targets).jaxpr))
+    assert len(found) >= 2
+    assert all(how == ("parallel", "arbitrary") and grid[0] == tokens // 128 for grid, how in found)
+
+
 @pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(8191, 1024, 151669), (16384, 3584, 151936)])
 def test_both_passes_lower_for_tpu_without_whole_logits(tokens, width, vocabulary):
     hidden, head = (jax.ShapeDtypeStruct((n, width), jnp.bfloat16) for n in (tokens, vocabulary))
