@@ -19,7 +19,7 @@ HELP = {"help_option_names": ["-h", "--help"]}
 PASSED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 SETTINGS = """Each FILE is a gin file, one of the package's by its name, or a run folder. NAME=VALUE needs no quotes: a macro in lower or
 upper case (group_size=16), a binding (grpo.GRPO.clip_high=0.3), or a component by name or path: algorithm, model, data, eval_data, reward,
-sampler, tokenizer, adapters, schedule, writers."""
+sampler, tokenizer, adapters, schedule, writers. Several rewards with weights: reward=FILE.py:NAME,FILE.py:OTHER*0.1."""
 
 
 def _completed(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:

@@ -16,11 +16,11 @@ from typing import Any
 
 from jaxrl_llm.command_line import PACKAGE
 from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.interface import several_rewards
+from jaxrl_llm.interface.several_rewards import FUNCTION, REFERENCE
 
-FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")  # file.py:name, or package.module:name
 EVALUATED = 256  # prompts that an evaluation answers where nothing else is said
 SETTING = re.compile(r"(?P<name>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
-REFERENCE = re.compile(r"[@%][\w./]+(\(\))?")  # a component or a macro of gin
 PRETRAINED = "gin/models/pretrained.gin"
 FLOAT32 = {"sources.PolicySource.compute_dtype": "float32"}
 
@@ -93,7 +93,7 @@ def _evaluated(composed: Composition, words: Mapping[str, Any]) -> dict[str, Any
     """How a run on data of its own is measured: its held-out prompts are answered, or held-out responses scored where nothing is rewarded."""
     chosen = [(PACKAGE / file).read_text() for file in composed.files if file.startswith("gin/data/")]
     known = "EVAL_DATA" in composed.bindings or any(re.search(r"^EVAL_DATA\s*=", text, re.MULTILINE) for text in chosen)
-    if "REWARD" in composed.bindings or not known:
+    if composed.bindings.get("REWARD", "") is None or not known:
         unseen = {"HELD_OUT": "%EVAL_DATA"} if known else {}
         return {"train.Stage.evaluations": (), "BEST": None, **unseen}
     return {"EVALUATION_LIMIT": EVALUATED}
@@ -149,6 +149,8 @@ def literal(name: str, value: Any) -> str:
         value = os.fspath(value)
     if isinstance(value, str) and REFERENCE.fullmatch(value):
         return value
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(name, key)}: {literal(name, held)}" for key, held in value.items()) + "}"
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()  # a number of NumPy or JAX
     text = repr(value)
@@ -237,7 +239,10 @@ def _place(value: Any) -> Any:
 
 
 def _reward(value: Any) -> Composition:
-    """A file of gin/rewards, or a function as "file.py:name" or "package.module:name"."""
+    """A file of gin/rewards, a function as "file.py:name" or "package.module:name", or several of these with weights."""
+    if parts := several_rewards.parts(value):
+        files, bindings = several_rewards.bindings(parts, lambda name: gin_file(name, "rewards"))
+        return Composition(files=files, bindings=bindings)
     if _reference(value):
         return Composition(bindings={"REWARD": value})
     if isinstance(value, str) and FUNCTION.fullmatch(value) and not Path(value).is_file():

@@ -13,7 +13,7 @@ import re
 import symtable
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,12 +22,20 @@ FILE = "rewards.py"
 ADVICE = "write it into a file and give reward='FILE.py:NAME', which the command line can go on with too"
 
 
-def named(function: Callable[..., Any], folder: Path) -> str:
-    """Returns "file.py:name" or "package.module:name" of a function, whose source is kept in `folder` where it has no file of its own.
+def named(functions: Sequence[Callable[..., Any]], folder: Path) -> list[str]:
+    """Returns "file.py:name" or "package.module:name" of each function; the source of those without a file of their own is kept in `folder`.
 
     Raises:
-      ValueError: the function is a lambda or made inside another function, or uses what cannot be written down.
+      ValueError: a function is a lambda or made inside another function, or uses what cannot be written down; or two have one name.
     """
+    places = [_place(function) for function in functions]
+    homeless = [function for function, place in zip(functions, places, strict=True) if not place]
+    file = _kept(homeless, folder) if homeless else None
+    return [f"{place or file}:{function.__name__}" for function, place in zip(functions, places, strict=True)]
+
+
+def _place(function: Callable[..., Any]) -> str:
+    """The file or module of a function; "" for one of a notebook or of the script that was started."""
     name = getattr(function, "__qualname__", "")
     if not isinstance(function, FunctionType) or not name.isidentifier():
         kind = "a lambda" if "<lambda>" in name else "made inside a function" if "<locals>" in name else "no function"
@@ -37,13 +45,13 @@ def named(function: Callable[..., Any], folder: Path) -> str:
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if module is not None and module.__name__ != "__main__" and file is not None:
-        return f"{module.__name__}:{name}" if module.__package__ else f"{Path(file).resolve()}:{name}"
-    return f"{_kept(function, folder)}:{name}"
+        return module.__name__ if module.__package__ else str(Path(file).resolve())
+    return ""
 
 
-def _kept(function: FunctionType, folder: Path) -> Path:
-    """Writes the function and what it uses to the folder; a file of an earlier function gets a number."""
-    imports, body = _parts(function)
+def _kept(functions: Sequence[FunctionType], folder: Path) -> Path:
+    """Writes the functions and what they use to the folder; a file of earlier functions gets a number."""
+    imports, body = _parts(functions)
     opening = '"""Reward functions of this run, written from the notebook or script that started it."""'
     text = "\n\n".join(["\n".join([opening, "", *sorted(imports)]).rstrip(), *body]) + "\n"
     file = folder / FILE
@@ -54,12 +62,15 @@ def _kept(function: FunctionType, folder: Path) -> Path:
     return file
 
 
-def _parts(function: FunctionType) -> tuple[set[str], list[str]]:
+def _parts(functions: Sequence[FunctionType]) -> tuple[set[str], list[str]]:
     """The imports, and the definitions in an order in which each stands after what it uses at once."""
     imports: set[str] = set()
     body: dict[str, str] = {}
+    held: dict[str, Any] = {}
 
     def take(name: str, value: Any) -> None:
+        if held.setdefault(name, value) is not value:
+            raise ValueError(f"two of the rewards' functions use the name {name!r} for different things: {ADVICE}")
         if name in body:
             return
         line = _import(name, value)
@@ -78,8 +89,9 @@ def _parts(function: FunctionType) -> tuple[set[str], list[str]]:
         else:
             body[name] = f"{name} = {_plain(name, value, function)}"
 
-    space = function.__globals__
-    take(function.__name__, function)
+    for function in functions:
+        space = function.__globals__
+        take(function.__name__, function)
     return imports, list(body.values())
 
 

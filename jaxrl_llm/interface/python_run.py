@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +13,11 @@ from jaxrl_llm.data import rows
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.eval.harness import SUMMARY, Harness
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.interface import page, stepping
+from jaxrl_llm.interface import page, several_rewards, stepping
 from jaxrl_llm.interface.conversation import Conversation
+from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.function import Function
+from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.tools import export
 from jaxrl_llm.train.checkpoint import last_step
 from jaxrl_llm.train.load import TrainedModel
@@ -120,7 +122,7 @@ class PythonRun:
         self,
         data: str | Sequence[Mapping[str, Any]] | None = None,
         *,
-        reward: Callable[..., Any] | str | None = None,
+        reward: Any = None,
         limit: int | None = None,
         samples: int = 0,
     ) -> dict[str, Any]:
@@ -128,7 +130,7 @@ class PythonRun:
 
         Args:
           data: a file, a folder, a dataset's id or a list of mappings; None takes the run's own held-out data.
-          reward: a function, or "file.py:name"; None takes the run's own.
+          reward: a function or "file.py:name", or several with weights as `rl.grpo` takes them; None takes the run's own.
           limit: most prompts.
           samples: answers sampled a prompt.
 
@@ -149,7 +151,7 @@ class PythonRun:
             raise ValueError("the run has no held-out data: give data=, or eval_data= when it is made")
         scored: Any = evaluation.reward or stage.reward
         if reward is not None:
-            scored = Function(function=reward)
+            scored = judged_by(reward)
         if scored is None:
             raise ValueError("the run has no reward, by which answers would be judged: give reward=")
         limit = limit or evaluation.limit
@@ -184,3 +186,23 @@ def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
             f"{', '.join(files)} builds {type(run).__name__}, which trains nothing: use the command `jaxrl eval`"
         )
     return PythonRun(run, config)
+
+
+def judged_by(value: Any) -> Reward:
+    """The reward that functions, or texts that name functions, make without gin: `Function`, or several in `Weighted`.
+
+    Raises:
+      ValueError: a part is a name in gin/rewards or a reference, or none at all.
+    """
+    found = several_rewards.parts(value)
+    for reward in [part.reward for part in found] or [value]:
+        if isinstance(reward, str) and not several_rewards.FUNCTION.fullmatch(reward):
+            raise ValueError(
+                f"reward: {reward!r} is no function: give a callable, 'FILE.py:NAME' or 'package.module:NAME'"
+            )
+    if not found:
+        return Function(function=value)
+    return Weighted(
+        parts={part.name: Function(function=part.reward, name=part.name) for part in found},
+        weights={part.name: part.weight for part in found},
+    )

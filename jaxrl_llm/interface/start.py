@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import launch
-from jaxrl_llm.interface import kept_functions
+from jaxrl_llm.interface import kept_functions, several_rewards
 from jaxrl_llm.interface.composition import compose, names, on_cpu
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ def train(*files: str | os.PathLike[str], bindings: Mapping[str, Any] | None = N
           compute in float32.
         data: a .jsonl, .json, .parquet or .csv file, a folder or a Hugging Face id, a list of mappings, or a name in gin/data. A tenth of
           the rows is held out and answered at evaluations; `eval_data` names other rows for that.
-        reward: a function (prompt, text) or (prompt, text, COLUMN, ...), "file.py:name", or a name in gin/rewards.
+        reward: a function (prompt, text) or (prompt, text, COLUMN, ...), "file.py:name", or a name in gin/rewards; several of these as
+          {"right": right, "short": (short, 0.1)} or [(right, 1.0), (short, 0.1)], summed with their weights.
         algorithm, sampler, tokenizer, adapters, schedule, writers: names in their folders of gin/.
         run_dir: the run folder, which an earlier start may have begun; by default the first new one of runs/ALGORITHM, runs/ALGORITHM-2, ...
         steps, group_size, learning_rate, seed, ...: macros of gin/base.gin.
@@ -47,7 +48,7 @@ def train(*files: str | os.PathLike[str], bindings: Mapping[str, Any] | None = N
         given["run_dir"] = str(folder)
     else:
         folder = _new_folder(Path(os.fspath(files[0])).stem)
-        if any(callable(x) or _rows(x) for x in given.values()):
+        if any(callable(x) or _rows(x) or _functions(x) for x in given.values()):
             given["run_dir"] = str(folder)
     given = {name: _kept(name, value, folder) for name, value in given.items()}
     composed = compose([os.fspath(file) for file in files], given, cpu=on_cpu())
@@ -78,10 +79,23 @@ def _rows(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and any(isinstance(x, Mapping) for x in value)
 
 
+def _functions(value: Any) -> list[Callable[..., Any]]:
+    """The functions among several rewards."""
+    if not isinstance(value, Mapping | list | tuple) or _rows(value):
+        return []
+    held = value.values() if isinstance(value, Mapping) else value
+    items = [x for item in held for x in (item if isinstance(item, list | tuple) else [item])]
+    return list(dict.fromkeys(x for x in items if callable(x)))
+
+
 def _kept(name: str, value: Any, folder: Path) -> Any:
     """The value as gin can hold it: functions and lists of rows are kept in the run folder."""
     if callable(value):
-        return kept_functions.named(value, folder)
+        return kept_functions.named([value], folder)[0]
+    if name == "reward" and (functions := _functions(value)):
+        names = dict(zip(functions, kept_functions.named(functions, folder), strict=True))
+        parts = several_rewards.parts(value)
+        return {part.name: (names.get(part.reward, part.reward), part.weight) for part in parts}
     if name in ("data", "eval_data") and _rows(value):
         return str(_written(folder / (DATA if name == "data" else f"eval_{DATA}"), value))
     return value

@@ -80,18 +80,33 @@ def loaded(named: str) -> types.FunctionType:
 
 @pytest.mark.parametrize("text", ["yes yes no", "", "no no", "Yes ok"])
 def test_a_function_of_a_notebook_is_kept_with_what_it_uses(cell, tmp_path, text):
-    named = kept_functions.named(cell.reward, tmp_path / "run")
+    (named,) = kept_functions.named([cell.reward], tmp_path / "run")
     assert named == f"{tmp_path}/run/rewards.py:reward"
     assert loaded(named)("", text) == cell.reward("", text)
 
 
 def test_what_is_kept_twice_stays_and_what_changed_gets_a_number(cell, tmp_path):
-    kept_functions.named(cell.reward, tmp_path)
+    kept_functions.named([cell.reward], tmp_path)
     first = (tmp_path / "rewards.py").read_text()
-    kept_functions.named(cell.reward, tmp_path)
+    kept_functions.named([cell.reward], tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["rewards.py"]
-    kept_functions.named(cell.rest, tmp_path)
+    kept_functions.named([cell.rest], tmp_path)
     assert (tmp_path / "rewards.0.py").read_text() == first and (tmp_path / "rewards.py").read_text() != first
+
+
+def test_several_functions_are_kept_in_one_file(cell, tmp_path):
+    """A second file would take the place of the first."""
+    both = kept_functions.named([cell.reward, cell.root], tmp_path)
+    assert both == [f"{tmp_path}/rewards.py:reward", f"{tmp_path}/rewards.py:root"]
+    assert [file.name for file in tmp_path.iterdir()] == ["rewards.py"]
+    reward, root = map(loaded, both)
+    assert reward("", "yes yes no") == cell.reward("", "yes yes no") and root(9.0) == 3.0
+
+
+def test_functions_that_mean_different_things_by_one_name_are_refused(cell, tmp_path):
+    other = types.FunctionType(cell.rest.__code__, cell.__dict__, "rest")
+    with pytest.raises(ValueError, match="two of the rewards' functions use the name 'rest' for different things"):
+        kept_functions.named([cell.rest, other], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +119,7 @@ def test_what_is_kept_twice_stays_and_what_changed_gets_a_number(cell, tmp_path)
 )
 def test_what_cannot_be_found_again_is_refused(cell, tmp_path, name, why):
     with pytest.raises(ValueError, match=f"{why}.*give reward='FILE.py:NAME'"):
-        kept_functions.named(getattr(cell, name), tmp_path)
+        kept_functions.named([getattr(cell, name)], tmp_path)
     assert not (tmp_path / "rewards.py").exists()
 
 
@@ -112,7 +127,7 @@ def test_a_function_without_source_is_refused(cell, tmp_path):
     space = {"__name__": "__main__"}
     exec("def unknown(prompt, text):\n    return 0.0\n", space)
     with pytest.raises(ValueError, match="source of 'unknown' is not known"):
-        kept_functions.named(space["unknown"], tmp_path)
+        kept_functions.named([space["unknown"]], tmp_path)
 
 
 def test_a_function_of_a_file_is_named_by_the_file_and_one_of_a_package_by_its_module(tmp_path, monkeypatch):
@@ -122,6 +137,6 @@ def test_a_function_of_a_file_is_named_by_the_file_and_one_of_a_package_by_its_m
 
     from jaxrl_llm.metrics.console import short
 
-    assert kept_functions.named(own_rewards.score, tmp_path / "run") == f"{tmp_path}/own_rewards.py:score"
-    assert kept_functions.named(short, tmp_path / "run") == "jaxrl_llm.metrics.console:short"
+    assert kept_functions.named([own_rewards.score], tmp_path / "run") == [f"{tmp_path}/own_rewards.py:score"]
+    assert kept_functions.named([short], tmp_path / "run") == ["jaxrl_llm.metrics.console:short"]
     assert not (tmp_path / "run").exists() and Path(own_rewards.__file__).parent == tmp_path
