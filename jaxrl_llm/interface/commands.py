@@ -29,6 +29,16 @@ def _completed(context: click.Context, parameter: click.Parameter, incomplete: s
 
 
 words = click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...", shell_complete=_completed)
+# Verbs that hand their arguments on: the command that each calls, and what it does. docs/reference/commands.md is written from it.
+COMMANDS = {
+    "plan": ("jaxrl_llm.tools.plan", "Says what a run would take, on this machine or on other chips."),
+    "doctor": ("jaxrl_llm.tools.doctor", "Checks a machine, and whether a run would work here."),
+    "bench": ("jaxrl_llm.tools.bench", "Measures updates, scoring, sampling and whole steps here."),
+    "chat": ("jaxrl_llm.tools.chat", "Chats with a Hugging Face folder or a run folder."),
+    "export": ("jaxrl_llm.tools.export", "Writes a run's model as a Hugging Face folder."),
+    "view": ("jaxrl_llm.eval.viewer.__main__", "Shows runs and results in a browser."),
+}
+
 arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 
 
@@ -112,42 +122,25 @@ def evaluate(words: tuple[str, ...], **options: bool) -> None:
     _launched(words, options, flags)
 
 
-@main.command(context_settings=PASSED, help="Says what a run would take, on this machine or on other chips.")
-@arguments
-def plan(arguments: tuple[str, ...]) -> None:
-    _configured("jaxrl_llm.tools.plan", arguments)
-
-
-@main.command(context_settings=PASSED, help="Checks a machine, and whether a run would work here.")
-@arguments
-def doctor(arguments: tuple[str, ...]) -> None:
-    _configured("jaxrl_llm.tools.doctor", arguments)
-
-
-def _configured(module: str, arguments: Sequence[str]) -> None:
-    """Calls a command that takes gin files; from the first option on, arguments are handed on as they are."""
-    first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
-    words, options = arguments[:first], arguments[first:]
-    _ended(lambda: importlib.import_module(module).main([*(_flags(words, cpu=False) if words else []), *options]))
-
-
-def _handed_on(name: str, module: str, short: str) -> None:
-    """A verb that hands its arguments on to a command."""
+def _handed_on(name: str, configured: bool) -> None:
+    """A verb that hands its arguments on; one that is `configured` takes files and settings first, as `train` does."""
+    module, short = COMMANDS[name]
 
     @main.command(name, context_settings=PASSED, help=short)
     @arguments
     def command(arguments: tuple[str, ...]) -> None:
-        _ended(lambda: importlib.import_module(module).main(list(arguments)))
+        first = next((i for i, x in enumerate(arguments) if x.startswith("-")), len(arguments)) if configured else 0
+        words, options = arguments[:first], arguments[first:]
+        _ended(lambda: importlib.import_module(module).main([*(_flags(words, cpu=False) if words else []), *options]))
 
 
-_handed_on("bench", "jaxrl_llm.tools.bench", "Measures updates, scoring, sampling and whole steps here.")
-_handed_on("chat", "jaxrl_llm.tools.chat", "Chats with a Hugging Face folder or a run folder.")
-_handed_on("export", "jaxrl_llm.tools.export", "Writes a run's model as a Hugging Face folder.")
-_handed_on("view", "jaxrl_llm.eval.viewer.__main__", "Shows runs and results in a browser.")
+for verb in COMMANDS:
+    _handed_on(verb, configured=verb in ("plan", "doctor"))
 
 
 @main.command(
-    context_settings=PASSED, help="Starts a service that rewards ask: sandbox (runs programs) or classifier (a model)."
+    context_settings=HELP | {"ignore_unknown_options": True, "allow_interspersed_args": False},
+    help="Starts a service that rewards ask: sandbox (runs programs) or classifier (a model).",
 )
 @click.argument("service", type=click.Choice(["sandbox", "classifier"]))
 @arguments

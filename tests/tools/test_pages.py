@@ -1,5 +1,6 @@
 """The pages of commands and macros are current, and read what is there."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,3 +62,17 @@ def test_the_commands_are_read_without_importing_them():
     program = "import sys; from jaxrl_llm.tools.pages import commands; commands.page(); print('jax' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_the_page_of_commands_has_every_verb_of_jaxrl_and_links_to_headings_that_are_there():
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    part = page.partition("## The command jaxrl\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `jaxrl (\w+)` \|.*\[.*?\]\(#([\w-]+)\) \|$", part, re.MULTILINE))
+    assert set(rows) == {"train", "eval", "plan", "doctor", "bench", "chat", "export", "view", "serve", "new"}
+    headings = {
+        re.sub(r"[^\w -]", "", line[4:]).lower().replace(" ", "-")
+        for line in page.splitlines()
+        if line.startswith("### ")
+    }
+    assert set(rows.values()) <= headings
+    assert "--resume_as_new" in part and "reward=FILE.py:NAME,FILE.py:OTHER*0.1" in " ".join(part.split())

@@ -1,10 +1,14 @@
 """Prints the Markdown page of all commands: `python -m jaxrl_llm.tools.pages.commands > docs/reference/commands.md`.
 
-A command is a module that may be started by `python -m`. What it does is its docstring; nothing is imported.
+The verbs of `jaxrl` come first, with the help that they print. A command is a module that may be started by `python -m`: what it does is
+its docstring; nothing is imported.
 """
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,12 +54,51 @@ def section(name: str, docstring: str) -> str:
     return f"### {name}\n\n`python -m jaxrl_llm.{name} --help`\n\n{text}\n"
 
 
+def verbs() -> Iterator[str]:
+    """Yields the part on `jaxrl`: a line for each verb, then the help of those that have options of their own."""
+    module = ast.parse((PACKAGE / "interface" / "commands.py").read_text())
+    handed = {
+        name: ast.literal_eval(node.value)
+        for node in module.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+        for name in [node.targets[0].id]
+        if name == "COMMANDS"
+    }["COMMANDS"]
+    whole = _help()
+    own = {
+        verb: _help(verb)
+        for verb in re.findall(r"^  (\w+)  ", whole.partition("Commands:")[2], re.MULTILINE)
+        if verb not in handed
+    }
+    yield "## The command jaxrl\n"
+    yield "`name=value` settings need no quotes: [compose a run](../howto/compose.md) says what they mean. With this line in a shell's profile, Tab"
+    yield "completes them (`zsh_source` and `fish_source` for other shells):\n"
+    yield "    " + str(re.search(r'eval ".*?"', whole, re.DOTALL)[0]).replace("\n", "") + "\n"  # type: ignore[index]
+    yield "| verb | what it does | options |\n|---|---|---|"
+    for verb, text in own.items():
+        yield f"| `jaxrl {verb}` | {text.split(chr(10) * 2)[1].strip()} | [below](#jaxrl-{verb}) |".replace("\n ", "")
+    for verb, (target, short) in handed.items():
+        name = target.removeprefix("jaxrl_llm.").removesuffix(".__main__")
+        yield f"| `jaxrl {verb}` | {short} | those of [{name}](#{name.replace('.', '')}) |"
+    for verb, text in own.items():
+        yield f"\n### jaxrl {verb}\n\n```text\n{text}```"
+    yield ""
+
+
+def _help(*verb: str) -> str:
+    """What `jaxrl VERB --help` prints, in 80 columns."""
+    command = [sys.executable, "-m", "jaxrl_llm.interface.commands", *verb, "--help"]
+    done = subprocess.run(command, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True)
+    return re.sub(r"\n {20,}", " ", done.stdout.replace("python -m jaxrl_llm.interface.commands", "jaxrl"))
+
+
 def page() -> str:
     """Returns the whole page."""
     parts = [
         "# Commands\n\nWritten by `python -m jaxrl_llm.tools.pages.commands > docs/reference/commands.md` from the docstrings; `--help` of each"
         " lists its options.\n"
     ]
+    parts += verbs()
     listed = commands()
     rooms = {name: name.partition(".")[0] for name in listed}
     for room in [*GROUPS, *sorted(set(rooms.values()) - set(GROUPS))]:
