@@ -155,7 +155,7 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         if arguments.resume_as_new:
             run = _as_new(run)
         if arguments.dry_run:
-            from jaxrl_llm.tools.plan import on_target
+            from jaxrl_llm.tools.planning.run_plan import on_target
 
             lines = on_target(run, arguments.topology)
             print(next(lines), flush=True)

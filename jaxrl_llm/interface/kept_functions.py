@@ -29,7 +29,7 @@ def named(functions: Sequence[Callable[..., Any]], folder: Path) -> list[str]:
       ValueError: a function is a lambda or made inside another function, or uses what cannot be written down; or two have one name.
     """
     places = [_place(function) for function in functions]
-    homeless = [function for function, place in zip(functions, places, strict=True) if not place]
+    homeless = [f for f, place in zip(functions, places, strict=True) if not place and isinstance(f, FunctionType)]
     file = _kept(homeless, folder) if homeless else None
     return [f"{place or file}:{function.__name__}" for function, place in zip(functions, places, strict=True)]
 

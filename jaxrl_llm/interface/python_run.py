@@ -15,7 +15,6 @@ from jaxrl_llm.eval.harness import SUMMARY, Harness
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.interface import page, several_rewards, stepping
 from jaxrl_llm.interface.conversation import Conversation
-from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.function import Function
 from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.tools import export
@@ -188,7 +187,7 @@ def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
     return PythonRun(run, config)
 
 
-def judged_by(value: Any) -> Reward:
+def judged_by(value: Any) -> Function | Weighted:
     """The reward that functions, or texts that name functions, make without gin: `Function`, or several in `Weighted`.
 
     Raises:
@@ -202,7 +201,5 @@ def judged_by(value: Any) -> Reward:
             )
     if not found:
         return Function(function=value)
-    return Weighted(
-        parts={part.name: Function(function=part.reward, name=part.name) for part in found},
-        weights={part.name: part.weight for part in found},
-    )
+    judges: dict[str, Any] = {part.name: Function(function=part.reward, name=part.name) for part in found}
+    return Weighted(parts=judges, weights={part.name: part.weight for part in found})

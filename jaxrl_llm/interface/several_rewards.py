@@ -111,7 +111,9 @@ def bindings(found: Sequence[Part], gin_file: Callable[[str], str]) -> tuple[lis
     Raises:
       ValueError: there is no such file, or it binds no component to REWARD.
     """
-    files, references, bound = [], {}, {}
+    files: list[str] = []
+    references: dict[str, str] = {}
+    bound: dict[str, Any] = {}
     for part in found:
         if REFERENCE.fullmatch(part.reward):
             references[part.name] = part.reward

@@ -40,6 +40,7 @@ from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.embedded.sampler import Engine
 from jaxrl_llm.tools import memory, programs
 from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
+from jaxrl_llm.tools.planning.chips import GIB
 
 # -- what is measured --------------------------------------------------------------------------------------------------
 
@@ -187,8 +188,8 @@ def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, floa
         most.peak if microbatches else most.peak - most.resident
     )  # scoring is measured without an optimizer's moments
     return {
-        "compile_s": time.perf_counter() - start, "predicted_gib": there / memory.GIB,
-        "arguments_gib": most.arguments / memory.GIB, "temporary_gib": most.temporary / memory.GIB,
+        "compile_s": time.perf_counter() - start, "predicted_gib": there / GIB,
+        "arguments_gib": most.arguments / GIB, "temporary_gib": most.temporary / GIB,
     }  # fmt: skip
 
 
@@ -239,7 +240,7 @@ def measure(case: Case) -> dict[str, Any]:
     found = WORKS[case.work](case)
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
-        found["peak_gib"] = stats["peak_bytes_in_use"] / memory.GIB
+        found["peak_gib"] = stats["peak_bytes_in_use"] / GIB
     return {n: float(f"{x:.5g}") if isinstance(x, float) else x for n, x in found.items()}
 
 

@@ -20,42 +20,11 @@ from typing import Any
 
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.tools.planning.chips import GIB, Chip
 
-GIB = 2**30
 HIDDEN = 0.5  # assumed share of exchanges that overlaps with computation
 MEASURED_CHIPS = 4
 
-
-@dataclass(frozen=True, kw_only=True)
-class Chip:
-    """A kind of chip, with the figures of its data sheet.
-
-    Attributes:
-      peak: dense bfloat16 FLOP/s.
-      memory: bytes.
-      bandwidth: bytes/s of the memory.
-      link: bytes/s that a chip gathers within a group.
-      group: number of chips that fast links join.
-      network: bytes/s a chip between groups.
-      dollars: assumed price of an hour in dollars.
-    """
-
-    peak: float
-    memory: float
-    bandwidth: float
-    link: float
-    group: int
-    network: float
-    dollars: float
-
-
-CHIPS: Mapping[str, Chip] = {
-    # link: all-gathers of 0.5 GB by JAX on one host; network: 400 Gb/s a GPU.
-    "h200": Chip(peak=989e12, memory=139.8 * GIB, bandwidth=4.8e12, link=138e9, group=8, network=50e9, dollars=10.0),
-    # Half of the interconnect's two directions; 200 Gb/s and 4 x 200 Gb/s of a host's chips.
-    "v5p": Chip(peak=459e12, memory=95e9, bandwidth=2.765e12, link=300e9, group=8960, network=6e9, dollars=4.2),
-    "v6e": Chip(peak=918e12, memory=32e9, bandwidth=1.64e12, link=224e9, group=256, network=12e9, dollars=2.7),
-}
 
 RATES: Mapping[str, float] = flops.RATES
 

@@ -19,7 +19,7 @@ from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, taken_bytes
 from jaxrl_llm.tools import cost_model, memory
-from jaxrl_llm.tools.memory import GIB
+from jaxrl_llm.tools.planning.chips import CHIPS, DEVICES, GIB, Device
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
@@ -29,29 +29,6 @@ REMATS = ("none", "dots", "gate", "projections", "attention", "full")
 MOMENTS = (("float32", False), ("bfloat16", False), ("float32", True))
 MOST_ROWS = 4096
 CLOSE = 1.1  # of the least predicted time; among settings as close as this, the one that recomputes least is taken
-
-
-@dataclass(frozen=True)
-class Device:
-    """A device to fit.
-
-    Attributes:
-      name: how it is called in messages.
-      bytes: its memory.
-    """
-
-    name: str
-    bytes: float
-
-
-# Memory as the drivers report it, in GiB.
-DEVICES = {
-    name: Device(name, gib * GIB)
-    for name, gib in {
-        "t4": 15.0, "l4": 22.5, "rtx3090": 24.0, "rtx4090": 24.0, "rtx5090": 31.8, "a10g": 22.5, "l40s": 45.0, "a100-40": 39.5,
-        "a100-80": 79.2, "h100": 79.6, "h200": 139.8, "b200": 178.0, "v5e": 15.75, "v5p": 95.0, "v6e": 31.25,
-    }.items()
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +167,7 @@ def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
     length = stage.max_prompt_tokens + stage.response_tokens
     times = math.ceil(_wanted(stage) / rows)
     setting, tokens = setting_of(policy, stage, remat), _tokens(stage, rows, policy)
-    return sum(cost_model.update_seconds(cost_model.CHIPS["h200"], setting, tokens, length, times).values())
+    return sum(cost_model.update_seconds(CHIPS["h200"], setting, tokens, length, times).values())
 
 
 # -- in words ----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from jaxrl_llm.train.describe import block_of, capacity_of
 from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.stage import Stage
 
-GIB = 2**30
 STREAMS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_logprobs"}
 
 

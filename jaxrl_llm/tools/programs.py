@@ -22,8 +22,9 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.tools import cost_model, memory
-from jaxrl_llm.tools.memory import GIB, Account
+from jaxrl_llm.tools import memory
+from jaxrl_llm.tools.memory import Account
+from jaxrl_llm.tools.planning.chips import CHIPS, GIB, Chip
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import chosen_by
 from jaxrl_llm.train.run import Run
@@ -47,8 +48,8 @@ class Target:
     devices: list[Any]
 
     @property
-    def chip(self) -> cost_model.Chip:
-        return cost_model.CHIPS[self.kind]
+    def chip(self) -> Chip:
+        return CHIPS[self.kind]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from jaxrl_llm.rewards.endpoint import ChatEndpoint
 from jaxrl_llm.rewards.judge import Judge
 from jaxrl_llm.rewards.service import Service
 from jaxrl_llm.rewards.weighted import Weighted
-from jaxrl_llm.tools.plan import plan
+from jaxrl_llm.tools.planning.run_plan import plan
 
 ROOT = Path(__file__).parents[2]
 

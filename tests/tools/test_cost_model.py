@@ -10,6 +10,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.tools import cost_model, plan
+from jaxrl_llm.tools.planning import chips
 
 ROW = {
     "work": "update", "device": "NVIDIA H200", "model": "qwen2.5-1.5b", "rows": 8, "row_tokens": 4096, "segments": 1, "unroll": 1,
@@ -33,7 +34,7 @@ MEASURED = [  # what differs from ROW, seconds, GiB a device
 def test_updates_are_within_15_percent_of_their_time_and_5_percent_of_their_memory(changes, seconds, gib):
     row = {**ROW, **changes}
     setting, tokens, length = cost_model.of_row(row, SHAPES[row["model"]])
-    parts = cost_model.update_seconds(cost_model.CHIPS["h200"], setting, tokens, length)
+    parts = cost_model.update_seconds(chips.CHIPS["h200"], setting, tokens, length)
     assert sum(parts.values()) == pytest.approx(seconds, rel=0.15)
     assert cost_model.memory_bytes(setting, tokens) / 2**30 == pytest.approx(gib, rel=0.05)
     assert (parts["exchange"] > 0) == (row["devices"] > 1)
@@ -44,7 +45,7 @@ def test_parameters_and_products_are_those_of_the_model():
     setting = cost_model.Setting(sizes=sizes, remat="none")
     policy = Policy(sizes, Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
     assert setting.weights == pytest.approx(sum(x.size for x in jax.tree.leaves(policy.abstract())), rel=1e-3)
-    chip = replace(cost_model.CHIPS["h200"], peak=1e15)
+    chip = replace(chips.CHIPS["h200"], peak=1e15)
     got = cost_model.update_seconds(chip, setting, 1000, 1000)["products"]
     layer = 1536 * (2 * 12 * 128 + 2 * 2 * 128 + 3 * 8960)
     assert got == pytest.approx(6 * 28 * layer * 1000 / (1e15 * cost_model.RATES["products"]))
@@ -62,7 +63,7 @@ STEP = {
 
 
 def test_a_fleet_splits_the_state_until_it_fits_and_gains_from_chips_while_there_are_rows():
-    chip = cost_model.CHIPS["v6e"]
+    chip = chips.CHIPS["v6e"]
     seven = cost_model.Setting(sizes=SHAPES["qwen2.5-7b"], remat="full", moments=6)
     assert cost_model.fleet(chip, seven, 1, STEP) is None  # 7.6 B parameters take 107 GB of state
     few, many = (cost_model.fleet(chip, seven, n, STEP) for n in (8, 64))

@@ -8,7 +8,8 @@ import tiny_run
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.tools import fit, plan, programs
+from jaxrl_llm.tools import fit, programs
+from jaxrl_llm.tools.planning import run_plan
 
 MIB = 2**20
 # 19 million parameters, whole on each device, so that the state (369 MiB with the reference) is larger than a micro-batch.
@@ -34,7 +35,7 @@ def test_a_device_is_named_or_given_in_gib() -> None:
 def test_the_choice_fits_grows_with_the_device_and_is_the_same_each_time(tmp_path: Path) -> None:
     run, _ = built(tmp_path, **LARGER)
     policy = run.policy.policy(Partitioner.create(run.mesh))
-    numbers = plan._count(policy.abstract())
+    numbers = run_plan._count(policy.abstract())
     found = {}
     for size in (250, 350, 1000, 4000):
         device = fit.Device("d", size * MIB)
