@@ -4,6 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -116,6 +117,14 @@ class Encoder:
         components.choices(self)
         components.at_least(self, 1, "max_prompt_tokens", "max_response_tokens")
 
+    @cached_property
+    def _start(self) -> str | None:  # transformers looks its special tokens up at each reading
+        return self.tokenizer.bos_token
+
+    @cached_property
+    def _end(self) -> int | None:
+        return self.tokenizer.eos_token_id
+
     def counts(self) -> dict[str, int]:
         """Numbers of rows seen, kept and truncated so far, and of rows dropped by reason."""
         return {name: self._counts[name] for name in COUNTS}
@@ -155,7 +164,7 @@ class Encoder:
             return None
         tokens, mask = response
         self._counts["kept"] += 1
-        whole = tokens[-1] == self.tokenizer.eos_token_id
+        whole = tokens[-1] == self._end
         return Rollout(
             prompt=encoded,
             tokens=tokens,
@@ -215,7 +224,7 @@ class Encoder:
         """
         if (given := prompt.extra.get("response_tokens")) is not None:
             return self._limited(prompt, np.asarray(given, np.int32), np.ones(len(given), bool))
-        end = self.tokenizer.eos_token_id
+        end = self._end
         if end is None:
             raise ValueError(
                 "the tokenizer has no end-of-sequence token: set its eos_token, demonstrations end with it"
@@ -248,8 +257,9 @@ class Encoder:
         """The text to tokenise, and whether the tokenizer adds its special tokens."""
         if prompt.messages is None:
             text = prompt.text or ""
-            start = self.tokenizer.bos_token
-            return text, not (start and text.startswith(start))  # the template's own start token must not be doubled
+            return text, not (
+                self._start and text.startswith(self._start)
+            )  # the template's own start token must not be doubled
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"prompt {prompt.id!r} has chat messages and the tokenizer {self.tokenizer.name_or_path!r} has no chat "

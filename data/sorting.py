@@ -70,6 +70,6 @@ class Sorting:
             id=f"sorting/{self.split}/{row}",
             text=f"s:{letters}=",
             reference=reference,
-            response=generated.corrupt(reference, self.alphabet, self.noise, random),
+            response=generated.corrupt(reference, self.alphabet, self.noise, random) if self.noise else reference,
             source="sorting",
         )

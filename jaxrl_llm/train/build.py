@@ -50,7 +50,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         truncation=config.truncation, template_kwargs=config.template_kwargs,
     )  # fmt: skip
     rows = config.data.rows()
-    trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content_of(rows)])
+    content = content_of(rows)
+    trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content])
     generator = generator_of(config, trainer, extra=0)  # of evaluations: what it counts is not the step's
     collector = collector_of(config, generator_of(config, trainer, extra=config.episodes.extra), trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
@@ -63,7 +64,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         frozen=frozen_of(config, learner, trainer), held_out=held_out, sources=sorted({r.source for r in (*rows, *unseen)}),
         bases=dict(trainer.bases) | value_bases(config, learner, new_key(trainer.config.seed, number)),
         preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
-        contents={"data": content_of(rows), "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
+        contents={"data": content, "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
     )  # fmt: skip
 
 

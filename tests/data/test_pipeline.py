@@ -21,6 +21,22 @@ def stream(count: int = 10, seed: int = 0) -> PromptStream[Prompt]:
     return PromptStream([Prompt(id=str(i), text=chr(97 + i)) for i in range(count)], seed=seed)
 
 
+def test_the_tokenizers_special_tokens_are_read_once_for_all_rows():
+    """transformers looks them up in its vocabulary at each reading."""
+
+    class Counted(Characters):
+        read = 0
+
+        @property
+        def eos_token_id(self) -> int:
+            Counted.read += 1
+            return 0
+
+    rows = [Prompt(id=str(n), text="ab", response="a") for n in range(5)]
+    found = Encoder(tokenizer=Counted(), max_prompt_tokens=8).demonstrations(rows)
+    assert [rollout.tokens[-1] for rollout in found] == [0] * 5 and Counted.read == 1
+
+
 def test_every_epoch_is_its_own_permutation_of_the_rows() -> None:
     rows = ids(stream(10, seed=3).next_batch(30))
     epochs = [rows[:10], rows[10:20], rows[20:]]
