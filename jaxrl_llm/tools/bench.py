@@ -304,8 +304,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted, failed = list(cases(arguments)), 0
     more = [f"--repeats={arguments.repeats}", *([f"--profile={arguments.profile}"] if arguments.profile else [])]
     more += [f"--topology={arguments.topology}"] if arguments.topology else []
-    for flags in wanted:
+    for number, flags in enumerate(wanted, 1):
         alone = len(wanted) == 1
+        told = ", ".join(f"{n}={v}" for n, v in flags.items() if n in ("work", "model") or v != SWEPT[n][1])
+        print(
+            f"# {number} of {len(wanted)}: {told}: compiles, which may take minutes, and measures",
+            file=sys.stderr,
+            flush=True,
+        )
         found = (
             row(flags, arguments.repeats, arguments.profile, arguments.topology)
             if alone

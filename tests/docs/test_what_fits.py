@@ -46,7 +46,9 @@ def test_what_the_readme_says_fits_is_what_plan_fit_prints(tmp_path):
         folder = tmp_path / row["model"].rpartition("/")[2]
         folder.mkdir(exist_ok=True)
         (folder / "config.json").write_text(json.dumps(CONFIGS[folder.name]))
-        asked.append(["--gin_file=gin/grpo_gsm8k.gin", f"--gin=PRETRAINED={str(folder)!r}", "--fit", f"--device={row['device']}"])
+        asked.append(
+            ["--gin_file=gin/grpo_gsm8k.gin", f"--gin=PRETRAINED={str(folder)!r}", "--fit", f"--device={row['device']}"]
+        )
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}  # one device, as on a reader's machine
     command = [sys.executable, "-c", PROGRAM, json.dumps(asked)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)

@@ -73,3 +73,18 @@ def test_an_unknown_work_or_backend_is_refused_by_name(capsys):
         ("--attention=fast", "unknown backend 'fast': use auto or one of"),
     ):
         assert bench.main([*TINY, flag]) == 1 and f"error: {said}" in capsys.readouterr().err
+
+
+def test_it_says_what_it_measures_before_the_minutes_that_it_takes(monkeypatch, capsys):
+    said = []
+
+    def measured(flags, *rest):
+        said.append(capsys.readouterr().err)
+        return {**flags, "s": 1.0}
+
+    monkeypatch.setattr(bench, "row", measured)
+    monkeypatch.setattr(bench, "in_process", measured)
+    assert bench.main(["--work=update", "--model=tiny"]) == 0
+    assert bench.main(["--work=update,score", "--model=tiny", "--remat=none"]) == 0
+    assert [line.partition(": ")[0] for line in said] == ["# 1 of 1", "# 1 of 2", "# 2 of 2"]
+    assert "work=update" in said[1] and "work=score, model=tiny" in said[2] and "remat=none" in said[2]
