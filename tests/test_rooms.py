@@ -229,7 +229,7 @@ def declared(*extras: str) -> set[str]:
 
 
 def test_every_imported_distribution_is_declared():
-    known = declared("serve", "wandb", "trackio", "mlflow", "datasets", "plot", "notebook")
+    known = declared("serve", "search", "wandb", "trackio", "mlflow", "datasets", "plot", "notebook")
     for module, file in sorted(MODULES.items()):
         for line, name in imports(file, module):
             head = name.partition(".")[0]

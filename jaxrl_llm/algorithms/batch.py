@@ -159,3 +159,10 @@ class MicroBatch:
 
     def replace(self, **changes: Any) -> "MicroBatch":
         return replace(self, **changes)
+
+
+def given(stream: Array | None, need: str) -> Array:
+    """Returns `stream`; raises ValueError where it is None, since the run does not provide what the algorithm needs."""
+    if stream is None:
+        raise ValueError(f"this algorithm needs {need!r}, which the run does not give: configure the {need}")
+    return stream

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, given
+from jaxrl_llm.algorithms.batch import Sequences, given
+from jaxrl_llm.algorithms.grpo import Clipped, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.grpo import GroupRelative
+from jaxrl_llm.algorithms.group_relative import GroupRelative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,8 @@ from jax import Array
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.grpo import GRPO
+from jaxrl_llm.algorithms.grpo import GRPO, Estimate
 from jaxrl_llm.algorithms.masked import masked_mean, masked_var, whiten
-from jaxrl_llm.algorithms.policy_gradient import Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from jax import Array
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.grpo import GRPO, relative
-from jaxrl_llm.algorithms.policy_gradient import Estimate
+from jaxrl_llm.algorithms.grpo import GRPO, Estimate, relative
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from jaxrl_llm import components
 from jaxrl_llm.algorithms import surrogate
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import absolute
-from jaxrl_llm.algorithms.grpo import GroupRelative
+from jaxrl_llm.algorithms.group_relative import GroupRelative
 from jaxrl_llm.algorithms.penalties import covariance, highest
 
 

@@ -16,9 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term, given
 from jaxrl_llm.algorithms.masked import masked_mean, masked_sum, sequence_mean
-from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.algorithms.preference import Preference, rejected_of
 
 

@@ -17,9 +17,9 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
-from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term, given
+from jaxrl_llm.algorithms.grpo import Clipped, Estimate
 from jaxrl_llm.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate, given
 
 
 def value_loss(

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term
+from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term, given
 from jaxrl_llm.algorithms.masked import sequence_sum
 from jaxrl_llm.algorithms.objective import Objective
-from jaxrl_llm.algorithms.policy_gradient import given
 from jaxrl_llm.protocols import Learns
 
 

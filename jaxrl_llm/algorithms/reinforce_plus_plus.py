@@ -17,9 +17,9 @@ from jaxrl_llm import components
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.divergence import Estimator
-from jaxrl_llm.algorithms.grpo import Grouped, relative
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.grpo import Clipped, Estimate, relative
 from jaxrl_llm.algorithms.masked import whiten
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from jax import Array
 
 from jaxrl_llm.algorithms import advantages, surrogate
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.policy_gradient import Estimate, PolicyGradient
+from jaxrl_llm.algorithms.grpo import Estimate, PolicyGradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from jax import Array
 
 from jaxrl_llm.algorithms import advantages
 from jaxrl_llm.algorithms.batch import Sequences
-from jaxrl_llm.algorithms.grpo import Grouped
-from jaxrl_llm.algorithms.policy_gradient import Clipped, Estimate
+from jaxrl_llm.algorithms.group_relative import Grouped
+from jaxrl_llm.algorithms.grpo import Clipped, Estimate
 
 
 @dataclass(frozen=True, kw_only=True)

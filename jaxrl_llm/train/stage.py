@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms.policy_gradient import PolicyGradient
+from jaxrl_llm.algorithms.grpo import PolicyGradient
 from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
