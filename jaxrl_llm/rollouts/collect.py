@@ -160,7 +160,8 @@ class Collector:
         """The groups without those of which failed rollouts leave fewer than `least`; all of them where none is left."""
         sampled = lambda group: sum(r.valid for r in group.rollouts if r.role == "sample")  # noqa: E731
         whole = [g for g in groups if all(r.valid for r in g.rollouts) or sampled(g) >= self.least]
-        self.counters["groups/failed"] += len(groups) - len(whole)
+        if failed := len(groups) - len(whole):
+            self.counters["groups/failed"] += failed
         return whole or groups
 
     def _note(self, groups: Sequence[Group]) -> None:
