@@ -118,7 +118,11 @@ class InUse:
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Executes the code of a call."""
-        code = tools.text_argument(arguments, "code")
+        found = await self.cell(tools.text_argument(arguments, "code"))
+        return LOST if found is None else self.tool.answer(found)
+
+    async def cell(self, code: str) -> Mapping[str, Any] | None:
+        """How code went, as `Interpreters.cell` says it; None where the session was lost before."""
         place = self.tool.place()
         if not self._id:
             self._id = await self._opened(place)
@@ -126,10 +130,10 @@ class InUse:
             found = await place.cell(self._id, code, self.tool.cell_s)
         except Gone:
             self._id = ""
-            return LOST
+            return None
         if found["status"] not in GOES_ON:
             self._id = ""
-        return self.tool.answer(found)
+        return found
 
     async def close(self) -> None:
         """Ends the interpreter."""

@@ -16,22 +16,24 @@ from typing import Any
 WANTED = "'path/to/file.py:name', 'package.module:name' or a callable"
 
 
-def load(function: Any) -> Callable[..., Any]:
+def load(function: Any, setting: str = "the reward function") -> Callable[..., Any]:
     """Returns the function of "path/to/file.py:name" or "package.module:name"; a callable is returned unchanged.
+
+    Args:
+      function: a name, or a callable.
+      setting: whose value it is, for errors.
 
     Raises:
       ValueError: there is no such file, module or function, or the file cannot be run; the message says what was looked for.
     """
     if not isinstance(function, str):
         if not callable(function):
-            raise ValueError(
-                f"function.Function.function must be {WANTED} (got {type(function).__name__} {function!r})"
-            )
+            raise ValueError(f"{setting} must be {WANTED} (got {type(function).__name__} {function!r})")
         return function
     place, colon, name = function.rpartition(":")
     if not colon or not place or not name:
-        raise ValueError(f"function.Function.function must be {WANTED} (got {function!r})")
-    module = _of_file(place) if place.endswith(".py") else _of_name(place)
+        raise ValueError(f"{setting} must be {WANTED} (got {function!r})")
+    module = _of_file(place, setting) if place.endswith(".py") else _of_name(place, setting)
     found = module
     for step in name.split("."):
         if not hasattr(found, step):
@@ -43,10 +45,10 @@ def load(function: Any) -> Callable[..., Any]:
     return found
 
 
-def _of_file(place: str) -> ModuleType:
+def _of_file(place: str, setting: str) -> ModuleType:
     file = Path(place).expanduser().resolve()
     if not file.is_file():
-        raise ValueError(f"no file {place!r} for the reward function (looked for {file})")
+        raise ValueError(f"no file {place!r} for {setting} (looked for {file})")
     return _run(file, hashlib.blake2b(file.read_bytes(), digest_size=8).hexdigest())
 
 
@@ -80,12 +82,12 @@ def _line(error: Exception, file: Path) -> str:
     return f":{lines[-1]}" if lines else ""
 
 
-def _of_name(place: str) -> ModuleType:
+def _of_name(place: str, setting: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ImportError as error:
         raise ValueError(
-            f"no module {place!r} for the reward function ({error}); a file is named with its suffix, such as 'reward.py:score'"
+            f"no module {place!r} for {setting} ({error}); a file is named with its suffix, such as 'reward.py:score'"
         ) from error
 
 
