@@ -160,7 +160,7 @@ class SamplerFactory(Protocol):
 class Environment(Protocol):
     """Answers the policy between its turns: one object for each rollout, used by one task at a time.
 
-    It may have a method `tools(prompt)`, which returns the schemas of the tools that it offers, before `reset`. An error of a method
+    It may have a method `tools(prompt)`, plain or async, which returns the schemas of the tools that it offers, before `reset`. An error of a method
     makes the rollout invalid; what a tool or a game reports as wrong is an observation.
     """
 
@@ -179,7 +179,10 @@ class Environment(Protocol):
 
 @runtime_checkable
 class EnvironmentFactory(Protocol):
-    """The component that gin builds; it holds pools, servers and processes, and makes an environment for each rollout."""
+    """The component that gin builds; it holds pools, servers and processes, and makes an environment for each rollout.
+
+    It may have an async method `close`, which ends what it holds; what comes after begins it anew.
+    """
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> Environment:
         """The environment of rollout number `sample` of a prompt; it is cheap and waits for nothing."""
@@ -212,7 +215,7 @@ class Agent(Protocol):
 
 @runtime_checkable
 class AgentFactory(Protocol):
-    """The component that gin builds; it makes an agent for each rollout."""
+    """The component that gin builds; it makes an agent for each rollout, and may have an async `close` as EnvironmentFactory."""
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> Agent:
         """The agent of rollout number `sample` of a prompt; it is cheap and waits for nothing."""

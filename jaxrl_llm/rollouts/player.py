@@ -1,6 +1,7 @@
 """Plays the rollouts of environments and agents under limits; whatever fails makes one invalid rollout with its cause."""
 
 import asyncio
+import inspect
 import json
 import time
 from collections import Counter
@@ -40,7 +41,7 @@ class Failed(Exception):
     """A part of an episode failed.
 
     Attributes:
-      where: "build", "reset", "step", "run", "dialogue", "close", "branches" or "episode".
+      where: "build", "tools", "reset", "step", "run", "dialogue", "close", "branches" or "episode".
       kind: the type of the error.
     """
 
@@ -183,8 +184,11 @@ class Player:
             return self._gateway
 
     async def close(self) -> None:
-        """Closes the sessions and the gateway."""
+        """Closes the sessions, the gateway, and the factory where it has an async method `close`."""
         await self.service.close()
+        for factory in (self.environment, self.agent):
+            if inspect.iscoroutinefunction(close := getattr(factory, "close", None)):
+                await close()
         if self._gateway is not None:
             await self._gateway.close()
             self._gateway = None
@@ -263,7 +267,10 @@ class _Episode:
         environment = _built(player.environment.build, built)
         self.watched = Watched(environment, self.limits)
         if (offered := getattr(environment, "tools", None)) is not None:
-            task = replace(task, tools=_built(offered, (self.prompt,)))
+            schemas = _built(offered, (self.prompt,))
+            if inspect.isawaitable(schemas):
+                schemas = await within("tools", "reset_s", self.limits.reset_s, lambda waits=schemas: waits)
+            task = replace(task, tools=tuple(schemas))
         try:
             return await (await player.dialogue(self.prompt)).play(self.watched, task, self.session)
         except (Ended, TooLong) as error:
