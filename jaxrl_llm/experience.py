@@ -322,12 +322,14 @@ class Observation:
       done: whether the episode ended; the messages of the last observation are not shown to the policy.
       reward: of this step; None for none.
       info: what is known beside that, JSON-like.
+      appended: of a reset: text that goes on from the task's last message, before `messages`.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
     done: bool = False
     reward: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
+    appended: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

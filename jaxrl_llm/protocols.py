@@ -160,7 +160,8 @@ class SamplerFactory(Protocol):
 class Environment(Protocol):
     """Answers the policy between its turns: one object for each rollout, used by one task at a time.
 
-    It may have a method `tools(prompt)`, plain or async, which returns the schemas of the tools that it offers, before `reset`. An error of a method
+    It may have a method `tools(prompt)`, plain or async, which returns the schemas of the tools that it offers, before `reset`, and
+    an async one `score()`, which returns {name: reward or None} of the episode when it has ended, at a limit too. An error of a method
     makes the rollout invalid; what a tool or a game reports as wrong is an observation.
     """
 

@@ -2,12 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.agents.messages import Message, of_action, shortened
+from jaxrl_llm.agents.messages import Message, content, of_action, shortened
 from jaxrl_llm.agents.rendering import Renderer
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.agents.session import Ended, Session, TooLong
@@ -47,8 +47,8 @@ class Dialogue:
           ValueError: the template has no place for a message of the task or of the environment.
         """
         talk = _Talk(task)
-        talk.hear(await environment.reset(task))
-        ids = self.rendering.opening(task, talk.said)
+        talk.begin(await environment.reset(task))
+        ids = self.rendering.opening(talk.task, talk.said)
         talk.longest = min(task.limits.max_length, len(ids) + (task.limits.max_response or task.limits.max_length))
         while not talk.stop:
             completion = await self._sampled(session, ids, talk)
@@ -127,6 +127,19 @@ class _Talk:
         self.sampled += tokens
         self.calls.update(call.status for call in action.calls)
         self.history.append(of_action(action))
+
+    def begin(self, observation: Observation) -> None:
+        """Takes in what a reset answers."""
+        if observation.appended:
+            more, gone = shortened({"role": "user", "content": observation.appended}, self.task.limits.most_text)
+            self.left_out += gone
+            if self.task.prompt.messages is None:  # plain text goes on as such
+                observation = replace(observation, messages=[more, *observation.messages])
+            else:
+                *before, last = self.task.messages
+                joined = {**last, "content": content(last.get("content")) + more["content"]}
+                self.task = replace(self.task, messages=[*before, joined])
+        self.hear(observation)
 
     def hear(self, observation: Observation) -> None:
         """Takes in what the environment answers, long texts cut in their middle."""

@@ -14,6 +14,12 @@ from jaxrl_llm.rewards.wrap import none_judged, part, report
 
 # Names of the parameter that gets the response of one rollout.
 TEXTS = ("text", "completion", "response")
+# Parameters of functions that take the rollouts of a group at once, as TRL's do.
+TOGETHER = ("completions", "completion_ids")
+# What TRL's trainers give beside the columns, for functions that name it: there is no trainer here, and nothing is logged by them.
+TRAINERS: Mapping[str, Any] = {
+    "trainer_state": None, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None,
+}  # fmt: skip
 FORMS = (
     "(prompt, text), (prompt, text, **columns), (prompt, text, COLUMN, ...), or TRL's (prompts, completions, **columns), plain or async; "
     "parameters are given by name"
@@ -83,7 +89,7 @@ class Call:
             ) from error
         named = {n: p for n, p in taken.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         columns = any(p.kind is p.VAR_KEYWORD for p in taken.values())
-        together = "completions" in named
+        together = not named.keys().isdisjoint(TOGETHER)
         if not together and not any(name in named for name in TEXTS):
             raise ValueError(
                 f"function.Function.function: {getattr(function, '__name__', function)}{inspect.signature(function)} takes no `text`: a reward "
@@ -159,10 +165,11 @@ async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
     columns = {column: [row.get(column) for row in rows] for column in dict.fromkeys(c for row in rows for c in row)}
     tokens = [rollout.tokens.tolist() for rollout in rollouts]
     values = {"prompts": prompts, "completions": said, "completion_ids": tokens}
+    given = {name: value for name, value in TRAINERS.items() if name in call.parameters}
     if call.columns:
         columns = {**columns, **{n: v for n, v in values.items() if n not in call.parameters}}
     try:
-        found = await _awaited(call.function(**call.arguments(values, columns)))
+        found = await _awaited(call.function(**call.arguments({**values, **given}, columns)))
         if isinstance(found, str | bytes | Mapping) or not hasattr(found, "__len__") or len(found) != len(rollouts):
             size = f" of {len(found)}" if hasattr(found, "__len__") else ""
             raise TypeError(

@@ -41,7 +41,7 @@ class Failed(Exception):
     """A part of an episode failed.
 
     Attributes:
-      where: "build", "tools", "reset", "step", "run", "dialogue", "close", "branches" or "episode".
+      where: "build", "tools", "reset", "step", "run", "dialogue", "score", "close", "branches" or "episode".
       kind: the type of the error.
     """
 
@@ -222,7 +222,7 @@ class _Episode:
         """Plays to the end or to a limit, and always closes the session and the environment."""
         ending = Ending(stop="failed")
         try:
-            ending = await self._timed()
+            ending = await self._scored(await self._timed())
         except Failed as failure:
             self.failure = failure
         except asyncio.CancelledError:
@@ -250,6 +250,14 @@ class _Episode:
             rewards = self.watched.rewards if self.watched is not None else []
             return Ending(rewards={"reward": sum(rewards)} if rewards else {}, stop="episode_s")
 
+    async def _scored(self, ending: Ending) -> Ending:
+        """The ending, with the rewards of an environment that scores whole episodes, however they ended."""
+        score = None if self.watched is None else getattr(self.watched.environment, "score", None)
+        if score is None:
+            return ending
+        found = await within("score", "step_s", self.limits.step_s, score)
+        return replace(ending, rewards={**ending.rewards, **found})
+
     async def _acted(self) -> Ending:
         """Builds the environment or the agent and lets it act; raises Failed where it fails."""
         player, built = self.player, (self.prompt, self.sample, self.seed)
@@ -267,10 +275,7 @@ class _Episode:
         environment = _built(player.environment.build, built)
         self.watched = Watched(environment, self.limits)
         if (offered := getattr(environment, "tools", None)) is not None:
-            schemas = _built(offered, (self.prompt,))
-            if inspect.isawaitable(schemas):
-                schemas = await within("tools", "reset_s", self.limits.reset_s, lambda waits=schemas: waits)
-            task = replace(task, tools=tuple(schemas))
+            task = replace(task, tools=await self._offered(offered))
         try:
             return await (await player.dialogue(self.prompt)).play(self.watched, task, self.session)
         except (Ended, TooLong) as error:
@@ -278,6 +283,14 @@ class _Episode:
             return Ending(rewards=rewards, stop=error.limit if isinstance(error, Ended) else "max_length")
         except ValueError as error:  # what the environment said cannot be rendered; others are the sampler's
             raise Failed("dialogue", type(error).__name__, str(error)) from error
+
+    async def _offered(self, offered: Callable[..., Any]) -> tuple[Mapping[str, Any], ...]:
+        """The schemas of the environment's tools, by a plain or an async method; raises Failed."""
+        found = _built(offered, (self.prompt,))
+        if inspect.isawaitable(found):
+            waited: Awaitable[Any] = found
+            found = await within("tools", "reset_s", self.limits.reset_s, lambda: waited)
+        return tuple(found)
 
     async def _close(self) -> None:
         """Closes the environment, where one was built; a failure makes the rollout invalid."""
