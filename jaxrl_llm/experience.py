@@ -143,8 +143,7 @@ class Turn:
     """The tokens of one call of the sampler, within a branch.
 
     Attributes:
-      start: place of the first sampled token in the branch's `tokens`.
-      end: place after the last one.
+      start: place of the first sampled token in the branch's `tokens`; `end` is the place after the last one.
       call: number of the call in its session, from 0.
     """
 

@@ -213,10 +213,11 @@ DISTRIBUTIONS = {"gin": "gin-config", "google": "protobuf", "orbax": "orbax-chec
 
 
 # The benchmark runs peers where they happen to be installed, the learning table has a plot where matplotlib is, and the
-# modules of a vLLM server are loaded by it.
+# modules of a vLLM server and of verifiers' worker are loaded by them.
 OPTIONAL = {
     "kernels.peers": {"liger-kernel", "cut-cross-entropy", "torch"},
     "eval.reports.learning_table": {"matplotlib"},
+    "environments.verifiers_worker": {"verifiers", "renderers"},
     "publication.vllm_plugin": {"vllm"},
     "publication.vllm_route": {"vllm", "starlette"},
 }

@@ -15,7 +15,12 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2]
 OUTER = ("kernels", "data", "eval")
 # Started by other commands, not by a user.
-INTERNAL = ("rewards.services.worker", "rewards.services.untrusted.guard")
+INTERNAL = (
+    "environments.verifiers_worker",
+    "rewards.services.worker",
+    "rewards.services.untrusted.guard",
+    "rewards.services.untrusted.cells",
+)
 GROUPS = {
     "launch": "Runs and evaluations",
     "tools": "Beside a run",
