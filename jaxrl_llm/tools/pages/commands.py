@@ -20,6 +20,7 @@ INTERNAL = (
     "rewards.services.worker",
     "rewards.services.untrusted.guard",
     "rewards.services.untrusted.cells",
+    "rewards.services.untrusted.sessions",
 )
 GROUPS = {
     "launch": "Runs and evaluations",
