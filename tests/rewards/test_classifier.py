@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import threading
 import urllib.error
 import urllib.request
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from fastapi import FastAPI
+from safetensors.torch import load_file, save_file
 from tiny_classifier import WORDS, tokenizer, write_bert
 from transformers import BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
@@ -81,6 +83,34 @@ def test_a_reward_model_without_padding_token_reads_each_rows_last_token(llama: 
     np.testing.assert_allclose(reward.score_now([chat]), [float(alone(model, rendered)[0])], atol=1e-4)
     probability = HfClassifier(model=str(llama), output="probability").score_now(TEXTS)
     np.testing.assert_allclose(probability, 1 / (1 + np.exp(-np.array(expected))), atol=1e-4)
+
+
+def renamed(folder: Path, to: Path, name: str) -> Path:
+    """The model with another name of its head "score", or without one."""
+    shutil.copytree(folder, to)
+    weights = load_file(to / "model.safetensors")
+    head = weights.pop("score.weight")
+    save_file(weights | ({name: head} if name else {}), to / "model.safetensors", {"format": "pt"})
+    return to
+
+
+def test_a_head_under_athenes_name_is_read_at_the_token_that_ends_the_text(llama: Path, tmp_path: Path) -> None:
+    model = LlamaForSequenceClassification.from_pretrained(llama).eval()
+    athene = renamed(llama, tmp_path / "athene", "v_head.weight")
+    mark = WORDS.index("mat")
+    chat = [{"role": "user", "content": "it was"}, {"role": "assistant", "content": "good good good good"}]
+    rendered = ids("user it was assistant good good good good")[1:-1]
+    for most, kept in ((64, rendered), (5, rendered[:4])):  # the mark is never cut off
+        found = HfClassifier(model=str(athene), cls="mat", max_tokens=most).score_now([chat])
+        np.testing.assert_allclose(found, [float(alone(model, [*kept, mark])[0])], atol=1e-4)
+    with pytest.raises(ValueError, match="cls must be a token of"):
+        HfClassifier(model=str(athene), cls="<none>").load()
+
+
+def test_a_checkpoint_without_a_head_is_refused(llama: Path, tmp_path: Path) -> None:
+    headless = renamed(llama, tmp_path / "headless", "")
+    with pytest.raises(ValueError, match=r"has no weights \['score.weight'\], which would be random"):
+        HfClassifier(model=str(headless)).load()
 
 
 def test_the_label_must_be_one_of_the_models(bert: Path) -> None:

@@ -104,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sign", type=float, default=1.0, help="-1 negates the score")
     parser.add_argument("--max_tokens", type=int, default=1024)
     parser.add_argument("--keep", default="start", choices=["start", "end"], help="which end of a longer text is read")
+    parser.add_argument(
+        "--cls", default="", help="token added to the end of every text, at which the model's head reads"
+    )
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     token = http_service.token_of(given.host, given.token_env)
     classifier = HfClassifier(
         model=given.model, label=given.label, output=given.output, sign=given.sign, max_tokens=given.max_tokens,
-        keep=given.keep, batch=given.batch, device=given.device, dtype=given.dtype,
+        keep=given.keep, cls=given.cls, batch=given.batch, device=given.device, dtype=given.dtype,
     )  # fmt: skip
     classifier.load()
     print(f"serving {given.model} on http://{given.host}:{given.port}", flush=True)

@@ -16,6 +16,9 @@ Text = str | Sequence[str] | Sequence[Mapping[str, str]]
 
 # Of models such as Llama, which find a row's last token by the padding: an id that no token has.
 NO_PADDING = -1
+# Where checkpoints keep a head that transformers calls "score": Athene-RM.
+NAMES = ("v_head",)
+HEADS = {rf"^{name}\.": "score." for name in NAMES}
 
 
 class Classified(NamedTuple):
@@ -44,6 +47,8 @@ class HfClassifier:
       sign: factor of the score, 1 or -1.
       max_tokens: tokens read of a text.
       keep: which end of a longer text is read.
+      cls: token that is added to the end of every text, at which the model's head reads, such as
+        "<|reserved_special_token_1|>" of Athene-RM; empty for none.
       batch: texts in one forward pass.
       device: PyTorch device.
       dtype: PyTorch dtype of the weights.
@@ -55,6 +60,7 @@ class HfClassifier:
     sign: float = 1.0
     max_tokens: int = 1024
     keep: Literal["start", "end"] = "start"
+    cls: str = ""
     batch: int = 16
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -63,7 +69,8 @@ class HfClassifier:
     def __post_init__(self) -> None:
         components.choices(self)
         components.one_of(self, (1, -1), "sign")
-        components.at_least(self, 1, "max_tokens", "batch")
+        components.at_least(self, 2 if self.cls else 1, "max_tokens")
+        components.at_least(self, 1, "batch")
         object.__setattr__(self, "_loaded", _Loaded(self))
 
     async def scores(self, texts: Sequence[Text]) -> list[float | None]:
@@ -149,9 +156,20 @@ class _Loaded:
 
         config = self.config
         tokenizer = AutoTokenizer.from_pretrained(config.model, trust_remote_code=False)
-        model = AutoModelForSequenceClassification.from_pretrained(
-            config.model, dtype=getattr(torch, config.dtype), trust_remote_code=False
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            config.model,
+            dtype=getattr(torch, config.dtype),
+            trust_remote_code=False,
+            key_mapping=HEADS,
+            output_loading_info=True,
         )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"{config.model} has no weights {missing}, which would be random: name a trained sequence classifier or reward model "
+                f"(of heads under other names, {', '.join(NAMES)} are read)"
+            )
+        if config.cls and tokenizer.convert_tokens_to_ids(config.cls) in (None, tokenizer.unk_token_id):
+            raise ValueError(f"HfClassifier.cls must be a token of {config.model} (got {config.cls!r})")
         tokenizer.truncation_side = "right" if config.keep == "start" else "left"
         tokenizer.padding_side = "right"
         if model.config.pad_token_id is None:
@@ -177,7 +195,15 @@ class _Loaded:
                 yield alike[start : start + self.config.batch]
 
     def _encode(self, text: Text) -> Mapping[str, Any]:
-        limits = {"truncation": True, "max_length": self.config.max_tokens}
+        """Encodes a text within the limit, with the token `cls` after it."""
+        if not self.config.cls:
+            return self._tokens(text, self.config.max_tokens)
+        row = self._tokens(text, self.config.max_tokens - 1)
+        last = {"input_ids": self.tokenizer.convert_tokens_to_ids(self.config.cls), "attention_mask": 1}
+        return {name: [*values, last.get(name, values[-1])] for name, values in row.items()}
+
+    def _tokens(self, text: Text, most: int) -> Mapping[str, Any]:
+        limits = {"truncation": True, "max_length": most}
         if isinstance(text, str):
             return self.tokenizer(text, **limits)
         if all(isinstance(one, str) for one in text) and len(text) == 2:
