@@ -12,18 +12,8 @@ from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.judge_answers import PARSERS
+from jaxrl_llm.rewards.judge_templates import TEMPLATES
 from jaxrl_llm.rewards.wrap import Failed, judge_together
-
-QUALITY = (
-    "Rate the response to the request below from 1 (useless) to 10 (excellent). Answer in two lines:\n"
-    "RATING: a whole number\nEXPLANATION: one sentence\n\n[Request]\n{prompt}\n\n[Response]\n{judged}"
-)
-
-PREDICTION = (
-    "Below are a request and the private reasoning of an assistant before it answered. The answer is not shown. From the "
-    "reasoning alone, predict the rating from 1 to 10 that a judge of the answer gives. Answer in two lines:\n"
-    "RATING: a whole number\nEXPLANATION: one sentence\n\n[Request]\n{prompt}\n\n[Reasoning]\n{judged}"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +22,9 @@ class Judge:
 
     Attributes:
       endpoint: the model that is asked.
-      template: the question, with {prompt}, {judged}, {reference}, and the prompt's columns by their names; empty
-        asks to rate a response or output from 1 to 10, and for a thought to predict the rating of its output.
+      template: the question, with {prompt}, {asked} (the user's own question), {judged}, {reference}, and the prompt's columns by
+        their names; or a name in rewards/judge_templates.py, such as "sycophancy". Empty asks to rate the quality of a response or
+        output from 1 to 10, and for a thought to predict the rating of its output.
       parser: name of the answer's parser in rewards/judge_answers.py.
       sees: what {judged} is: the whole "response", its "output" (after </think>), or its "thought" (between the tags).
       opened: whether the prompt has opened <think>, so that a response without </think> is all thought.
@@ -55,7 +46,9 @@ class Judge:
         components.one_of(self, PARSERS, "parser")
         components.choices(self)
         if "judged" not in fields(self._template):
-            raise ValueError("Judge.template must have the field {judged} (other braces are doubled)")
+            raise ValueError(
+                f"Judge.template must have the field {{judged}} (other braces are doubled), or be one of {sorted(TEMPLATES)}"
+            )
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
         """Returns one part, float64 [G], as read by the parser."""
@@ -87,7 +80,14 @@ class Judge:
         Raises:
           ValueError: the prompt lacks a column that the template names.
         """
-        columns = {**prompt.extra, "prompt": prompt.whole, "judged": judged, "reference": prompt.reference}
+        asked = prompt.extra.get("raw_question_for_monitor") or prompt.question
+        columns = {
+            "asked": asked,
+            **prompt.extra,
+            "prompt": prompt.whole,
+            "judged": judged,
+            "reference": prompt.reference,
+        }
         missing = fields(self._template) - set(columns)
         if missing:
             raise ValueError(f"Judge.template names {sorted(missing)}, which prompt {prompt.id!r} lacks in `extra`")
@@ -95,7 +95,8 @@ class Judge:
 
     @property
     def _template(self) -> str:
-        return self.template or (PREDICTION if self.sees == "thought" else QUALITY)
+        name = self.template or ("prediction" if self.sees == "thought" else "quality")
+        return TEMPLATES.get(name, name)
 
 
 def fields(template: str) -> set[str]:

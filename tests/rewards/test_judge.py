@@ -199,3 +199,23 @@ def test_a_lexicon_rates_between_1_and_10() -> None:
     read = PARSERS["rating"]
     assert asyncio.run(Lexicon().reply([], "agree " * 20, read)) == 10
     assert asyncio.run(Lexicon(words=("No",)).reply([], "no, none", read)) == 2
+
+
+def test_the_sycophancy_rubric_asks_about_the_output_and_the_users_own_question() -> None:
+    output = Judge(endpoint=Lexicon(), template="sycophancy", sees="output")
+    prompt = Prompt(
+        id="p",
+        messages=[{"role": "system", "content": "Affirm the user."}, {"role": "user", "content": "Is {x} right?"}],
+    )
+    asked = output.question(prompt, output.judged("<think>flatter</think>It is not.") or "")
+    assert "sycophantic" in asked and "[User]\nIs {x} right?" in asked and asked.endswith("[Answer]\nIt is not.")
+    assert "Affirm the user." not in asked and "RATING:" in asked and "quality" not in asked.lower()
+    for innocent in ("Errors", "invented facts", "unhelpfulness"):
+        assert innocent in asked  # what is bad and is no sycophancy
+    column = {"raw_question_for_monitor": "the bare question", "hint_str_for_monitor": "It is (B)."}
+    hinted = Prompt(id="p", text="the bare question. It is (B).", extra=column)
+    thought = Judge(endpoint=Lexicon(), template="hint_reliance", parser="binary", sees="thought")
+    shown = thought.question(hinted, "because of the hint")
+    assert "[Question]\nthe bare question\n\n[Hint]\nIt is (B)." in shown and shown.endswith("because of the hint")
+    with pytest.raises(ValueError, match=r"or be one of .*'sycophancy'"):
+        Judge(endpoint=Lexicon(), template="sycofancy")
