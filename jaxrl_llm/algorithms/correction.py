@@ -34,6 +34,7 @@ class Correction:
       ratio_min: smallest ratio that mode "mask" keeps; mode "truncate" does not use it.
       ratio_max: largest weight, or largest ratio that is kept.
       normalize: divide the weights by their mean over the batch.
+      veto: a sequence with a token whose ratio is below this gets the weight 0; 0 vetoes none.
     """
 
     level: Level = "token"
@@ -41,10 +42,12 @@ class Correction:
     ratio_min: float = 0.0
     ratio_max: float = 2.0
     normalize: bool = False
+    veto: float = 0.0
 
     def __post_init__(self) -> None:
         components.choices(self)
         components.within(self, f"[0, {self.ratio_max})", "ratio_min")
+        components.within(self, "[0, 1)", "veto")
 
     def weights(
         self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]
@@ -60,6 +63,9 @@ class Correction:
             weight, changed = jnp.where(above | below, 0.0, ratio), above | below
         else:
             weight, changed = jnp.minimum(ratio, self.ratio_max), above
+        if self.veto:
+            vetoed = jnp.any(mask & (jnp.exp(log_ratio) < self.veto), axis=1, keepdims=True)
+            weight, changed = jnp.where(vetoed, 0.0, weight), changed | vetoed
         mean = masked_mean(weight, mask)
         if self.normalize:
             weight = weight / jnp.maximum(mean, 1e-8)

@@ -43,6 +43,18 @@ def test_weights_are_ratios_capped_or_cut_off(level, ratio):
     np.testing.assert_allclose(weights, np.where(kept, ratio, 0), rtol=1e-5)
 
 
+def test_a_sequence_with_a_vetoed_token_has_no_weight() -> None:
+    lowest = np.where(MASK, np.exp(RHO), np.inf).min(1)
+    bound = float(np.median(lowest[np.isfinite(lowest)]))  # about half of the sequences have a token below it
+    weights, metrics = Correction(ratio_max=1.2, veto=bound).weights(jax_log_ratios(), VIEW.learned)
+    kept = MASK & (lowest >= bound)[:, None]
+    assert 0 < kept.sum() < MASK.sum()
+    np.testing.assert_allclose(weights, np.where(kept, np.minimum(np.exp(RHO), 1.2), 0), rtol=1e-5)
+    changed = (np.exp(RHO) > 1.2) | ~kept
+    np.testing.assert_allclose(metrics["correction/changed_fraction"], changed[MASK].mean(), rtol=1e-6)
+    assert GRPO(correction=Correction(veto=0.1)).selects and not GRPO().selects
+
+
 def test_normalised_weights_have_mean_one():
     weights, _ = Correction(normalize=True).weights(jax_log_ratios(), VIEW.learned)
     np.testing.assert_allclose(np.asarray(weights)[MASK].mean(), 1.0, rtol=1e-5)
