@@ -316,6 +316,18 @@ class Needing(Protocol):
 
 
 @runtime_checkable
+class Naming(Protocol):
+    """An algorithm that reads parts of the reward, spans of a response or data sources by name.
+
+    Attributes:
+      reads: the names that it reads, among the fields "parts", "spans" and "sources" of `batch.Sequences`.
+    """
+
+    @property
+    def reads(self) -> Mapping[str, Sequence[str]]: ...
+
+
+@runtime_checkable
 class Schedule(Needing, Protocol):
     """Decides which phase each step of a stage is in; see phases.Phase.
 

@@ -9,6 +9,7 @@ count for the tokens of that span alone: these tokens get the normalised sum of 
 sum of the other parts, not normalised.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,7 @@ class GDPO(GRPO):
       normalize: what the sum is normalised over: "tokens", "sequences" or "none".
       span: token range that `span_parts` count for; empty for the whole response.
       span_parts: names of the parts that count for the span alone.
+      nonnegative: names of the parts whose advantage counts only where it is above 0.
     """
 
     parts: tuple[str, ...] = ()
@@ -40,6 +42,7 @@ class GDPO(GRPO):
     normalize: Literal["tokens", "sequences", "none"] = "tokens"
     span: str = ""
     span_parts: tuple[str, ...] = ()
+    nonnegative: tuple[str, ...] = ()
     clip_high: float = 0.2
 
     def __post_init__(self) -> None:
@@ -50,6 +53,15 @@ class GDPO(GRPO):
             components.refuse(self, "span_parts", f"given with `span` and only then (span={self.span!r})")
         if self.kl_coef > 0 and self.kl_in == "reward":
             components.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
+
+    @property
+    def reads(self) -> Mapping[str, Sequence[str]]:
+        """The parts and the span that it names."""
+        return {
+            **super().reads,
+            "parts": (*self.parts, *self.span_parts, *self.nonnegative),
+            "spans": (self.span,) if self.span else (),
+        }
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         credit = self._parts(sequences)
@@ -67,16 +79,17 @@ class GDPO(GRPO):
     def _parts(self, sequences: Sequences) -> dict[str, Array]:
         """The weighted advantage of each part within its group, {name: [S]}."""
         names = self.parts or tuple(sequences.parts)
-        if unknown := {*names, *self.span_parts} - set(sequences.parts):
+        if unknown := {*names, *self.span_parts, *self.nonnegative} - set(sequences.parts):
             raise ValueError(
-                f"gdpo.GDPO.parts and .span_parts must be among the reward's parts {sorted(sequences.parts)} "
+                f"gdpo.GDPO.parts, .span_parts and .nonnegative must be among the reward's parts {sorted(sequences.parts)} "
                 f"(got {sorted(unknown)})"
             )
         credit = {}
         for name, weight in zip(names, self.weights or (1.0,) * len(names)):
             part = jnp.where(sequences.counted, sequences.parts[name], 0.0)
             stats = advantages.group_statistics(part, sequences.group, sequences.counted, sequences.groups)
-            credit[name] = weight * advantages.group_relative(part, stats, std=self.std, singleton=self.singleton)
+            own = advantages.group_relative(part, stats, std=self.std, singleton=self.singleton)
+            credit[name] = weight * (jnp.maximum(own, 0.0) if name in self.nonnegative else own)
         return credit
 
     def _normalized(self, total: Array, sequences: Sequences) -> Array:

@@ -19,7 +19,7 @@ step, so splitting a batch changes nothing.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -111,13 +111,20 @@ class PolicyGradient(ABC):
         return frozenset(reference | ({"entropy"} if self.entropy_coef or self.entropy_share < 1 else set()))
 
     @property
+    def reads(self) -> Mapping[str, Sequence[str]]:
+        """The data sources that have a factor of their own."""
+        return {"sources": tuple(name for name, _ in self.kl_by_source)}
+
+    @property
     def group_size_at_least(self) -> int:
         return 1
 
     @property
     def selects(self) -> bool:
         """True where tokens leave the loss by the ratio of old to sampler log-probs."""
-        return bool(self.rejections) or (self.correction is not None and self.correction.mode == "mask")
+        return bool(self.rejections) or (
+            self.correction is not None and (self.correction.mode == "mask" or self.correction.veto > 0)
+        )
 
     @property
     def constant(self) -> float:

@@ -8,6 +8,7 @@ a gradient wherever no clip is active (the original's vanilla_classmate loss mul
 ratio that does not depend on the policy). Without `std` the algorithm is GDPO with normalize = "none" and the same span.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -38,6 +39,11 @@ class GRPOWithClassmate(GRPO):
             components.refuse(self, "main_parts", "the names of one or more parts of the reward")
         if self.kl_coef > 0 and self.kl_in == "reward":
             components.refuse(self, "kl_in", "'loss': the divergence is no part of the reward")
+
+    @property
+    def reads(self) -> Mapping[str, Sequence[str]]:
+        """The main parts and the span."""
+        return {**super().reads, "parts": self.main_parts, "spans": (self.span,)}
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         if self.span not in sequences.spans:

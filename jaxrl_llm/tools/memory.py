@@ -6,7 +6,7 @@ The account leaves out the allocator's fragmentation and the libraries' workspac
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxrl_llm.learner.batch import PACKED, Batch, filled
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Naming
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.train.build import learner_of
@@ -134,14 +135,16 @@ def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_lengt
 
 
 def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
-    """The shapes of a micro-batch of the stage, with every token stat that its algorithm needs."""
+    """The shapes of a micro-batch of the stage, with every token stat that its algorithm needs and all that it reads by name."""
+    reads = learner.algorithm.reads if isinstance(learner.algorithm, Naming) else {}
+    one = _rollout(reads.get("spans", ()))
     if stage.algorithm.learns_from == "pairs":
-        groups = [unscored([_rollout(), _rollout()], sides=(1, -1)) for _ in range(stage.prompts_per_step)]
+        groups = [unscored([one, one], sides=(1, -1)) for _ in range(stage.prompts_per_step)]
     else:
         each = stage.sequences // stage.prompts_per_step
-        groups = [_scored([_rollout() for _ in range(each)]) for _ in range(stage.prompts_per_step)]
+        groups = [_scored([one] * each, reads.get("parts", ()) or ("r",)) for _ in range(stage.prompts_per_step)]
     batch = Batch.build(
-        groups, stage.packing, minibatches=stage.minibatches, sources=["plan"],
+        groups, stage.packing, minibatches=stage.minibatches, sources=["plan", *reads.get("sources", ())],
         response_tokens=stage.response_tokens, capacity=stage.sequences,
     )  # fmt: skip
     zeros = np.zeros((batch.capacity, batch.response_tokens), np.float32)
@@ -210,15 +213,16 @@ def reference_of(stage: Stage, policy: Policy) -> Any:
     return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
 
 
-def _rollout() -> Rollout:
+def _rollout(spans: Sequence[str]) -> Rollout:
     prompt = Prompt(id="plan", tokens=np.zeros(1, np.int32), source="plan")
     one = np.ones(1, np.float32)
     return Rollout(
         prompt=prompt, tokens=np.zeros(1, np.int32), sampler_logprobs=-one, mask=one > 0,
-        versions=np.zeros(1, np.int32), finish="stop",
+        versions=np.zeros(1, np.int32), finish="stop", spans=dict.fromkeys(spans, one > 0),
     )  # fmt: skip
 
 
-def _scored(rollouts: list[Rollout]) -> Group:
-    parts: Mapping[str, np.ndarray] = {"r": np.zeros(len(rollouts))}
-    return Group(rollouts=rollouts, scores=Scores(parts=parts, valid={"r": np.ones(len(rollouts), bool)}))
+def _scored(rollouts: list[Rollout], names: Sequence[str]) -> Group:
+    parts = {name: np.zeros(len(rollouts)) for name in names}
+    valid = {name: np.ones(len(rollouts), bool) for name in names}
+    return Group(rollouts=rollouts, scores=Scores(parts=parts, valid=valid))

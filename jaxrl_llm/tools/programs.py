@@ -17,7 +17,6 @@ from typing import Any
 
 from jaxrl_llm.distributed import hlo, topology
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.policy import Policy
@@ -81,10 +80,10 @@ def _attention_of(target: Target) -> Iterator[None]:
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
-def peaks(run: Run | Harness, target: Target | None = None) -> Iterator[str]:
+def peaks(run: Any, target: Target | None = None) -> Iterator[str]:
     """Yields the peak memory of a device in each phase of each stage, from the account of its programs, which are compiled.
 
-    For a target, what each program does comes before. Where the backend keeps no account, one line says so.
+    Of what is no training run there are no lines. For a target, what each program does comes before. Where the backend keeps no account, one line says so.
 
     Raises:
       MemoryError: a phase needs more than a chip of the target has; the message names what takes less.

@@ -44,6 +44,15 @@ def test_the_first_response_of_the_worked_example(algorithm: object, expected: l
     np.testing.assert_allclose(np.asarray(credit.advantages)[0, :4], expected, atol=2e-6)
 
 
+def test_a_part_may_count_only_where_it_is_above_zero() -> None:
+    # g_c = [1, -1, 0, 0] becomes [1, 0, 0, 0]: the second response's thought keeps -.5 of its own and loses nothing more.
+    separated = GDPO(**SPAN, normalize="none", nonnegative=("classmate",))
+    credit = np.asarray(separated.advantages(sequences_of()).advantages)
+    np.testing.assert_allclose(credit[:2, :4], [[1.5, 1.5, 0.5, 0], [-0.5, -0.5, -0.5, 0]], atol=2e-6)
+    without = GDPO(**SPAN, normalize="none").advantages(sequences_of())
+    np.testing.assert_allclose(np.asarray(without.advantages)[1, :3], [-1.5, -1.5, -0.5], atol=2e-6)
+
+
 def test_the_deviation_is_that_of_each_sum() -> None:
     credit = GRPOWithClassmate(std=True).advantages(sequences_of())
     # totals (3, 0): deviation 3 / sqrt(2); main (1, 0): 1 / sqrt(2); both give 1 / sqrt(2)

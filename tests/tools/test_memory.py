@@ -11,6 +11,9 @@ from learner_cases import GRPO_CASE, PACKING, batches_of, fresh_state, make_batc
 
 from jaxrl_llm import launch
 from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.algorithms.gdpo import GDPO
+from jaxrl_llm.algorithms.grpo import GRPO
+from jaxrl_llm.algorithms.grpo_w_classmate import GRPOWithClassmate
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.experience import SamplingParams
@@ -70,6 +73,22 @@ def test_a_batch_of_pairs_has_the_streams_that_its_algorithm_reads():
     learner = make_learner(DPO())
     batch = memory.batch_of(stage(algorithm=DPO(), reward=None), learner)
     assert batch.ref_logprobs.shape == (PACKING.rows, PACKING.row_tokens)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        GDPO(span="thought", span_parts=("classmate",), nonnegative=("classmate",)),
+        GDPO(parts=("main", "style"), weights=(1.0, 0.5)),
+        GRPOWithClassmate(span="thought", main_parts=("main",)),
+        GRPO(kl_coef=0.1, kl_by_source=(("maths", 0.5),)),
+    ],
+)
+def test_a_batch_has_the_parts_spans_and_sources_that_its_algorithm_names(algorithm):
+    learner = make_learner(algorithm)
+    batch = memory.batch_of(stage(algorithm=algorithm), learner)
+    assert batch.advantages.shape == (PACKING.rows, PACKING.row_tokens)
+    assert (batch.ref_logprobs is None) == (algorithm.kl_coef == 0)
 
 
 def test_sampling_counts_the_cache_and_a_copy_of_the_weights_in_another_dtype():

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.eval.entropy_flow import EntropyFlow
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.kernels import dispatch
@@ -21,8 +22,8 @@ from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
 
-def plan(run: Run | Harness, devices: Sequence[Any] | None = None) -> str:
-    """Returns the resolved plan of a run, or of an evaluation alone, as text; on `devices`, by default all that the process has.
+def plan(run: Run | Harness | EntropyFlow, devices: Sequence[Any] | None = None) -> str:
+    """Returns the resolved plan of a run, or of an evaluation or an analysis alone, as text; on `devices`, by default all that the process has.
 
     Raises:
       ValueError: a setting cannot work; the message names the binding to change.
@@ -31,6 +32,8 @@ def plan(run: Run | Harness, devices: Sequence[Any] | None = None) -> str:
     partitioner = Partitioner.create(run.mesh, devices)
     if isinstance(run, Harness):
         return "\n".join(_evaluation(run, partitioner))
+    if isinstance(run, EntropyFlow):
+        return "\n".join(_analysis(run, partitioner))
     policy = run.policy.policy(partitioner)
     tokenizer = run.tokenizer.load()
     shards = partitioner.batch_shards
@@ -63,6 +66,17 @@ def _evaluation(harness: Harness, partitioner: Partitioner) -> Iterable[str]:
     yield f"  measures   {', '.join(map(repr, evaluation.measures)) or 'the mean reward alone'}"
     if (there := Path(harness.out_dir) / SAMPLES).is_file():
         yield f"  here       {sum(1 for _ in there.open(encoding='utf-8'))} responses already"
+
+
+def _analysis(flow: EntropyFlow, partitioner: Partitioner) -> Iterable[str]:
+    """Yields lines on what an analysis of the entropy flow would sample and measure."""
+    model, rows = flow.model.open(partitioner), flow.data.rows()[: flow.limit]
+    yield f"results      {Path(flow.out_dir).absolute()}"
+    yield f"weights      {model.name}"
+    yield from _machine(partitioner, model.policy, model.tokenizer)
+    yield f"sampler      {flow.sampler!r}"
+    yield f"entropies    of {len(rows)} answers by {type(flow.data).__name__}, through {model.policy.architecture.layers} layers"
+    yield f"  lengths    prompt <= {flow.max_prompt_tokens}, response <= {flow.settings.max_tokens} tokens"
 
 
 def _cache(harness: Harness, policy: Any, responses: int) -> Iterable[str]:
@@ -130,7 +144,7 @@ def _memory(stage: Stage, policy: Policy, shards: int) -> str:
     return f"  memory       {sum(found.values()) / GIB:.3f} GiB of state ({held}) + about {activations / GIB:.3f} GiB of activations a device"
 
 
-def on_target(run: Run | Harness, name: str | None) -> Iterator[str]:
+def on_target(run: Run | Harness | EntropyFlow, name: str | None) -> Iterator[str]:
     """Yields the plan of a run and what its programs need, on a target or, where its name is None, on the process's devices."""
     with programs.on(name) as target:
         yield plan(run, target.devices if target else None)
