@@ -23,13 +23,16 @@ class ChoiceAccuracy:
 
     Attributes:
       random_credit: adds "accuracy_with_random_credit": an unparsed response is worth one over the number of options.
+      reference: column of the prompt that holds the right letter; empty takes the prompt's reference, which is the hinted letter
+        where that is rewarded.
     """
 
     random_credit: bool = False
+    reference: str = ""
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
         """Returns one value a prompt, over its greedy responses or else its sampled ones."""
-        right = [[float(value(r, CHOICE) == LETTERS.index(one.prompt.reference)) for r in one.main] for one in answered]
+        right = [[float(value(r, CHOICE) == self._right(one.prompt)) for r in one.main] for one in answered]
         lost = [[float(value(r, CHOICE) < 0) for r in one.main] for one in answered]
         found = {
             "accuracy": [mean(group) for group in right],
@@ -46,6 +49,9 @@ class ChoiceAccuracy:
         return {n: np.array(v, np.float64) for n, v in found.items()} | by_category(
             "accuracy", answered, found["accuracy"]
         )
+
+    def _right(self, prompt: Prompt) -> int:
+        return LETTERS.index(str(prompt.extra[self.reference]) if self.reference else prompt.reference)
 
 
 def by_category(name: str, answered: Sequence[Answered], values: Sequence[float]) -> dict[str, np.ndarray]:

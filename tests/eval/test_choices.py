@@ -154,3 +154,14 @@ def test_mmlu_pro_shows_worked_examples_of_its_category_and_loses_them(real_data
     assert len(ByteTokenizer().load()(fewer.messages[0]["content"])["input_ids"]) < len(text)
     with pytest.raises(ValueError, match=r"5 worked examples: lower mmlu_pro.MMLUPro.shots"):
         MMLUPro(path=source.path, examples=source.examples, shots=6).rows()
+
+
+def test_accuracy_may_take_its_letter_from_another_column() -> None:
+    letters = [{CHOICE: 0.0}, {CHOICE: 1.0}, {CHOICE: 1.0}, {CHOICE: -1.0}]  # A, B, B and none
+    sampled = [("", 0.0)] * 4
+    one = answered(
+        "p", sampled=sampled, parts=letters, actual_ground_truth="B"
+    )  # A was hinted, and is what a reward asks for
+    found = ChoiceAccuracy(reference="actual_ground_truth").measure([one])
+    assert found["accuracy"].tolist() == [0.5] and found["unparsed"].tolist() == [0.25]
+    assert ChoiceAccuracy().measure([one])["accuracy"].tolist() == [0.25]
