@@ -1,4 +1,4 @@
-"""WildChat (arXiv 2405.01470): 10,000 opening messages of conversations in English, of 5 to 200 tokens.
+"""WildChat (arXiv 2405.01470): opening messages of conversations in English, of 5 to 200 tokens: 10,000 to train and 200 to test.
 
 `python -m jaxrl_llm.data.prepare.wildchat --out DIR`. Conversations that the data set marks as redacted or toxic are left out;
 NoveltyBench (arXiv 2504.05228) also lets a language model select the prompts that allow diverse answers. Rows with a column
@@ -29,7 +29,7 @@ PREPARATION = preparation.Preparation(
     name="wildchat",
     source="allenai/WildChat-1M",
     ability="chat",
-    sizes={"train": 10000},
+    sizes={"train": 10000, "test": 200},
     shuffle=True,
     unique=True,
     tokenizer="Xenova/gpt-4o",

@@ -1,0 +1,198 @@
+"""Dry-runs gin files as `launch` does, in one process that has no network: python tests/train/every_recipe.py FOLDER NAMES
+
+Models are folders of Hugging Face's cache with config.json and a tokenizer alone, in the sizes that were published; data sets have the
+splits and columns that their preparation commands write. FOLDER takes all of it, and results.json: {name: [exit code, seconds, output]}. The second argument is {name: bindings} as JSON.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+QWEN2: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936}
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8,
+}  # fmt: skip
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "rope_theta": 500000.0,
+    "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+}  # fmt: skip
+SCALING = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def sizes(width: int, layers: int, heads: int, mlp: int, tied: bool) -> dict[str, Any]:
+    return {
+        "hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": mlp,
+        "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+LLAMA_8B = LLAMA | sizes(4096, 32, 32, 14336, False) | {"rope_scaling": SCALING | {"factor": 8.0}}
+QWEN3_4B = QWEN3 | sizes(2560, 36, 32, 9728, True) | {"rope_theta": 1e6, "max_position_embeddings": 40960}
+QWEN3_06B = QWEN3 | sizes(1024, 28, 16, 3072, True) | {"rope_theta": 1e6, "max_position_embeddings": 40960}
+# {id, or folder under the one that a run is started in: (config.json as published, millions of parameters as published)}
+MODELS: dict[str, tuple[dict[str, Any], float]] = {
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (
+        QWEN2 | sizes(896, 24, 14, 4864, True) | {"num_key_value_heads": 2, "rope_theta": 1e6, "max_position_embeddings": 32768},
+        494.0,
+    ),
+    "Qwen/Qwen2.5-Math-1.5B": (
+        QWEN2 | sizes(1536, 28, 12, 8960, True) | {"num_key_value_heads": 2, "rope_theta": 1e4, "max_position_embeddings": 4096},
+        1543.7,
+    ),
+    "Qwen/Qwen2.5-3B-Instruct": (
+        QWEN2 | sizes(2048, 36, 16, 11008, True) | {"num_key_value_heads": 2, "rope_theta": 1e6, "max_position_embeddings": 32768},
+        3085.9,
+    ),
+    "Qwen/Qwen3-0.6B": (QWEN3_06B, 596.0),
+    "runs/classmate_warmup_qwen3_0p6b/model": (QWEN3_06B, 596.0),
+    "Qwen/Qwen3-4B": (QWEN3_4B, 4022.5),
+    "Qwen/Qwen3-4B-Base": (QWEN3_4B | {"max_position_embeddings": 32768}, 4022.5),
+    "Qwen/Qwen3-Embedding-4B": (QWEN3_4B | {"vocab_size": 151665}, 4021.8),
+    "OctoThinker/OctoThinker-3B-Long-Base": (
+        LLAMA | sizes(3072, 28, 24, 8192, True) | {"rope_scaling": SCALING | {"factor": 32.0}}, 3212.7,
+    ),
+    "meta-llama/Llama-3.1-8B": (LLAMA_8B, 8030.3),
+    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_8B, 8030.3),
+    "runs/cs336_instruct_llama3p1_8b/model": (LLAMA_8B, 8030.3),
+    "runs/tokenbuncher_base_tiny/model": (
+        QWEN3 | sizes(128, 4, 4, 384, False) | {"vocab_size": 256, "num_key_value_heads": 2, "head_dim": 32}, 0.9,
+    ),
+    "runs/classmate_mate_tiny/model": (
+        QWEN3 | sizes(64, 2, 4, 192, False) | {"vocab_size": 32, "num_key_value_heads": 2, "head_dim": 16}, 0.1,
+    ),
+}  # fmt: skip
+
+# {data set: the parts that its preparation command writes}
+PARTS: dict[str, tuple[str, ...]] = {
+    "beavertails": ("train", "test"),
+    "competition_math": ("train", "test"),
+    "deepmath": ("train",),
+    "deepscaler": ("train",),
+    "gsm8k": ("train", "test"),
+    "hendrycks_math": ("train", "test"),
+    "helpful_instructions": ("train", "test", "dev", "warmup_train", "warmup_dev"),
+    "hh_rlhf": ("train", "test"),
+    "math500": ("test",),
+    "mmlu_sycophancy": ("train", "dev", "test"),
+    "openmathreasoning": ("train", "val"),
+    "ultrachat": ("train", "test"),
+    "wildchat": ("train", "test"),
+    "wmdp_merge": ("train", "test"),
+}
+
+
+def row(name: str) -> dict[str, Any]:
+    """A row of a data set, with verl's columns and those that the set has beside them."""
+    answer = "EM" if name == "beavertails" else "4"
+    truth = {"response": answer} if name in ("beavertails", "wmdp_merge") else answer
+    own: dict[str, Any] = {
+        "openmathreasoning": {"response": "2 + 2\n</think> <answer>4</answer>"},
+        "ultrachat": {"response": "4"},
+    }
+    if name == "hh_rlhf":
+        return {"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "5"}
+    return {
+        "data_source": {"beavertails": "BeaverTails", "wmdp_merge": "wmdp"}.get(name, name),
+        "prompt": [{"role": "user", "content": "What is 2 + 2?"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {"split": "train", "index": 0, "question": "What is 2 + 2?", "rendered": False},
+        **own.get(name, {}),
+    }  # fmt: skip
+
+
+def write_models(cache: Path, here: Path) -> None:
+    from jaxrl_llm.data.tokenizer import ByteTokenizer
+
+    tokenizer = ByteTokenizer().load()
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"], special_tokens=True)
+    for name, (config, _) in MODELS.items():
+        folder = here / name
+        if not name.startswith("runs/"):
+            home = cache / f"models--{name.replace('/', '--')}"
+            (home / "refs").mkdir(parents=True)
+            (home / "refs" / "main").write_text("0" * 40)
+            folder = home / "snapshots" / ("0" * 40)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(json.dumps(config))
+        tokenizer.save_pretrained(folder)
+
+
+def write_data(folder: Path) -> None:
+    from jaxrl_llm.data.prepare import prepared
+
+    for name, parts in PARTS.items():
+        prepared.write(folder / name, {part: [row(name)] for part in parts}, {})
+    (folder / "partition_pairs").mkdir()
+    pairs = [{"generation_0": "a", "generation_1": b, "similar": int(b == "a")} for b in "ab"]
+    (folder / "partition_pairs" / "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    asked = json.dumps({"question": "What is 2 + 2?", "answer": "2 + 2 = 4\n#### 4"})
+    (folder / "grade_school").mkdir()
+    for part in ("train", "test"):
+        (folder / "grade_school" / f"{part}.jsonl").write_text(asked + "\n")
+
+
+def dry_run(name: str, bindings: Sequence[str]) -> tuple[int, float, str]:
+    """The exit code, seconds and output of one file."""
+    from jaxrl_llm import launch
+
+    said, start = io.StringIO(), time.perf_counter()
+    flags = [f"--gin_file={ROOT / 'gin' / f'{name}.gin'}", *(f"--gin={b}" for b in bindings), "--dry_run"]
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            code = launch.main(flags)
+        except Exception as error:  # a test says which file failed, and goes on with the others
+            code = 2
+            print(f"{type(error).__name__}: {error}")
+    return code, time.perf_counter() - start, said.getvalue()
+
+
+def lowered_only(program: Any, resident: int = 0) -> Any:
+    """The account of a lowered program's arguments and results alone."""
+    import jax
+
+    from jaxrl_llm.tools.memory import Account
+
+    held = [
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (program.in_avals, program.out_info)
+    ]
+    return Account(resident=resident, arguments=held[0], outputs=held[1], temporary=0)
+
+
+def main(folder: Path, names: Mapping[str, Sequence[str]]) -> None:
+    os.chdir(folder)
+    write_models(folder / "hub", folder)
+    write_data(folder / "data_sets")
+    from jaxrl_llm.tools import fit, memory
+
+    # Whether a run fits, and what XLA makes of a program, are other tests' subjects: the device has room for all runs, and programs
+    # are traced and lowered with their full shapes and not compiled, which takes a hundred times as long.
+    fit.here = lambda: fit.Device("a device of 64 TiB", 2.0**46)
+    memory.account = lowered_only
+    results = {}
+    for name, bindings in names.items():
+        results[name] = dry_run(name, bindings)
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    where = Path(sys.argv[1])
+    os.environ |= {
+        "HF_HUB_CACHE": str(where / "hub"), "HF_HUB_OFFLINE": "1", "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_ENABLE_COMPILATION_CACHE": "0",
+    }  # fmt: skip
+    sys.path.insert(0, str(ROOT))
+    main(where, json.loads(sys.argv[2]))

@@ -1,0 +1,71 @@
+"""Every full-size and every twin gin file passes `--dry_run`: it builds, its data and models open, and its programs take their shapes.
+
+Models have config.json and a tokenizer alone (every_recipe.py), so what is shown is everything but the arithmetic.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from every_recipe import MODELS, ROOT
+
+SHARED = ("base",)  # included by others, and no run
+MODEL_PATH = "MODEL_PATH='Qwen/Qwen3-4B'"
+# What a user must say beside the file.
+ASKED: Mapping[str, Sequence[str]] = {
+    "bupo_entropy_flow": (MODEL_PATH, "OUT_DIR='flow'"),
+    "bupo_entropy_flow_tiny": ("MODEL_PATH='runs/tokenbuncher_base_tiny/model'",),
+    "grpo_gsm8k": ("PRETRAINED='Qwen/Qwen2.5-Coder-0.5B-Instruct'", "GSM8K_PATH='data_sets/grade_school'"),
+    "grpo_qwen_coder_0p5b_gsm8k": ("GSM8K_PATH='data_sets/grade_school'",),
+}
+NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
+LIMIT_S = 1200
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, tuple[int, float, str]]:
+    """{name: (exit code, seconds, output)} of one process that dry-runs all files."""
+    folder = tmp_path_factory.mktemp("recipes")
+    asked = json.dumps({name: list(ASKED.get(name, ())) for name in NAMES})
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    program = [sys.executable, str(Path(__file__).with_name("every_recipe.py")), str(folder), asked]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gin_file_passes_a_dry_run(name: str, results: Mapping[str, tuple[int, float, str]]) -> None:
+    code, _, said = results[name]
+    assert code == 0, said[-2000:]
+    found = re.search(r"^model +\w+, ([\d.]+) M parameters", said, re.MULTILINE)
+    assert found is not None and float(found[1]) > 0
+    assert "entropies    of" in said if name.startswith("bupo_entropy_flow") else "\npeak of " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("bupo_grpo_qwen3_4b", "Qwen/Qwen3-4B"),
+        ("bupo_llama_3b", "OctoThinker/OctoThinker-3B-Long-Base"),
+        ("classmate_cot_qwen3_0p6b", "runs/classmate_warmup_qwen3_0p6b/model"),
+        ("cs336_grpo_qwen2p5_math_1p5b", "Qwen/Qwen2.5-Math-1.5B"),
+        ("cs336_instruct_llama3p1_8b", "meta-llama/Llama-3.1-8B"),
+        ("darling_chat_llama3p1_8b", "meta-llama/Llama-3.1-8B-Instruct"),
+        ("darling_maths_qwen3_4b", "Qwen/Qwen3-4B-Base"),
+        ("grpo_qwen_coder_0p5b_gsm8k", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+        ("tokenbuncher_defence", "Qwen/Qwen2.5-3B-Instruct"),
+    ],
+)
+def test_a_published_model_has_its_published_size(
+    name: str, model: str, results: Mapping[str, tuple[int, float, str]]
+) -> None:
+    found = re.search(r"^model +\w+, ([\d.]+) M parameters", results[name][2], re.MULTILINE)
+    assert found is not None and float(found[1]) == pytest.approx(MODELS[model][1], abs=0.1)
