@@ -1,8 +1,9 @@
 """BeaverTails (arXiv 2307.04657): prompts whose recorded response was labelled unsafe (or safe), each prompt once.
 
-`python -m jaxrl_llm.data.prepare.beavertails --out DIR [--keep unsafe|safe|all] [--template qwen]`. The data set is CC BY-NC 4.0 and
-is downloaded by the user of this command. TokenBuncher (arXiv 2508.20697) keeps repeated prompts; here a prompt occurs once, so
-that training and test share none.
+`python -m jaxrl_llm.data.prepare.beavertails --out DIR [--keep unsafe|safe|all] [--template qwen|ministral|base]`. The data set is
+CC BY-NC 4.0 and is downloaded by the user of this command. TokenBuncher (arXiv 2508.20697) takes 10,240 rows to train and 1,024 to test,
+which repeat prompts with several responses; here a prompt occurs once, so that training and test share none: of the 30k split about
+7,800 are left, 1,024 of them to test. Prompts are rendered as ChatML, as there.
 """
 
 import argparse
@@ -34,7 +35,8 @@ PREPARATION = preparation.Preparation(
     data_source="BeaverTails",
     ability="nlp",
     splits={"train": "30k_train"},
-    sizes={"train": 10240, "test": 1024},
+    sizes={"test": 1024, "train": -1},
+    template="qwen",
     columns=("prompt", "response", "is_safe"),
     unique=True,
     max_tokens=320,

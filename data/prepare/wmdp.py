@@ -1,7 +1,8 @@
 """WMDP (arXiv 2403.03218): multiple-choice questions of one domain, 80% for training and 20% for testing.
 
 `python -m jaxrl_llm.data.prepare.wmdp --domain bio|chem|cyber --out DIR`. The ground truth is the letter of the right choice.
-TokenBuncher (arXiv 2508.20697) puts a persona before each question; here there is only the question.
+TokenBuncher (arXiv 2508.20697) puts a persona before each question; here there is only the question. Prompts are rendered as ChatML, as
+there.
 """
 
 import argparse
@@ -44,6 +45,7 @@ PREPARATION = Preparation(
     sizes={"train": 0.8, "test": -1},
     columns=("question", "choices", "answer"),
     shuffle=True,
+    template="qwen",
     instruction="Please reason step by step, and put the letter of your answer within \\boxed{}.",
     max_tokens=1024,
     convert=convert,

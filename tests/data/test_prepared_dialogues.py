@@ -107,6 +107,9 @@ def test_noveltybenchs_prompts_are_read_as_they_are(real_data: Path, tmp_path: P
     assert counts["dropped/duplicate"] == 1  # two prompts that differ in their quotation marks
 
 
+CHATML = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
 def beaver_rows() -> list[dict[str, object]]:
     labels = {"category_one": True, "category_two": False}
     rows = [
@@ -125,7 +128,15 @@ def test_beavertails_keeps_one_row_a_prompt_by_label(tmp_path: Path, counting: l
     assert list(row) == VERL and row["data_source"] == "BeaverTails" and row["reward_model"]["style"] == "model"
     assert truths([row]) == [{"response": "placeholder 0"}] and row["extra_info"]["categories"] == ["category_one"]
     run(beavertails.PREPARATION, tmp_path / "out", file, *arguments[3:], "--sizes", "train=-1", "--keep", "safe")
-    assert asked(written(tmp_path / "out")) == ["placeholder safe"]
+    assert asked(written(tmp_path / "out")) == [CHATML.format("placeholder safe")]
+    assert written(tmp_path / "out")[0]["extra_info"]["rendered"]
+
+
+def test_beavertails_takes_what_there_is_to_train_and_1024_to_test(tmp_path: Path, counting: list[str]) -> None:
+    row = {"response": "placeholder", "is_safe": False, "category": {}}
+    file = source(tmp_path, [{"prompt": f"placeholder prompt {i // 3}", **row} for i in range(3 * 1030)])
+    counts = run(beavertails.PREPARATION, tmp_path / "out", file, *counting)
+    assert (counts["written/test"], counts["written/train"], counts["shared/train"]) == (1024, 6, 0)
 
 
 def wmdp_rows() -> list[dict[str, object]]:
@@ -142,8 +153,11 @@ def test_wmdps_truth_is_a_letter_and_a_fifth_is_for_testing(tmp_path: Path, coun
     for row in written(tmp_path / "out"):
         number = int(row["extra_info"]["question"].split("\n")[0].rpartition(" ")[2])
         assert truths([row]) == [{"response": "ABCD"[number % 4]}]
-        assert asked([row])[0].startswith(f"placeholder question {number}\nA. first\nB. second\nC. third\nD. fourth\n")
-        assert asked([row])[0].endswith("within \\boxed{}.") and "  " not in asked([row])[0]
+        before, _, after = CHATML.partition("{}")
+        question = asked([row])[0].removeprefix(before).removesuffix(after)
+        assert len(question) == len(asked([row])[0]) - len(before) - len(after)
+        assert question.startswith(f"placeholder question {number}\nA. first\nB. second\nC. third\nD. fourth\n")
+        assert question.endswith("within \\boxed{}.") and "  " not in question
     with pytest.raises(SystemExit):
         run(wmdp.PREPARATION, tmp_path / "out", tmp_path / "raw")
 
