@@ -4,8 +4,9 @@ import gzip
 import shutil
 from pathlib import Path
 
+from jaxrl_llm import command_line
 from jaxrl_llm.data import templates
-from jaxrl_llm.data.tokenizer import PretrainedTokenizer
+from jaxrl_llm.data.tokenizer import ByteTokenizer, PretrainedTokenizer
 
 SYSTEM = "You are a helpful assistant."
 
@@ -35,3 +36,14 @@ def test_a_template_named_chat_keeps_all_messages() -> None:
     turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Why?"}]
     assert templates.rerendered("chat", turns, "Owner") == {"messages": turns}
     assert templates.rerendered(str.upper, turns[1:], "Owner") == {"text": "WHY?"}
+
+
+def test_octothinkers_transcript_keeps_the_request_to_box_and_ends_at_the_assistant() -> None:
+    run, _ = command_line.build([str(Path(__file__).parents[2] / "gin" / "bupo_llama_3b.gin")])
+    tokenizer = ByteTokenizer().load()
+    tokenizer.chat_template = run.tokenizer.chat_template
+    turns = [{"role": "system", "content": templates.STEP_BY_STEP}, {"role": "user", "content": "What is 2 + 2?"}]
+    assert tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True) == (
+        "<bos>A conversation between User and Assistant. The user asks a question, and the assistant solves it. Please reason step "
+        "by step, and put your final answer within \\boxed{}.\nUser: What is 2 + 2?\nAssistant:"
+    )

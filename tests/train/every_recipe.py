@@ -84,7 +84,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "gsm8k": ("train", "test"),
     "hendrycks_math": ("train", "test"),
     "helpful_instructions": ("train", "test", "dev", "warmup_train", "warmup_dev"),
-    "hh_rlhf": ("train", "test"),
+    "hh_rlhf": ("val", "train"),
     "math500": ("test",),
     "mmlu_sycophancy": ("train", "dev", "test"),
     "openmathreasoning": ("train", "val"),
@@ -136,6 +136,8 @@ def write_data(folder: Path) -> None:
 
     for name, parts in PARTS.items():
         prepared.write(folder / name, {part: [row(name)] for part in parts}, {})
+    sets = ("aime_2024", "aime_2025", "amc2023", "math500")
+    prepared.write(folder / "bupo", {name: [row(name)] for name in sets}, {})
     (folder / "partition_pairs").mkdir()
     pairs = [{"generation_0": "a", "generation_1": b, "similar": int(b == "a")} for b in "ab"]
     (folder / "partition_pairs" / "train.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -105,6 +105,9 @@ DARLING: Mapping[str, Numbers] = {
 # -- BuPO: run_code/*.sh of Trae1ounG/BuPO and arXiv 2512.19673 ----------------------------------------------------------
 BUPO_BOTH: Numbers = {
     **verl(1e-6, 10.0, "token-mean"), **NO_KL, "algorithm": "GRPO", "algorithm.std": True, "save": 100, "evaluate_every": 30,
+    **{f"evaluations[{name}].samples": 1 for name in ("aime24", "aime25", "amc23", "math500")},
+    **{f"evaluations[{name}].greedy": False for name in ("aime24", "aime25", "amc23", "math500")},
+    "evaluations[math500].settings.temperature": 1.0, "best": "eval/math500/sampled",
 }  # fmt: skip
 QWEN: Numbers = {**BUPO_BOTH, **sizes(128, 8, 1024, 7168, 4, 300)}
 LLAMA: Numbers = {**BUPO_BOTH, **sizes(128, 8, 1024, 3072, 4, 300)}
@@ -170,7 +173,7 @@ CS336: Mapping[str, Numbers] = {
     },
     "cs336_dpo_llama3p1_8b": {
         "algorithm": "DPO", "algorithm.beta": 0.1, "prompts_per_step": 64, "optimizer.learning_rate": 1e-6, "optimizer.b1": 0.0,
-        "optimizer.weight_decay": 0.0, "data.template": "alpaca",
+        "optimizer.weight_decay": 0.0, "data.template": "alpaca", "held_out.split": "val", "best": "eval/pairs/accuracy",
     },
 }  # fmt: skip
 
@@ -184,12 +187,12 @@ NOTED = {
 
 
 def resolved(name: str) -> dict[str, str]:
-    """{path below the last stage: value as text}, with the run's own `seed` and `save`."""
+    """{path below the last stage: value as text}, with the run's own `seed`, `save` and `best`."""
     run, _ = command_line.build([str(GIN / f"{name}.gin")])
     found = settings_of(run)
     stage = f"stages[{run.stages[-1].name}]."
     own = {path.removeprefix(stage): value for path, value in found.items() if path.startswith(stage)}
-    return own | {"seed": found["seed"], "save": found["checkpoints.every"]}
+    return own | {"seed": found["seed"], "save": found["checkpoints.every"], "best": found["checkpoints.best"]}
 
 
 @pytest.mark.parametrize("name", sorted(TABLES))
