@@ -15,7 +15,7 @@ from jaxrl_llm.distributed import scatter
 MESH_AXES = ("data", "fsdp", "tensor", "context")
 
 # Activations have the axes batch and length; lookup is the batch of arrays that are split over their width too. Parameters have the axes
-# vocabulary, embed, heads, kv_heads and mlp. The axes layers and head_width are never split.
+# vocabulary, embed, heads, kv_heads and mlp. The axes layers, experts and head_width are never split.
 RULES: Mapping[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "length": ("context",),
@@ -26,6 +26,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "layers": (),
+    "experts": (),
     "head_width": (),
 }
 

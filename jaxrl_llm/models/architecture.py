@@ -5,6 +5,22 @@ from typing import Literal, get_args
 
 from jaxrl_llm import components
 
+# The part of a model's parameters that is stacked over layers, [L, ...]; where kinds of layers take turns there are several,
+# "layers_0", "layers_1" and so on (`Architecture.stacks`).
+LAYERS = "layers"
+# Parameters that stay in float32 where others are rounded to a model's compute dtype.
+PRECISE = ("scale", "router")
+
+MOST_EXPERTS = 2**16 - 1
+
+
+def stack_of(part: str) -> int | None:
+    """The number of the stack of layers that a part of the parameters is, or None for another part."""
+    if part == LAYERS:
+        return 0
+    head, _, number = part.rpartition("_")
+    return int(number) if head == LAYERS and number.isdigit() else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
@@ -24,6 +40,47 @@ class Llama3RopeScaling:
 
     def __post_init__(self) -> None:
         components.above(self, self.low_frequency_factor, "high_frequency_factor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of an MLP layer: a router sends each token to some of them, and their outputs are added by its weights.
+
+    Attributes:
+      count: number of experts of a layer.
+      chosen: number of experts that a token goes to.
+      width: width of one expert's gated MLP.
+      normalised: whether the weights of the chosen experts are divided by their sum, so that they add up to 1.
+      layers: which layers have experts, while the others have a dense MLP; the pattern repeats over the depth.
+    """
+
+    count: int
+    chosen: int
+    width: int
+    normalised: bool = False
+    layers: tuple[bool, ...] = (True,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # gin files give a list; a tuple is hashable
+        components.at_least(self, 1, "count", "chosen", "width")
+        components.within(self, f"[1, {self.count}]", "chosen")
+        if self.count > MOST_EXPERTS:
+            components.refuse(self, "count", f"<= {MOST_EXPERTS}, since a recorded choice has 16 bits")
+        if not any(self.layers):
+            raise ValueError(
+                f"Experts.layers must name a layer with experts (got {self.layers}): (True,) gives all layers experts, "
+                "(False, True) every second; for none leave the architecture's `experts` out"
+            )
+
+    @property
+    def unrecorded(self) -> int:
+        """The number that stands for an expert in a record where none was recorded: the largest of the record's dtype."""
+        return 255 if self.count <= 255 else MOST_EXPERTS
+
+    @property
+    def record_dtype(self) -> str:
+        """The dtype of recorded choices of experts."""
+        return "uint8" if self.count <= 255 else "uint16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +105,7 @@ class Architecture:
       sliding: which layers slide where `window` is set; the pattern repeats over the depth.
       max_positions: longest sequence in tokens.
       init_std: standard deviation of random weights.
+      experts: the experts of the layers that have them in place of a dense MLP, or None.
     """
 
     vocabulary_size: int
@@ -67,6 +125,7 @@ class Architecture:
     sliding: tuple[bool, ...] = (True,)
     max_positions: int = 32768
     init_std: float = 0.02
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -85,12 +144,27 @@ class Architecture:
         """The window of each layer; None for a layer that sees all tokens."""
         return tuple(self.window if self.sliding[i % len(self.sliding)] else None for i in range(self.layers))
 
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        """Whether each layer has experts."""
+        pattern = (False,) if self.experts is None else self.experts.layers
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    @property
+    def period(self) -> int:
+        """The number of layers after which their kinds repeat, a divisor of `layers`; parameters of layers so far apart are stacked."""
+        kinds = self.sparse
+        divisors = (p for p in range(1, self.layers + 1) if self.layers % p == 0)
+        return next(p for p in divisors if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+
+    @property
+    def stacks(self) -> tuple[str, ...]:
+        """The parts of the parameters that are stacked over layers: layer i is number i // period of stack i % period."""
+        return (LAYERS,) if self.period == 1 else tuple(f"{LAYERS}_{i}" for i in range(self.period))
+
 
 Site = Literal["layer_in", "attn_in_normed", "attn_out", "mlp_in_normed", "mlp_out", "layer_out"]
 SITES: tuple[Site, ...] = get_args(Site)
-
-# The part of a model's parameters that is stacked over layers, [L, ...].
-LAYERS = "layers"
 
 
 @dataclass(frozen=True, kw_only=True)

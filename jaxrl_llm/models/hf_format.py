@@ -3,6 +3,9 @@
 A linear map in Params has its input axes first and its heads as an axis, [*in, *out]; the checkpoint's is a matrix [out, in]
 with flattened heads. Stacked leaves [L, ...] become one tensor a layer. Adapters {"a", "b"} in the place of a leaf get
 PEFT's names without their prefix: two linear maps, [*in, rank] and [rank, *out].
+
+The leaves of experts [L, E, ...] become one tensor an expert, and those of gate and up, which are one leaf, two. A checkpoint may also hold
+them fused, one tensor [E, out, in] a layer, as transformers' modules do.
 """
 
 import math
@@ -12,11 +15,12 @@ from typing import Any
 
 import jax
 
-from jaxrl_llm.models.architecture import Architecture, Llama3RopeScaling
+from jaxrl_llm.models.architecture import LAYERS, Architecture, Experts, Llama3RopeScaling, stack_of
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 
 # Path of a leaf -> (name in the checkpoint, number of leading input axes of a linear map, or None where both layouts agree).
 TENSORS: dict[str, tuple[str, int | None]] = {
@@ -35,10 +39,23 @@ TENSORS: dict[str, tuple[str, int | None]] = {
     "layers/mlp/gate": ("model.layers.{layer}.mlp.gate_proj.weight", 1),
     "layers/mlp/up": ("model.layers.{layer}.mlp.up_proj.weight", 1),
     "layers/mlp/down": ("model.layers.{layer}.mlp.down_proj.weight", 1),
+    "layers/mlp/router": ("model.layers.{layer}.mlp.gate.weight", 1),
     "norm/scale": ("model.norm.weight", None),
     "head": ("lm_head.weight", None),
     "value/kernel": ("score.weight", 1),
 }
+
+# Path of a leaf of experts -> (names of an expert's tensors, in the order of the leaf's axis of such parts where there are several; the
+# name of the tensor that holds them fused). All are linear maps with one input axis.
+EXPERT_TENSORS: dict[str, tuple[tuple[str, ...], str]] = {
+    "layers/mlp/gate_up": (
+        ("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+        "model.layers.{layer}.mlp.experts.gate_up_proj",
+    ),
+    "layers/mlp/down": (
+        ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",), "model.layers.{layer}.mlp.experts.down_proj",
+    ),
+}  # fmt: skip
 
 ADAPTERS = {"a": "lora_A", "b": "lora_B"}
 
@@ -51,15 +68,34 @@ class Tensor:
       name: its name in the checkpoint.
       path: keys that lead to the leaf.
       layer: index along the leaf's stacked axis, or None where the leaf is not stacked.
-      shape: shape of the leaf, without the stacked axis.
+      number: the number of the layer in the model; `layer` again where all layers are one stack.
+      expert: number of the expert, or None.
+      part: index along the leaf's axis of parts, or None where it has no such axis.
+      fused: the name of the checkpoint's tensor of all experts that may stand in its place, or None.
+      shape: shape of the values.
       inputs: number of leading input axes of a linear map, or None where both layouts agree.
     """
 
     name: str
     path: tuple[str, ...]
     layer: int | None
+    number: int | None = None
+    expert: int | None = None
+    part: int | None = None
+    fused: str | None = None
     shape: tuple[int, ...]
     inputs: int | None
+
+    @property
+    def index(self) -> tuple[int | None, ...]:
+        """Where its values are in the leaf: an index for each axis that it has one place of, and None for an axis of its own."""
+        if self.expert is None:
+            return (*(() if self.layer is None else (self.layer,)), *(None,) * len(self.shape))
+        return (self.layer, self.expert, None, *(() if self.part is None else (self.part,)), None)
+
+    def of(self, leaf: Any) -> Any:
+        """Its values in the leaf, in the layout of Params."""
+        return leaf[tuple(slice(None) if i is None else i for i in self.index)]
 
     @property
     def hf_shape(self) -> tuple[int, ...]:
@@ -70,11 +106,11 @@ class Tensor:
         return (out, inner) if self.inputs else (out,)
 
     def to_hf(self, leaf: Any) -> Any:
-        """One layer's values (NumPy or JAX, [*in, *out]) in the checkpoint's layout."""
+        """Its values (NumPy or JAX, [*in, *out]) in the checkpoint's layout."""
         return leaf if self.inputs is None else leaf.reshape(self.hf_shape[::-1]).T
 
     def hf_slices(self, slices: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The part of the checkpoint tensor that holds `slices` (with start and stop) of one layer's values.
+        """The part of the checkpoint tensor that holds `slices` (with start and stop) of its values.
 
         Raises:
           ValueError: an axis other than the first of a flattened group is split, so that the part is no rectangle there.
@@ -95,22 +131,50 @@ def tensors(tree: Mapping[str, Any]) -> list[Tensor]:
     Raises:
       ValueError: a leaf has no counterpart in the checkpoint format.
     """
-    found = []
+    stacks = sum(stack_of(part) is not None for part in tree)
+    found: list[Tensor] = []
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         keys = tuple(key.key for key in path)
-        adapter = ADAPTERS.get(keys[-1]) if "/".join(keys[:-1]) in TENSORS else None
-        known = "/".join(keys[:-1] if adapter else keys)
-        if known not in TENSORS:
-            raise ValueError(f"parameter {known} has no counterpart in a Hugging Face checkpoint")
-        name, inputs = TENSORS[known]
-        if adapter:
-            name, inputs = name.replace(".weight", f".{adapter}.weight"), inputs if keys[-1] == "a" else 1
-        stacked = keys[0] == "layers"
-        shape = tuple(leaf.shape[1:] if stacked else leaf.shape)
-        for layer in range(leaf.shape[0]) if stacked else (None,):
-            full = name.format(layer=layer)
-            found.append(Tensor(name=full, path=keys, layer=layer, shape=shape, inputs=inputs))
-    return sorted(found, key=lambda t: (t.layer is not None, t.layer or 0))
+        stack = stack_of(keys[0])
+        plain = "/".join(keys if stack is None else (LAYERS, *keys[1:]))
+        numbers = [(None, None)] if stack is None else [(i, i * stacks + stack) for i in range(leaf.shape[0])]
+        of_experts = (
+            plain in EXPERT_TENSORS and len(leaf.shape) > 3
+        )  # [L, E, ...]; the matrix of a dense layer is [L, in, out]
+        make = _of_experts if of_experts else _of_leaf
+        found += [tensor for layer, number in numbers for tensor in make(plain, keys, leaf.shape, layer, number)]
+    return sorted(found, key=lambda t: (t.number is not None, t.number or 0))
+
+
+def _of_leaf(
+    plain: str, keys: tuple[str, ...], shape: tuple[int, ...], layer: int | None, number: int | None
+) -> list[Tensor]:
+    """The tensor of a leaf, or of one layer of it."""
+    parent = plain.rpartition("/")[0]
+    adapter = ADAPTERS.get(keys[-1]) if parent in TENSORS else None
+    known = parent if adapter else plain
+    if known not in TENSORS:
+        raise ValueError(f"parameter {known} has no counterpart in a Hugging Face checkpoint")
+    name, inputs = TENSORS[known]
+    if adapter:
+        name, inputs = name.replace(".weight", f".{adapter}.weight"), inputs if keys[-1] == "a" else 1
+    own = tuple(shape if layer is None else shape[1:])
+    return [Tensor(name=name.format(layer=number), path=keys, layer=layer, number=number, shape=own, inputs=inputs)]
+
+
+def _of_experts(
+    plain: str, keys: tuple[str, ...], shape: tuple[int, ...], layer: int | None, number: int | None
+) -> list[Tensor]:
+    """The tensors of one layer of a leaf of experts, [L, E, in, out] or [L, E, in, parts, out]."""
+    names, fused = EXPERT_TENSORS[plain]
+    return [
+        Tensor(
+            name=name.format(layer=number, expert=expert), path=keys, layer=layer, number=number, expert=expert,
+            part=part if len(names) > 1 else None, fused=fused.format(layer=number), shape=(shape[2], shape[-1]), inputs=1,
+        )
+        for expert in range(shape[1])
+        for part, name in enumerate(names)
+    ]  # fmt: skip
 
 
 def leaf_of(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
@@ -122,8 +186,7 @@ def leaf_of(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
 
 def export(params: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Returns all parameters under their checkpoint names and in its layout; pure, for use under jit."""
-    leaves = {t.name: (t, leaf_of(params, t.path)) for t in tensors(params)}
-    return {name: t.to_hf(leaf if t.layer is None else leaf[t.layer]) for name, (t, leaf) in leaves.items()}
+    return {t.name: t.to_hf(t.of(leaf_of(params, t.path))) for t in tensors(params)}
 
 
 def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
@@ -141,6 +204,7 @@ def _flat(slices: tuple[slice, ...], shape: tuple[int, ...]) -> slice:
 FAMILIES: dict[tuple[str, str], type[Architecture]] = {
     ("Qwen2ForCausalLM", "qwen2"): Qwen2,
     ("Qwen3ForCausalLM", "qwen3"): Qwen3,
+    ("Qwen3MoeForCausalLM", "qwen3_moe"): Qwen3MoE,
     ("LlamaForCausalLM", "llama"): Llama3,
     ("MistralForCausalLM", "mistral"): Mistral,
     ("MinistralForCausalLM", "ministral"): Mistral,
@@ -200,7 +264,11 @@ def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool 
         "max_positions": config.get("max_position_embeddings", Architecture.max_positions),
         "init_std": config.get("initializer_range", Architecture.init_std),
     }
-    if family is not Llama3:
+    if family is Qwen3MoE:
+        if config.get("use_sliding_window", False):
+            raise ValueError(f"{source}: use_sliding_window=True is not supported with experts, only False is")
+        sizes["experts"] = _experts(config, source)
+    elif family is not Llama3:
         sizes |= _windows(config, family, source)
     return family(**sizes)
 
@@ -233,6 +301,8 @@ def write(architecture: Architecture, *, value: bool = False) -> dict[str, Any]:
     }
     if isinstance(architecture, Llama3):
         return config
+    if architecture.experts is not None:
+        return config | _written_experts(architecture, architecture.experts)
     config["sliding_window"] = window
     if isinstance(architecture, Qwen2 | Qwen3):
         config |= {"use_sliding_window": window is not None, "max_window_layers": architecture.layers}
@@ -279,6 +349,39 @@ def _written_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None
     }
 
 
+def _experts(config: Mapping[str, Any], source: str) -> Experts:
+    """The experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`."""
+    names = {"count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size"}
+    values = {field: config.get(name) for field, name in names.items()}
+    values["count"] = config.get("num_local_experts") if values["count"] is None else values["count"]
+    if missing := [names[field] for field, value in values.items() if value is None]:
+        raise ValueError(f"{source} lacks {', '.join(missing)}: is it the config.json of a model with experts?")
+    dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
+    layers = config["num_hidden_layers"]
+    sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
+    return Experts(**values, normalised=bool(config.get("norm_topk_prob", False)), layers=_period(sparse))
+
+
+def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, Any]:
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.width,
+        "norm_topk_prob": experts.normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, sparse in enumerate(architecture.sparse) if not sparse],
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "output_router_logits": False,
+    }
+
+
+def _period(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
+    """The shortest pattern that repeats to the given one."""
+    lengths = range(1, len(pattern) + 1)
+    return pattern[: next(p for p in lengths if all(x == pattern[i % p] for i, x in enumerate(pattern)))]
+
+
 def _windows(config: Mapping[str, Any], family: type[Architecture], source: str) -> dict[str, Any]:
     layers, window, kinds = config["num_hidden_layers"], config.get("sliding_window"), config.get("layer_types")
     qwen = family in (Qwen2, Qwen3)
@@ -296,5 +399,4 @@ def _windows(config: Mapping[str, Any], family: type[Architecture], source: str)
     sliding = tuple(kind == "sliding_attention" for kind in kinds)
     if not any(sliding):
         return {"window": None}
-    period = next(p for p in range(1, layers + 1) if all(s == sliding[i % p] for i, s in enumerate(sliding)))
-    return {"window": window, "sliding": sliding[:period]}
+    return {"window": window, "sliding": _period(sliding)}

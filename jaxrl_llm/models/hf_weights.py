@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -261,23 +262,42 @@ class _Checkpoint:
         """The tensor as a slice object that reads lazily."""
         return self._handles[self._file_of[name]].get_slice(self._prefix + name)
 
+    def holder(self, tensor: Tensor) -> str:
+        """The name of the tensor here that holds its values: its own, or that of all experts of the layer."""
+        whole = tensor.name not in self._file_of and tensor.fused in self._file_of
+        return str(tensor.fused) if whole else tensor.name
+
+    def part(self, tensor: Tensor, slices: tuple[slice, ...]) -> np.ndarray:
+        """The values of a tensor at `slices` of its layout in the checkpoint."""
+        name = self.holder(tensor)
+        if name == tensor.name:
+            return np.asarray(self.slices(name)[slices])
+        out, inner = slices
+        first, expert = (tensor.part or 0) * tensor.hf_shape[0], tensor.expert or 0
+        rows = slice(first + out.start, first + out.stop)
+        return np.asarray(self.slices(name)[slice(expert, expert + 1), rows, inner])[0]
+
     def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
         """Raises ValueError where names, shapes or dtypes are not the expected ones, or a tensor is neither expected nor in `unread`."""
-        known = {t.name for t in expected} | (set(self._file_of) if unread is None else unread)
-        problems = [f"{t.name} is missing" for t in expected if t.name not in self._file_of]
+        wanted = {self.holder(t): t for t in expected}
+        known = wanted.keys() | (self._file_of.keys() if unread is None else unread)
+        problems = [f"{name} is missing" for name in wanted if name not in self._file_of]
         problems += [
             f"{name} is unexpected"
             for name in sorted(self._file_of)
             if name not in known and not name.endswith("rotary_emb.inv_freq")  # buffers of old releases
         ]
-        for tensor in expected:
-            if tensor.name in self._file_of:
-                found = self.slices(tensor.name)
+        experts = Counter(tensor.fused for tensor in expected if tensor.part in (None, 0))
+        for name, tensor in wanted.items():
+            if name in self._file_of:
+                found, asked = self.slices(name), tensor.hf_shape
+                if name != tensor.name:  # the last expert's last part
+                    asked = (experts[name], ((tensor.part or 0) + 1) * asked[0], asked[1])
                 shape, dtype = tuple(found.get_shape()), found.get_dtype()
-                if shape != tensor.hf_shape:
-                    problems.append(f"{tensor.name} has shape {shape}, config.json asks for {tensor.hf_shape}")
+                if shape != asked:
+                    problems.append(f"{name} has shape {shape}, config.json asks for {asked}")
                 if dtype not in READABLE:
-                    problems.append(f"{tensor.name} has dtype {dtype}, only {', '.join(READABLE)} are read")
+                    problems.append(f"{name} has dtype {dtype}, only {', '.join(READABLE)} are read")
         if problems:
             shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
             raise ValueError(f"the weights in {self.folder} do not fit their config.json: {shown}")
@@ -299,15 +319,16 @@ def _shard_reader(
     def read(index: tuple[slice, ...]) -> np.ndarray:
         bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape))
         if bounds not in done:
-            stacked = group[0].layer is not None
-            inner = tuple(slice(*b) for b in (bounds[1:] if stacked else bounds))
-            local = tuple(s.stop - s.start for s in inner)
-            chosen = group[slice(*bounds[0])] if stacked else group
-            out = np.empty((len(chosen), *local), np.float32)
-            for layer, tensor in enumerate(chosen):
-                part = checkpoint.slices(tensor.name)[tensor.hf_slices(inner)]
-                out[layer] = tensor.from_hf(np.asarray(part), local)
-            done[bounds] = out if stacked else out[0]
+            out = np.empty([stop - start for start, stop in bounds], np.float32)
+            for tensor in group:
+                places = list(zip(tensor.index, bounds, strict=True))
+                if any(i is not None and not start <= i < stop for i, (start, stop) in places):
+                    continue
+                inner = tuple(slice(*b) for i, b in places if i is None)
+                local = tuple(s.stop - s.start for s in inner)
+                values = tensor.from_hf(checkpoint.part(tensor, tensor.hf_slices(inner)), local)
+                out[tuple(slice(None) if i is None else i - start for i, (start, _) in places)] = values
+            done[bounds] = out
         return done[bounds]
 
     return read
@@ -345,13 +366,18 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Itera
 
 
 def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
-    layer = None if tensor.layer is None else jnp.int32(tensor.layer)
-    return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, layer, policy, dtype))))
+    index = tuple(None if i is None else jnp.int32(i) for i in tensor.index)
+    return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, index, policy, dtype))))
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))
-def _replicated(leaf: jax.Array, layer: jax.Array | None, policy: Policy | ValueModel, dtype: str) -> jax.Array:
-    values = leaf if layer is None else jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
+def _replicated(
+    leaf: jax.Array, index: tuple[jax.Array | None, ...], policy: Policy | ValueModel, dtype: str
+) -> jax.Array:
+    """The values of a leaf at an index for each axis, None for a whole one, on every device."""
+    values = leaf
+    for axis, i in reversed(list(enumerate(index))):
+        values = values if i is None else jax.lax.dynamic_index_in_dim(values, i, axis, keepdims=False)
     return jax.lax.with_sharding_constraint(values.astype(dtype), policy.partitioner.replicated)
 
 

@@ -16,6 +16,8 @@ token and layer in bfloat16, for width D, H heads and K key/value heads of width
     dots           about 2 (4 D + 2 H C + 2 K C + 2 M)   all matrix products
     none           everything
 
+A layer with k experts of width M in place of its MLP keeps with "gate" 4 k M bytes of them: both of their first products.
+
 "full" computes again all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
 """
 
@@ -27,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.models.architecture import Architecture
@@ -35,20 +37,21 @@ from jaxrl_llm.models.linear import biased, gated_linear, linear
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
+ROUTER, EXPERT_GATE = "router", "expert_gate"
 # By which primitive or name fused attention's forward pass returns its output and sums.
 ATTENTION_PRIMITIVE, ATTENTION_NAME = cudnn.FORWARD, "splash_attention_residual"
 
 Policy = Callable[..., Any]
 
 
-def named(x: Float[Array, "..."], name: str) -> Float[Array, "..."]:
+def named(x: Shaped[Array, "..."], name: str) -> Shaped[Array, "..."]:
     """`x`, known to the policies by `name`."""
     return checkpoint_name(x, name)
 
 
 def _keeping(*names: str, products: bool = False) -> Policy:
-    """Keeps what attention returned, the named values and, if asked, every product that has no batch axes."""
-    of_name = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, *names)
+    """Keeps what attention returned, the experts that tokens went to, the named values and, if asked, every product that has no batch axes."""
+    of_name = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, ROUTER, *names)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
         dots = products and jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *args, **params)
@@ -67,7 +70,7 @@ POLICIES: dict[str, Policy] = {
     "full": jax.checkpoint_policies.nothing_saveable,
     "attention": _keeping(),
     "projections": _keeping(QUERY, KEY, VALUE, MIDDLE),
-    "gate": _keeping(QUERY, KEY, VALUE, MIDDLE, GATE),
+    "gate": _keeping(QUERY, KEY, VALUE, MIDDLE, GATE, EXPERT_GATE),
     "dots": _keeping(products=True),
 }
 NAMES = ("none", *POLICIES)

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2407.21783
 
 from dataclasses import dataclass, field
 
-from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.architecture import Architecture, Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,3 +18,4 @@ class Llama3(Architecture):
     qk_norm: bool = field(default=False, init=False)
     window: int | None = field(default=None, init=False)
     sliding: tuple[bool, ...] = field(default=(True,), init=False)
+    experts: Experts | None = field(default=None, init=False)

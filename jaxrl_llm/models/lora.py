@@ -20,15 +20,17 @@ from jaxtyping import PRNGKeyArray
 from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import Axes
 from jaxrl_llm.models import hf_format
+from jaxrl_llm.models.architecture import LAYERS, PRECISE
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
 
-# The linear maps of a layer: name of Hugging Face's module -> path of the leaf.
+# The linear maps of a layer that an adapter can be added to: name of Hugging Face's module -> path of the leaf.
 LINEAR = {
     name.split(".")[-2]: tuple(path.split("/"))
     for path, (name, inputs) in hf_format.TENSORS.items()
-    if inputs and path.startswith("layers/")
+    if inputs and path.startswith("layers/") and "/router" not in path
 }
+MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +77,15 @@ class AdaptedPolicy(Policy):
 
     lora: LoRA = field(default_factory=LoRA)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.architecture.experts is not None and (named := [t for t in self.lora.targets if t in MLP]):
+            others = tuple(t for t in self.lora.targets if t not in MLP) or tuple(t for t in LINEAR if t not in MLP)
+            raise ValueError(
+                f"lora.LoRA.targets name {', '.join(named)}, which in a model with experts are theirs, and adapters are made for the "
+                f"projections of attention alone: set lora.LoRA.targets = {others}"
+            )
+
     @cached_property
     def plain(self) -> Policy:
         """The same model without adapters, for sampling and export."""
@@ -120,10 +131,10 @@ class AdaptedPolicy(Policy):
         return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
 
     def frozen(self, base: Params) -> Params:
-        """Casts the base to `base_dtype`, keeping the norms' scales in float32; `base` is donated."""
+        """Casts the base to `base_dtype`, keeping norms' scales and routers in float32; `base` is donated."""
 
         def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
-            return x if path[-1].key == "scale" else x.astype(self.lora.base_dtype)
+            return x if path[-1].key in PRECISE else x.astype(self.lora.base_dtype)
 
         shardings = jax.tree.map(lambda x: x.sharding, base)
         change = jax.jit(
@@ -150,10 +161,11 @@ class AdaptedPolicy(Policy):
 
     @cached_property
     def _paths(self) -> list[tuple[str, ...]]:
-        return [path for name, path in LINEAR.items() if name in self.lora.targets]
+        found = [path for name, path in LINEAR.items() if name in self.lora.targets]
+        return [(stack, *path[1:]) for path in found for stack in self.architecture.stacks]
 
     def _inputs(self, path: tuple[str, ...]) -> int:
-        inputs = hf_format.TENSORS["/".join(path)][1]
+        inputs = hf_format.TENSORS["/".join((LAYERS, *path[1:]))][1]
         assert inputs  # a linear map, by LINEAR
         return inputs
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.architecture import Architecture, Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,3 +13,4 @@ class Mistral(Architecture):
     norm_epsilon: float = 1e-5
     qkv_bias: bool = field(default=False, init=False)
     qk_norm: bool = field(default=False, init=False)
+    experts: Experts | None = field(default=None, init=False)

@@ -10,20 +10,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models import layers as remats
-from jaxrl_llm.models.architecture import Architecture, Capture
+from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
+from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.linear import Adapted, Spread, Stored
 from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
 
 Params = dict[
     str, Any
-]  # nested dictionaries with float32 arrays at the leaves; leaves under "layers" are stacked [L, ...]
+]  # nested dictionaries with float32 arrays at the leaves; leaves under `Architecture.stacks` are stacked [L, ...]
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
@@ -79,7 +80,7 @@ class Policy:
 
         def leaf_axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
             axes = variable.get_metadata("axes")
-            return ("layers", *axes) if path[0] == "layers" else axes
+            return ("layers", *axes) if stack_of(path[0]) is not None else axes
 
         return nnx.to_pure_dict(nnx.map_state(leaf_axes, self._blueprint[1]))
 
@@ -123,11 +124,28 @@ class Policy:
         Raises:
           ValueError: the model does not have the layer of `capture`.
         """
+        return self.routed(params, tokens, positions, segments, capture=capture, max_segments=max_segments)[0]
+
+    def routed(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        segments: Int[Array, "B T"],
+        *,
+        routes: Integer[Array, "B T E_layers k"] | None = None,
+        capture: Capture | None = None,
+        max_segments: int | None = None,
+    ) -> tuple[Float[Array, "B T D"], Report | None]:
+        """Returns what `hidden` does, and the report of the layers with experts, [E_layers, ...]; None of a model without any.
+
+        `routes` are recorded experts, which take the place of those that the router would choose now; ids at or beyond the number of
+        experts stand for none.
+        """
         if capture is not None:
             capture.check(self.architecture.layers)
-        places = Places(positions, segments)
-        spread = self._spread(params, tokens.shape)
-        return self._model(spread).hidden(tokens, places, capture=capture, max_segments=max_segments)
+        model, places = self._model(self._spread(params, tokens.shape)), Places(positions, segments)
+        return model.hidden(tokens, places, capture=capture, max_segments=max_segments, routes=routes)
 
     def measured(
         self,
@@ -175,8 +193,21 @@ class Policy:
         position is not below the cache's length is not written. `fresh` promises that the cache is empty and that positions count
         up from 0, so that fused attention may be used.
         """
-        hidden, cache = self._model(params).extend(cache, tokens, positions, fresh=fresh)
-        return hidden, {name: self.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
+        return self.routed_extend(params, cache, tokens, positions, fresh=fresh)[:2]
+
+    def routed_extend(
+        self,
+        params: Params,
+        cache: Cache,
+        tokens: Int[Array, "S T"],
+        positions: Int[Array, "S T"],
+        *,
+        fresh: bool = False,
+    ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
+        """Returns what `extend` does, and the report of the layers with experts, as `routed`."""
+        hidden, cache, report = self._model(params).extend(cache, tokens, positions, fresh=fresh)
+        cache = {name: self.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
+        return hidden, cache, report
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
         run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)
@@ -198,14 +229,18 @@ class Policy:
             return params
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
-            if isinstance(leaf, Adapted) or "embed" not in axes:  # frozen under its adapters; a norm's scale or a bias
+            # Frozen under its adapters; a norm's scale or a bias; experts, which sum their own gradients.
+            if isinstance(leaf, Adapted) or "embed" not in axes or "experts" in axes:
                 return leaf
             return Spread(leaf, Stored(self.partitioner.mesh, tuple(split), PartitionSpec(*like.sharding.spec[1:])))
 
-        shapes, axes = self.plain.abstract()["layers"], self.plain.axes()["layers"]
+        shapes, axes = self.plain.abstract(), self.plain.axes()
         adapted = lambda x: isinstance(x, Adapted)  # noqa: E731
-        layers = jax.tree.map(marked, params["layers"], shapes, axes, is_leaf=adapted)
-        return {**params, "layers": layers}
+        layers = {
+            stack: jax.tree.map(marked, params[stack], shapes[stack], axes[stack], is_leaf=adapted)
+            for stack in self.architecture.stacks
+        }
+        return {**params, **layers}
 
     def _model(self, params: Params) -> Transformer:
         graph, abstract = self._blueprint

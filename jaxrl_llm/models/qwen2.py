@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.architecture import Architecture, Experts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,3 +11,4 @@ class Qwen2(Architecture):
 
     qkv_bias: bool = field(default=True, init=False)
     qk_norm: bool = field(default=False, init=False)
+    experts: Experts | None = field(default=None, init=False)

@@ -20,6 +20,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.batch import PACKED, Batch, filled
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
+from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Naming
@@ -183,10 +184,10 @@ def frozen(learner: Learner) -> Bases:
 
 
 def cast(policy: Policy, dtype: str) -> Any:
-    """Shapes of the parameters in another dtype; the norms' scales stay in float32."""
+    """Shapes of the parameters in another dtype; norms' scales and routers stay in float32."""
 
     def leaf(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        return x if path[-1].key in PRECISE else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
     return jax.tree_util.tree_map_with_path(leaf, policy.abstract())
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxrl_llm.components import parts
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.score import Teacher
+from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import AuxiliaryModel, Params
 from jaxrl_llm.train.stage import Stage
@@ -24,13 +25,13 @@ REFERENCE = "reference"
 def reference_shapes(policy: Policy, dtype: str) -> Params:
     """Shapes and shardings of a reference of the policy's weights in `dtype`.
 
-    The norms' scales stay float32, as the layers use them, and so do adapters, which are small.
+    Norms' scales and routers stay float32, as the layers use them, and so do adapters, which are small.
     """
     if policy is not policy.plain:
         return policy.abstract()
 
     def shape(path: tuple[Any, ...], x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return x if path[-1].key == "scale" else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        return x if path[-1].key in PRECISE else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
     return jax.tree_util.tree_map_with_path(shape, policy.abstract())
 
@@ -44,7 +45,7 @@ class FrozenModels:
       base: frozen parameters under the policy's adapters, or None.
       refers: whether the stage needs the reference policy.
       offloads: whether the reference stays in host memory, and moves to the device while a step is scored.
-      dtype: element type of the reference's weights; its norms' scales, and adapters, stay float32.
+      dtype: element type of the reference's weights; norms' scales, routers and adapters stay float32.
       teacher: scores what the policy samples, where the algorithm needs it.
       auxiliary: the auxiliary models of rewards, started.
       params: {"reference": parameters, "companion_0": the first auxiliary model's copy, where it follows the policy, ...}.

@@ -29,6 +29,9 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+EXPERTS = {
+    **SIZES, "num_hidden_layers": 4, "head_dim": 16, "moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3,
+}  # fmt: skip
 MIXED = ["full_attention", "sliding_attention"]
 CONFIGS = {
     "qwen2_tied": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
@@ -39,6 +42,10 @@ CONFIGS = {
     "llama_scaled": transformers.LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "mistral_full": transformers.MistralConfig(**SIZES, sliding_window=None),
     "mistral_sliding": transformers.MistralConfig(**SIZES, sliding_window=3, head_dim=16),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True, tie_word_embeddings=False),
+    "qwen3_moe_plain": transformers.Qwen3MoeConfig(**EXPERTS, norm_topk_prob=False, tie_word_embeddings=True),
+    "qwen3_moe_every_second": transformers.Qwen3MoeConfig(**EXPERTS, norm_topk_prob=True, decoder_sparse_step=2),
+    "qwen3_moe_irregular": transformers.Qwen3MoeConfig(**EXPERTS, mlp_only_layers=[1]),
     "ministral": transformers.MinistralConfig(**SIZES, sliding_window=3, head_dim=16, layer_types=MIXED),
 }
 LENGTHS = (9, 6)

@@ -21,6 +21,7 @@ import numpy as np
 from jaxrl_llm import components
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.kernels.decode_attention.api import NARROW
+from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, announce, bytes_of, fitting, free_bytes
@@ -42,7 +43,7 @@ def check_shapes(policy: Policy, params: Params) -> None:
 def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
     """Returns `params` in the policy's compute dtype, laid out for decoding.
 
-    Norm scales stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
+    Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
     own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
     so that the sampler may delete it.
 
@@ -62,7 +63,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
     check_shapes(policy, params)
 
     def leaf(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
-        dtype = x.dtype if path[-1].key == "scale" else policy.compute_dtype
+        dtype = x.dtype if path[-1].key in PRECISE else policy.compute_dtype
         sharding = partitioner.stored(axes, x.shape)
         if x.dtype == dtype and isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x if share else x.copy()

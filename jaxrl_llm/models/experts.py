@@ -1,0 +1,158 @@
+"""An MLP of experts: a router sends each token to k of E gated MLPs, and their outputs are added by its weights.
+
+    p = softmax(x W_r)     c = the k largest of p     w = p[c], divided by their sum where the architecture says so
+    y = sum_j w_j  down_c( silu(gate_c(x)) * up_c(x) )
+
+Router, weights and the sum over j are float32 whatever the compute dtype is; the gradient reaches the router through w alone.
+Experts that were recorded for a token take the place of c, and w is computed from the live p at them (replay of routes,
+https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
+
+Each device sends its own tokens to all experts: the weights are gathered where they are used, and split over `tensor` by their width.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from jaxrl_llm.distributed.mesh import Partitioner, names
+from jaxrl_llm.kernels.grouped_matmul.api import expert_mlp
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.layers import ROUTER, named, parameter
+
+
+class Routed(NamedTuple):
+    """What a layer of experts knows of its tokens.
+
+    Attributes:
+      valid: tokens that are routed; the others get 0.
+      routes: recorded experts of each token; ids at or beyond the number of experts were not recorded, and the token's live choice is
+        taken. None records nothing.
+    """
+
+    valid: Bool[Array, "B T"]
+    routes: Integer[Array, "B T k"] | None
+
+
+class Report(NamedTuple):
+    """What a layer of experts did with the valid tokens; stacked over layers where several report.
+
+    Attributes:
+      counts: int32 [E] tokens that each expert took.
+      mass: float32 [E] sum of the probabilities p.
+      tokens: int32 [] valid tokens.
+      entropy: float32 [] sum of the entropies of p, nats.
+      top: float32 [] sum of the largest weight of each token.
+      recorded: int32 [] tokens with recorded experts.
+      differs: int32 [] of these, those whose live choice is another set.
+      overlap: float32 [] sum over them of the share of the recorded experts that are in the live choice.
+      chosen: uint8 or uint16 [B, T, k] the experts that were taken, the likeliest first where they were chosen live.
+    """
+
+    counts: Int[Array, " E"]
+    mass: Float[Array, " E"]
+    tokens: Int[Array, ""]
+    entropy: Float[Array, ""]
+    top: Float[Array, ""]
+    recorded: Int[Array, ""]
+    differs: Int[Array, ""]
+    overlap: Float[Array, ""]
+    chosen: Integer[Array, "B T k"]
+
+
+class ExpertMLP(nnx.Module):
+    """The router and the experts of one layer."""
+
+    def __init__(self, architecture: Architecture, partitioner: Partitioner, *, rngs: nnx.Rngs):
+        assert architecture.experts is not None
+        self.sizes, self.partitioner = architecture.experts, partitioner
+        width, sizes, std = architecture.width, self.sizes, architecture.init_std
+        self.router = parameter(rngs, (width, sizes.count), ("embed", "experts"), std)
+        gate_up, down = (sizes.count, width, 2, sizes.width), (sizes.count, sizes.width, width)
+        self.gate_up = parameter(rngs, gate_up, ("experts", "embed", None, "mlp"), std)
+        self.down = parameter(rngs, down, ("experts", "mlp", "embed"), std)
+
+    def __call__(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
+        """The experts' weighted outputs, 0 for tokens that are not valid, and what was done."""
+        weights = (self.router[...], self.gate_up[...], self.down[...])
+        if self.partitioner.mesh.size == 1:
+            return self._local((), (), x, *weights, routed)
+        rows = self.partitioner.spec(("batch", "length"), x.shape[:2])
+        (split,) = self.partitioner.spec(("mlp",), (self.sizes.width,))
+        devices = tuple(axis for part in rows for axis in names(part))
+        tokens, whole = PartitionSpec(*rows, None), PartitionSpec()
+        given = Routed(rows, None if routed.routes is None else tokens)
+        of_weights = (whole, PartitionSpec(None, None, None, split), PartitionSpec(None, split, None))
+        report = Report(*(whole,) * (len(Report._fields) - 1), chosen=tokens)
+
+        def local(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, routed: Routed) -> tuple:
+            return self._local(devices, names(split), x, router, gate_up, down, routed)
+
+        return jax.shard_map(
+            local,
+            mesh=self.partitioner.mesh,
+            in_specs=(tokens, *of_weights, given),
+            out_specs=(tokens, report),
+            check_vma=False,  # kernels' outputs carry no varying-axes types
+        )(x, *weights, routed)
+
+    def _local(
+        self,
+        devices: tuple[str, ...],
+        split: tuple[str, ...],
+        x: Float[Array, "B T D"],
+        router: Float[Array, "D E"],
+        gate_up: Float[Array, "E D 2 M"],
+        down: Float[Array, "E M D"],
+        routed: Routed,
+    ) -> tuple[Float[Array, "B T D"], Report]:
+        """The layer for a device's own tokens; its report is summed over the mesh axes `devices`, its output over `split`."""
+        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision="highest")
+        p = jax.nn.softmax(logits, axis=-1)
+        live = jax.lax.top_k(jax.lax.stop_gradient(p), self.sizes.chosen)[1]
+        chosen, recorded = live, jnp.zeros(live.shape[:2], bool)
+        if routed.routes is not None:
+            recorded = jnp.all(routed.routes < self.sizes.count, axis=-1) & routed.valid
+            chosen = jnp.where(recorded[..., None], routed.routes.astype(live.dtype), live)
+        chosen = named(chosen, ROUTER)
+        weights = jnp.take_along_axis(p, chosen, axis=-1)
+        if self.sizes.normalised:
+            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+        ids = jnp.where(routed.valid[..., None], chosen, self.sizes.count)
+        flat = (math.prod(x.shape[:2]), -1)
+        y = expert_mlp(x.reshape(flat), gate_up, down, ids.reshape(flat), weights.reshape(flat)).reshape(x.shape)
+        if split:
+            y = jax.lax.psum(y.astype(jnp.float32), split).astype(x.dtype)
+        fields = self._counted(p, weights, live, ids, recorded, routed.valid)
+        if devices:
+            fields = {name: jax.lax.psum(total, devices) for name, total in fields.items()}
+        return y, Report(**fields, chosen=chosen.astype(self.sizes.record_dtype))
+
+    def _counted(
+        self,
+        p: Float[Array, "B T E"],
+        weights: Float[Array, "B T k"],
+        live: Int[Array, "B T k"],
+        ids: Int[Array, "B T k"],
+        recorded: Bool[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> dict[str, jax.Array]:
+        """The sums of a report over the valid tokens; the sum of p alone has a gradient."""
+        total = lambda x, where: jnp.sum(jnp.where(where, x, 0))  # noqa: E731
+        constant, w = jax.lax.stop_gradient(p), jax.lax.stop_gradient(weights)
+        logs = jnp.where(constant > 0, jnp.log(jnp.where(constant > 0, constant, 1.0)), 0.0)
+        shared = jnp.sum(jnp.any(live[..., None] == ids[..., None, :], axis=-1), axis=-1)
+        return {
+            "counts": jnp.zeros(self.sizes.count, jnp.int32).at[ids].add(1, mode="drop"),
+            "mass": jnp.sum(jnp.where(valid[..., None], p, 0.0), axis=(0, 1)),
+            "tokens": jnp.sum(valid.astype(jnp.int32)),
+            "entropy": total(-jnp.sum(constant * logs, axis=-1), valid),
+            "top": total(jnp.max(w, axis=-1), valid),
+            "recorded": jnp.sum(recorded.astype(jnp.int32)),
+            "differs": jnp.sum((recorded & (shared < self.sizes.chosen)).astype(jnp.int32)),
+            "overlap": total(shared / self.sizes.chosen, recorded),
+        }
