@@ -130,12 +130,15 @@ class Completion:
       logprobs: float32 [T] log-prob of each token under the distribution it was drawn from.
       versions: int32 [T] policy version that drew each token.
       finish: "stop" (stop id or string), "length" (limit reached) or "aborted".
+      routes: uint [P + T - 1, L, k] experts that each token of the prefix and each but the last of `tokens` went to in the L layers with
+        experts, or None; the dtype's largest number stands for what was not recorded.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
     finish: Finish
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +203,7 @@ class Rollout:
       error: what failed: the error's type, where, and its text; "" where `valid`.
       rewards: what the environment or the agent gave, {name: reward, or None where it is not known}.
       info: what it says beside that, JSON-like, for people to read and for rewards.
+      routes: uint [at most P + T - 1, L, k] experts of the prompt's and the response's tokens, as in `Completion`, or None.
     """
 
     prompt: Prompt
@@ -217,6 +221,7 @@ class Rollout:
     error: str = ""
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     info: Mapping[str, Any] = field(default_factory=dict)
+    routes: np.ndarray | None = None
 
     @property
     def paths(self) -> tuple[Branch, ...]:

@@ -113,7 +113,7 @@ class Advantages:
     jax.tree_util.register_dataclass,
     data_fields=[
         "tokens", "targets", "positions", "segments", "sequence", "mask", "sampler_logprobs", "old_logprobs", "ref_logprobs",
-        "old_values", "advantages", "returns", "weights", "aux", "group", "side", "counts",
+        "old_values", "advantages", "returns", "weights", "aux", "group", "side", "counts", "routes", "loads",
     ],
     meta_fields=[],
 )  # fmt: skip
@@ -131,7 +131,10 @@ class MicroBatch:
       ref_logprobs, old_values, returns, weights: float32 [B, T], or None.
       aux: {name: [B, T]} the arrays of `Advantages.aux`.
       group, side: int32 [S], as in `Sequences`; entries beyond the last sequence have an empty mask.
-      counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one.
+      counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one; and routed, the minibatch's positions
+        that are no padding.
+      routes: uint [B, T, L, k] experts that were recorded for each position in each layer with experts, or None.
+      loads: int32 [L, E] positions of the whole minibatch at each expert of each such layer, or None.
     """
 
     tokens: Array
@@ -151,6 +154,8 @@ class MicroBatch:
     group: Array
     side: Array
     counts: dict[str, Array]
+    routes: Array | None = None
+    loads: Array | None = None
 
     @property
     def sequences(self) -> int:

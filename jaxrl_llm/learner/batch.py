@@ -94,6 +94,7 @@ class Batch:
       response_tokens: T, most tokens of a rollout's row (`row`).
       capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
       minibatches: packed rows of the micro-batches of each minibatch.
+      routes: experts that the learner recorded for each sequence, uint [n - 1, L, k]; None takes those of the rollouts.
     """
 
     groups: Sequence[Group]
@@ -101,6 +102,7 @@ class Batch:
     response_tokens: int
     capacity: int
     minibatches: Sequence[Sequence[PackedRows]]
+    routes: Sequence[np.ndarray] | None = None
 
     @classmethod
     def build(
@@ -141,6 +143,12 @@ class Batch:
     def rollouts(self) -> list[Rollout]:
         """The rollouts with the arrays of their rows."""
         return [row(r) for g in self.groups for r in g.rollouts]
+
+    @cached_property
+    def recorded(self) -> Sequence[np.ndarray | None] | None:
+        """The recorded experts of each sequence; None where none has any."""
+        found = [r.routes for r in self.rollouts] if self.routes is None else list(self.routes)
+        return found if any(x is not None for x in found) else None
 
     @property
     def rows(self) -> list[PackedRows]:
@@ -201,20 +209,33 @@ class Batch:
             rows.gather(np.asarray(stream, np.float32), out)
         return out
 
+    def unpack_routes(self, packed: Sequence[np.ndarray]) -> np.ndarray:
+        """Unpacks the experts that were recorded in all micro-batches, [B, T, L, k] each, into an array [S] of arrays [n - 1, L, k]."""
+        found: list[Any] = [None] * len(self.rollouts)
+        for rows, record in zip(self.rows, packed, strict=True):
+            rows.gather_routes(np.asarray(record), found)
+        out = np.empty(len(found), object)
+        out[:] = found
+        return out
+
     def micro_batches(
         self, sequences: Sequences, advantages: Advantages, constant: float, partitioner: Partitioner
     ) -> list[list[MicroBatch]]:
         """The micro-batches of every minibatch on the device; `sequences` and `advantages` hold NumPy arrays."""
         return [
-            [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant)]
+            [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant, self.recorded)]
             for mini in self.minibatches
         ]
 
 
 def filled(
-    mini: Sequence[PackedRows], sequences: Sequences, advantages: Advantages, constant: float
+    mini: Sequence[PackedRows],
+    sequences: Sequences,
+    advantages: Advantages,
+    constant: float,
+    recorded: Sequence[np.ndarray | None] | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one minibatch, on the host, with the minibatch's global counts."""
+    """The micro-batches of one minibatch, on the host, with its global counts and the experts recorded for each sequence."""
     members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
     learned = np.any(advantages.loss_mask[members], axis=1)
     group, side = np.asarray(sequences.group)[members], np.asarray(sequences.side)[members]
@@ -225,9 +246,13 @@ def filled(
         "pairs": float(len(np.intersect1d(group[learned & (side > 0)], group[learned & (side < 0)]))),
         "constant": learned_sequences * constant,
         "one": 1.0,
+        "routed": float(sum(int(np.sum(rows.segments > 0)) for rows in mini)),
     }
     denominators = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
-    return [_fill(rows, sequences, advantages, denominators) for rows in mini]
+    micro = [_fill(rows, sequences, advantages, denominators) for rows in mini]
+    if recorded is None:
+        return micro
+    return [batch.replace(routes=rows.scatter_routes(recorded)) for rows, batch in zip(mini, micro, strict=True)]
 
 
 def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts: dict[str, Any]) -> MicroBatch:
@@ -246,24 +271,30 @@ def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts
     )  # fmt: skip
 
 
-def bare(rows: PackedRows) -> MicroBatch:
-    """A micro-batch with the tokens alone, for scoring."""
+def bare(rows: PackedRows, recorded: Sequence[np.ndarray | None] | None = None) -> MicroBatch:
+    """A micro-batch with the tokens alone, and the experts recorded for each sequence where there are any, for scoring."""
     zeros = np.zeros(rows.tokens.shape, np.float32)
     none = np.zeros(rows.members.shape, np.int32)
     return MicroBatch(
         tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
         mask=rows.targets >= 0, sampler_logprobs=zeros, old_logprobs=zeros, advantages=zeros, ref_logprobs=None, old_values=None,
         returns=None, weights=None, aux={}, group=none, side=none, counts={},
+        routes=None if recorded is None else rows.scatter_routes(recorded),
     )  # fmt: skip
 
 
 def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
     """Puts a micro-batch on the mesh: rows are split over data and fsdp, positions over context, and the rest is replicated."""
-    place = lambda x: partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated  # noqa: E731
+    place = lambda x: partitioner.sharding(packed_axes(x), x.shape) if np.ndim(x) >= 2 else partitioner.replicated  # noqa: E731
     if partitioner.replicated.is_fully_addressable:
         return jax.device_put(batch, jax.tree.map(place, batch))
     # Every process has the whole batch, and gives its devices their shards: nothing travels.
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), place(x), np.asarray(x).__getitem__), batch)
+
+
+def packed_axes(x: Any) -> tuple[str | None, ...]:
+    """The axes of a packed array, [B, T] or recorded experts [B, T, L, k]."""
+    return (*PACKED, *(None,) * (np.ndim(x) - 2))
 
 
 def by_sequence(sequences: Sequences, partitioner: Partitioner) -> Sequences:

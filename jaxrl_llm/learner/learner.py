@@ -15,81 +15,34 @@ import numpy as np
 import optax
 from jax import Array
 
-from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
-from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.learner import offload
-from jaxrl_llm.learner.batch import by_sequence
+from jaxrl_llm.learner import router as routers
 from jaxrl_llm.learner.optimizer import Optimizer, Trainable, keep, state_shardings
-from jaxrl_llm.models.architecture import Capture
-from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.protocols import Algorithm, Params
+from jaxrl_llm.learner.scoring import NO_BASES, Bases, Scorer
+from jaxrl_llm.learner.train_state import TrainState
+from jaxrl_llm.protocols import Params
 
-Leaf = Any  # a jax.Array; in a tree that describes the state, a shape or a sharding
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
-@dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """The policy and the models trained beside it, with their optimizer states; frozen models are kept elsewhere.
-
-    Attributes:
-      step: int32 [] updates applied or skipped so far.
-      skipped: int32 [] updates in a row whose gradient was not finite.
-      params: {model name: parameters}, "policy" and, where the algorithm needs one, "critic" or "reward_model".
-      moments: {model name: optimizer state} of the trained models.
-    """
-
-    step: Leaf
-    skipped: Leaf
-    params: dict[str, Any]
-    moments: dict[str, Any]
-
-    @property
-    def policy(self) -> Any:
-        return self.params["policy"]
-
-
-Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
-NO_BASES: Bases = {}
-STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
+SUMS = "router"  # the sums over tokens that metrics of routers are made of, among a micro-batch's metrics
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Learner:
-    """The compiled part of training; it knows an algorithm by the protocol alone.
+class Learner(Scorer):
+    """The compiled part of training; see Scorer for what it reads from models.
 
     Attributes:
-      models: {"policy": Policy} and, where the algorithm needs one, {"critic": ValueModel} or {"reward_model": ValueModel}.
-      algorithm: the objective.
       optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
       updates: updates of the whole stage, for the learning-rate schedules.
       warmup: number of first updates, in which only the critic learns and the policy stays as it is.
-      capture: where the policy's log-probs are read from; None is the model's own output.
       trainable: which parameters of the policy learn; None for all.
       seed: seed of the noise that an algorithm may need.
-      temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
-      max_segments: most sequences of a packed row.
     """
 
-    models: Mapping[str, Any]
-    algorithm: Algorithm
     optimizers: Mapping[str, Optimizer]
     updates: int
     warmup: int = 0
-    capture: Capture | None = None
     trainable: Trainable | None = None
     seed: int = 0
-    temperature: float = 1.0
-    max_segments: int | None = None
-
-    @property
-    def policy(self) -> Policy:
-        return self.models["policy"]
-
-    @property
-    def partitioner(self) -> Partitioner:
-        return self.policy.partitioner
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
@@ -138,75 +91,6 @@ class Learner:
         state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
 
-    # -- scoring -------------------------------------------------------------------------------------------------------
-
-    def outputs(
-        self,
-        params: Mapping[str, Params],
-        batch: MicroBatch,
-        streams: Sequence[str],
-        bases: Bases = NO_BASES,
-        noise_key: Array | None = None,
-    ) -> dict[str, dict[str, Array]]:
-        """Per-token float32 arrays [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
-
-        Here and below, `bases` holds the frozen parameters under adapters, of the models that have adapters.
-        `noise_key` seeds the noise of "noise_logprob".
-        """
-        places = (batch.tokens, batch.positions, batch.segments)
-        found = {}
-        for name, model in self.models.items():
-            if name not in params:
-                continue
-            whole = model.joined(params[name], bases.get(name))
-            if name == "policy":
-                hidden = model.hidden(whole, *places, capture=self.capture, max_segments=self.max_segments)
-                stats = token_stats(
-                    hidden.reshape(-1, hidden.shape[-1]), model.head(whole), batch.targets.reshape(-1),
-                    temperature=self.temperature, outputs=tuple(streams), noise_key=noise_key,
-                    mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
-                )  # fmt: skip
-                found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
-            else:
-                found[name] = {"value": model.values(whole, *places, max_segments=self.max_segments)}
-        return found
-
-    @cached_property
-    def streams(self) -> tuple[str, ...]:
-        """The names of the policy's token stats that the algorithm reads."""
-        return tuple(s for s in STREAMS if s in ("logprob", "entropy") or s in self.algorithm.needs)
-
-    @cached_property
-    def _score(self) -> Any:
-        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is drawn in updates alone
-        return jax.jit(lambda params, batch, bases: self.outputs(params, batch, drawn, bases))
-
-    @cached_property
-    def _score_frozen(self) -> Any:
-        def logprob(params: Params, batch: MicroBatch, bases: Bases) -> Array:
-            return self.outputs({"policy": params}, batch, ("logprob",), bases)["policy"]["logprob"]
-
-        return jax.jit(logprob)
-
-    def score(
-        self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases = NO_BASES
-    ) -> dict[str, dict[str, Array]]:
-        """Computes `outputs` without gradient: old log-probs, entropies, values."""
-        return self._score(dict(params), batch, dict(bases))
-
-    def score_frozen(self, params: Params, batch: MicroBatch, bases: Bases = NO_BASES) -> Array:
-        """Log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
-        return self._score_frozen(params, batch, dict(bases))
-
-    @cached_property
-    def _advantages(self) -> Any:
-        return jax.jit(self.algorithm.advantages)
-
-    def advantages(self, sequences: Sequences) -> Advantages:
-        """`Algorithm.advantages`, jitted, with the sequences split over the devices of the mesh."""
-        found: Advantages = self._advantages(by_sequence(sequences, self.partitioner))
-        return found
-
     # -- update --------------------------------------------------------------------------------------------------------
 
     def _objective(
@@ -219,13 +103,19 @@ class Learner:
         """
         noisy = "noise_logprob" in self.streams
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), place[0]), place[1]) if noisy else None
-        found: dict[str, Any] = self.outputs(params, batch, self.streams, bases, key)
+        found: dict[str, Any]
+        found, report = self._read(params, batch, self.streams, bases, key)
         if "policy" in found:
             found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
         terms, metrics = self.algorithm.loss(found, batch)
         divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
-        loss = sum(divided(terms).values(), start=jnp.zeros(()))
-        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics)})
+        loss, more = sum(divided(terms).values(), start=jnp.zeros(())), {}
+        if report is not None:
+            more[SUMS] = routers.sums(report)
+            if self.balances:
+                share = routers.balance(report.mass, batch.loads, batch.counts["routed"], self.router.balance_over)
+                loss, more["router/loss"] = loss + self.router.balance * share, share
+        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics), **more})
 
     def _gradient(
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
@@ -233,6 +123,20 @@ class Learner:
         objective = jax.value_and_grad(self._objective, has_aux=True)
         (_, scalars), gradient = objective(self.trained(params), batch, bases, place)
         return gradient, scalars
+
+    def _loaded(
+        self, params: Mapping[str, Params], batches: Sequence[MicroBatch], bases: Bases
+    ) -> Sequence[MicroBatch]:
+        """The micro-batches of a minibatch with the loads of its experts, where the loss that balances them needs these."""
+        if not self.balances:
+            return batches
+        loads = [self._loads(params["policy"], batch, bases) for batch in batches]
+        return [batch.replace(loads=sum(loads[1:], start=loads[0])) for batch in batches]
+
+    @property
+    def balances(self) -> bool:
+        """Whether the loss has a term that balances the loads of experts."""
+        return bool(self.router.balance and self.policy.architecture.experts and "policy" in self.optimizers)
 
     @cached_property
     def _measure(self) -> Any:
@@ -242,8 +146,20 @@ class Learner:
         self, params: Mapping[str, Params], batches: Iterable[MicroBatch], bases: Bases = NO_BASES
     ) -> dict[str, Array]:
         """The loss and the metrics of a minibatch, without an update."""
+        batches = self._loaded(params, list(batches), bases)
         shares = [self._measure(self.trained(params), batch, dict(bases)) for batch in batches]
-        return jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares)
+        return self._told(jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares), batches)
+
+    @cached_property
+    def _router_metrics(self) -> Any:
+        return jax.jit(routers.metrics, static_argnums=1)
+
+    def _told(self, scalars: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, Array]:
+        """The metrics of a minibatch, with those of its routers in place of their sums."""
+        if SUMS not in scalars:
+            return scalars
+        found = {name: x for name, x in scalars.items() if name != SUMS}
+        return found | self._router_metrics(scalars[SUMS], batches[0].routes is not None)
 
     @cached_property
     def _accumulate(self) -> Any:
@@ -339,7 +255,7 @@ class Learner:
         """Whether each part of a model's parameters learns in this phase."""
         if name != "policy" or self.trainable is None:
             return dict.fromkeys(parts, True)
-        return self.trainable.mask(parts, self.policy.architecture.layers)
+        return self.trainable.mask(parts, self.policy.architecture.layers, self.policy.architecture.period)
 
     def update(
         self, state: TrainState, batches: Iterable[MicroBatch], bases: Bases = NO_BASES
@@ -349,16 +265,18 @@ class Learner:
         Returns:
           The new state, and metrics on the device (float32 scalars): terms, the algorithm's metrics, gradient norms.
         """
-        batches, bases = list(batches), dict(bases)
+        bases = dict(bases)
+        batches = self._loaded(state.params, list(batches), bases)
         away = any(o.offload for o in self.optimizers.values())
         if len(batches) == 1 and not away:
-            return self._whole(state, batches[0], bases)
+            state, scalars = self._whole(state, batches[0], bases)
+            return state, self._told(scalars, batches)
         total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
         for number, batch in enumerate(batches[1:], 1):
             total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
         gradient, scalars = total
         state, norms = (self._apply_parts if away else self._apply)(state, gradient)
-        return state, {**scalars, **norms}
+        return state, self._told({**scalars, **norms}, batches)
 
     def lowered(self, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
         """The programs of an update with `microbatches` micro-batches like `batch`, or of scoring where it is 0, ready to be compiled.
@@ -368,6 +286,11 @@ class Learner:
         state, bases = self.abstract, dict(bases)
         if microbatches == 0:
             return {"score": self._score.lower(state.params, batch, bases)}
+        if self.balances:
+            loads = jax.eval_shape(self._loads, state.params["policy"], batch, bases)
+            batch = batch.replace(
+                loads=jax.ShapeDtypeStruct(loads.shape, loads.dtype, sharding=self.partitioner.replicated)
+            )
         away = any(o.offload for o in self.optimizers.values())
         if microbatches == 1 and not away:
             return {"whole": self._whole.lower(state, batch, bases)}
@@ -383,6 +306,17 @@ class Learner:
     @property
     def compilations(self) -> int:
         """The number of programs compiled so far; it does not change after the first step of a phase."""
-        names = ("_score", "_score_frozen", "_advantages", "_first", "_accumulate", "_apply", "_whole", "_measure")
+        names = (
+            "_score",
+            "_score_frozen",
+            "_advantages",
+            "_first",
+            "_accumulate",
+            "_apply",
+            "_whole",
+            "_measure",
+            "_loads",
+            "_router_metrics",
+        )
         made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
         return sum(f._cache_size() for f in made)

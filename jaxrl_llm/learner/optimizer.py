@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from jaxrl_llm import components
-from jaxrl_llm.models.architecture import LAYERS
+from jaxrl_llm.models.architecture import stack_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +31,12 @@ class Trainable:
             raise ValueError(f"Trainable.frozen may name embedding, norm and head (got {unknown})")
         components.at_least(self, 0, "layers")
 
-    def mask(self, parts: Mapping[str, object], layers: int) -> dict[str, np.ndarray]:
-        """Whether each part learns: bool [], and bool [L] for the stacked layers."""
+    def mask(self, parts: Mapping[str, object], layers: int, period: int = 1) -> dict[str, np.ndarray]:
+        """Whether each part learns: bool [], and bool [L / period] for each stack of layers (`Architecture.stacks`)."""
         first = layers if self.layers is None else self.layers
         known = {part: np.asarray(part not in self.frozen) for part in parts}
-        return known | ({LAYERS: np.arange(layers) < first} if LAYERS in known else {})
+        stacks = {part: stack for part in parts if (stack := stack_of(part)) is not None}
+        return known | {part: np.arange(layers)[stack::period] < first for part, stack in stacks.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +53,7 @@ class Optimizer:
       epsilon: added to the root of the second moment.
       weight_decay: decoupled weight decay, on matrices alone.
       max_grad_norm: global norm that gradients are clipped to; 0 never clips.
-      moments_dtype: dtype of the first moment.
+      moments_dtype: dtype of the first moment; that of routers of experts is float32 whatever it is, and so is their second.
       second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
         https://arxiv.org/abs/2412.19437, section 3.3.3).
       offload: keep the moments in the host's pinned memory; they move to the device for one group of parameters at a time.
@@ -109,11 +110,13 @@ def scale_by_adam(
 
     def init(params: Any) -> optax.ScaleByAdamState:
         count = {
-            part: jnp.zeros(jax.tree.leaves(tree)[0].shape[:1] if part == LAYERS else (), jnp.int32)
+            part: jnp.zeros((), jnp.int32) if stack_of(part) is None else jnp.zeros(_depth(tree), jnp.int32)
             for part, tree in params.items()
         }
-        mu = jax.tree.map(lambda p: jnp.zeros(p.shape, mu_dtype), params)
-        nu = jax.tree.map(lambda p: jnp.zeros(p.shape, nu_dtype), params)
+        mu, nu = (
+            jax.tree_util.tree_map_with_path(lambda path, p: jnp.zeros(p.shape, _moment_dtype(path, dtype)), params)  # noqa: B023
+            for dtype in (mu_dtype, nu_dtype)
+        )
         return optax.ScaleByAdamState(count=count, mu=mu, nu=nu)  # type: ignore[arg-type]
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, optax.ScaleByAdamState]:
@@ -128,11 +131,23 @@ def scale_by_adam(
                 lambda m, v: (m / along(first, m)) / (jnp.sqrt(v / along(second, v)) + epsilon), mu[part], nu[part]
             )
 
-        cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+        cast = lambda tree, dtype: jax.tree_util.tree_map_with_path(  # noqa: E731
+            lambda path, x: x.astype(_moment_dtype(path, dtype)), tree
+        )
         state = optax.ScaleByAdamState(count=count, mu=cast(mu, mu_dtype), nu=cast(nu, nu_dtype))  # type: ignore[arg-type]
         return {part: direction(part) for part in mu}, state
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def _depth(stack: Any) -> tuple[int, ...]:
+    """The number of layers of a stack, as a shape."""
+    return tuple(jax.tree.leaves(stack)[0].shape[:1])
+
+
+def _moment_dtype(path: tuple[Any, ...], dtype: str) -> str:
+    """The dtype of a leaf's moment: float32 for routers, whose gradients are small and whose choices turn on small differences."""
+    return "float32" if path[-1].key == "router" else dtype
 
 
 def along(x: Any, like: Any) -> Any:

@@ -280,3 +280,29 @@ class PackedRows:
         """Writes a packed array [B, T] into the unpacked array `into` [S, T]."""
         here = self.index_of >= 0
         into[self.row_of[here], self.index_of[here]] = packed[here]
+
+    def scatter_routes(self, recorded: Sequence[np.ndarray | None]) -> np.ndarray:
+        """Packs recorded experts, uint [at most n - 1, L, k] by unpacked row, to [B, T, L, k]; the dtype's largest number stands for none."""
+        shape, dtype = next((x.shape[1:], x.dtype) for x in recorded if x is not None)
+        out = np.full((*self.tokens.shape, *shape), np.iinfo(dtype).max, dtype)
+        for member, here in self._places():
+            found = recorded[member]
+            if found is not None:
+                positions = self.positions[here]
+                within = positions < len(found)
+                out[here[0][within], here[1][within]] = found[positions[within]]
+        return out
+
+    def gather_routes(self, packed: np.ndarray, into: list[Any]) -> None:
+        """Writes packed experts [B, T, L, k] into a list by unpacked row, [n - 1, L, k] each."""
+        for member, here in self._places():
+            into[member] = packed[here]
+
+    def _places(self) -> list[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+        """(unpacked row, indices of its positions in order) of each sequence."""
+        filled = self.segments > 0
+        return [
+            (member, np.nonzero(filled & (self.sequence == i)))
+            for i, member in enumerate(self.members.tolist())
+            if member >= 0
+        ]

@@ -1,7 +1,7 @@
 """Token stats of a batch: log-probs, entropies and values by the policy, the critic, the reference and the teacher."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from jaxrl_llm.protocols import Params
 FIELDS = {"logprob": "old_logprobs", "value": "values"}
 
 TokenStats = Mapping[str, np.ndarray]  # {name: float32 [S, T]}
+
+ROUTES = "routes"  # the experts that the policy chose while it was scored, beside its token stats: an array of arrays, [S] of [n - 1, L, k]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,18 +88,30 @@ def token_stats(
       reference: parameters of the reference policy on the device, or None.
       teacher: the teacher, which scores the batch too, or None.
     """
-    device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
+    recorded = batch.recorded if learner.router.replay == "R3" else None
+    device = [to_device(bare(rows, recorded), learner.partitioner) for rows in batch.rows]
     stats: dict[str, np.ndarray] = {}
     if params is not None:
         scored = [learner.score(params, micro, bases) for micro in device]
         for model, names in scored[0].items():
-            stats |= {FIELDS.get(n, n): batch.unpack([to_host(s[model][n]) for s in scored]) for n in names}
+            kept = [n for n in names if n != ROUTES]
+            stats |= {FIELDS.get(n, n): batch.unpack([to_host(s[model][n]) for s in scored]) for n in kept}
+        if ROUTES in scored[0].get("policy", {}):
+            stats[ROUTES] = batch.unpack_routes([to_host(s["policy"][ROUTES]) for s in scored])
     if reference is not None:
         scored_frozen = [learner.score_frozen(reference, micro, bases) for micro in device]
         stats["ref_logprobs"] = batch.unpack([to_host(x) for x in scored_frozen])
     if teacher is not None:
         stats["teacher_logprobs"] = batch.unpack([to_host(teacher.logprobs(micro)) for micro in device])
     return stats
+
+
+def with_routes(batch: Batch, stats: TokenStats) -> tuple[Batch, TokenStats]:
+    """The batch with the experts that were recorded with its token stats, and the other token stats."""
+    if ROUTES not in stats:
+        return batch, stats
+    rest = {name: x for name, x in stats.items() if name != ROUTES}
+    return replace(batch, routes=list(stats[ROUTES])), rest
 
 
 def means_of_rollouts(groups: Sequence[Group], stats: TokenStats) -> list[dict[str, np.ndarray]]:

@@ -3,7 +3,7 @@
 The counting convention, which makes figures of different systems comparable:
 
 - A matrix product of [m, k] and [k, n] counts 2 m k n. Only matrix products count: norms, softmaxes and elementwise work do not.
-- These products count: the projections of attention, the MLP, the scores and weighted values of attention at the real head
+- These products count: the projections of attention, the MLP, of experts the router and those that a token goes to, the scores and weighted values of attention at the real head
   width (heads x head_width may differ from the width), and the vocabulary head. The embedding is a lookup and counts nothing.
 - Causal attention counts half of the square: n tokens make n^2 / 2 pairs of query and key, and under a window of w
   tokens n w - w^2 / 2. In packed rows each sequence counts by its own length; padding counts nothing.
@@ -13,7 +13,7 @@ The counting convention, which makes figures of different systems comparable:
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 # Dense bfloat16 FLOP/s by the start of a device's `device_kind`, from the vendors' data sheets; longer names come first.
 PEAKS: dict[str, float] = {
@@ -70,12 +70,44 @@ class Sizes(Protocol):
     def mlp_width(self) -> int: ...
     @property
     def windows(self) -> tuple[int | None, ...]: ...
+    @property
+    def experts(self) -> Any: ...
+    @property
+    def sparse(self) -> tuple[bool, ...]: ...
 
 
-def layer_weights(sizes: Sizes) -> int:
-    """Number of weights in one layer's products: the query, key, value and output projections and the gated MLP."""
+def mlp_width(sizes: Sizes) -> float:
+    """Width of the MLP that a token goes through, as the mean over layers: of a layer with experts that of the chosen ones together."""
+    chosen = 0 if sizes.experts is None else sizes.experts.chosen * sizes.experts.width
+    return sum(chosen if sparse else sizes.mlp_width for sparse in sizes.sparse) / len(sizes.sparse)
+
+
+def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False) -> int:
+    """Number of weights in one layer's products: the query, key, value and output projections and the gated MLP.
+
+    Args:
+      sizes: an architecture.
+      sparse: of a layer with experts, whose MLP is a router and those that a token goes to.
+      resident: of all its experts, as memory holds them.
+    """
     queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
-    return sizes.width * (2 * queries + 2 * keys + 3 * sizes.mlp_width)
+    mlp = 3 * sizes.mlp_width
+    if sparse:
+        mlp = sizes.experts.count + 3 * sizes.experts.width * (
+            sizes.experts.count if resident else sizes.experts.chosen
+        )
+    return sizes.width * (2 * queries + 2 * keys + mlp)
+
+
+def product_weights(sizes: Sizes, layers: int | None = None, *, resident: bool = False) -> int:
+    """Number of weights in the products of the first `layers` layers, or of all: those that a token goes through, or all `resident` ones."""
+    return sum(layer_weights(sizes, sparse=sparse, resident=resident) for sparse in sizes.sparse[:layers])
+
+
+def parameters(sizes: Sizes, *, resident: bool) -> int:
+    """Number of weights in all products with those of the embedding and, where it is untied, the head: resident, or active for a token."""
+    tables = 1 if getattr(sizes, "tied", False) else 2
+    return product_weights(sizes, resident=resident) + tables * sizes.vocabulary_size * sizes.width
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
@@ -102,7 +134,7 @@ def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, 
     if layers is not None and not 0 <= layers <= depth:
         raise ValueError(f"layers must be between 0 and the {depth} layers of the architecture (got {layers})")
     windows = sizes.windows[:layers]
-    weights = len(windows) * layer_weights(sizes) + (sizes.vocabulary_size * sizes.width if head else 0)
+    weights = product_weights(sizes, layers) + (sizes.vocabulary_size * sizes.width if head else 0)
     pairs = sum(attention_pairs(n, window) for n in lengths for window in windows)
     return 2.0 * weights * sum(lengths) + 4.0 * pairs * sizes.heads * sizes.head_width
 

@@ -11,7 +11,9 @@ Each device sends its own tokens to all experts: the weights are gathered where 
 """
 
 import math
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,17 +27,21 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import ROUTER, named, parameter
 
 
-class Routed(NamedTuple):
+@partial(jax.tree_util.register_dataclass, data_fields=["valid", "routes"], meta_fields=["replay"])
+@dataclass(frozen=True)
+class Routed:
     """What a layer of experts knows of its tokens.
 
     Attributes:
-      valid: tokens that are routed; the others get 0.
-      routes: recorded experts of each token; ids at or beyond the number of experts were not recorded, and the token's live choice is
+      valid: bool [B, T] tokens that are routed; the others get 0.
+      routes: [B, T, k] recorded experts of each token; ids at or beyond the number of experts were not recorded, and the token's live choice is
         taken. None records nothing.
+      replay: whether recorded experts take the place of the live choice; False compares them with it alone.
     """
 
-    valid: Bool[Array, "B T"]
-    routes: Integer[Array, "B T k"] | None
+    valid: Any
+    routes: Any
+    replay: bool = True
 
 
 class Report(NamedTuple):
@@ -85,7 +91,7 @@ class ExpertMLP(nnx.Module):
         (split,) = self.partitioner.spec(("mlp",), (self.sizes.width,))
         devices = tuple(axis for part in rows for axis in names(part))
         tokens, whole = PartitionSpec(*rows, None), PartitionSpec()
-        given = Routed(rows, None if routed.routes is None else tokens)
+        given = replace(routed, valid=rows, routes=None if routed.routes is None else tokens)
         of_weights = (whole, PartitionSpec(None, None, None, split), PartitionSpec(None, split, None))
         report = Report(*(whole,) * (len(Report._fields) - 1), chosen=tokens)
 
@@ -114,10 +120,11 @@ class ExpertMLP(nnx.Module):
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision="highest")
         p = jax.nn.softmax(logits, axis=-1)
         live = jax.lax.top_k(jax.lax.stop_gradient(p), self.sizes.chosen)[1]
-        chosen, recorded = live, jnp.zeros(live.shape[:2], bool)
+        chosen, record, recorded = live, live, jnp.zeros(live.shape[:2], bool)
         if routed.routes is not None:
             recorded = jnp.all(routed.routes < self.sizes.count, axis=-1) & routed.valid
-            chosen = jnp.where(recorded[..., None], routed.routes.astype(live.dtype), live)
+            record = jnp.where(recorded[..., None], routed.routes.astype(live.dtype), live)
+            chosen = record if routed.replay else live
         chosen = named(chosen, ROUTER)
         weights = jnp.take_along_axis(p, chosen, axis=-1)
         if self.sizes.normalised:
@@ -127,7 +134,13 @@ class ExpertMLP(nnx.Module):
         y = expert_mlp(x.reshape(flat), gate_up, down, ids.reshape(flat), weights.reshape(flat)).reshape(x.shape)
         if split:
             y = jax.lax.psum(y.astype(jnp.float32), split).astype(x.dtype)
-        fields = self._counted(p, weights, live, ids, recorded, routed.valid)
+        fields = self._counted(p, weights, ids, routed.valid)
+        shared = jnp.sum(jnp.any(live[..., None] == record[..., None, :], axis=-1), axis=-1)
+        fields |= {
+            "recorded": jnp.sum(recorded.astype(jnp.int32)),
+            "differs": jnp.sum((recorded & (shared < self.sizes.chosen)).astype(jnp.int32)),
+            "overlap": jnp.sum(jnp.where(recorded, shared / self.sizes.chosen, 0.0)),
+        }
         if devices:
             fields = {name: jax.lax.psum(total, devices) for name, total in fields.items()}
         return y, Report(**fields, chosen=chosen.astype(self.sizes.record_dtype))
@@ -136,23 +149,17 @@ class ExpertMLP(nnx.Module):
         self,
         p: Float[Array, "B T E"],
         weights: Float[Array, "B T k"],
-        live: Int[Array, "B T k"],
         ids: Int[Array, "B T k"],
-        recorded: Bool[Array, "B T"],
         valid: Bool[Array, "B T"],
     ) -> dict[str, jax.Array]:
         """The sums of a report over the valid tokens; the sum of p alone has a gradient."""
         total = lambda x, where: jnp.sum(jnp.where(where, x, 0))  # noqa: E731
         constant, w = jax.lax.stop_gradient(p), jax.lax.stop_gradient(weights)
         logs = jnp.where(constant > 0, jnp.log(jnp.where(constant > 0, constant, 1.0)), 0.0)
-        shared = jnp.sum(jnp.any(live[..., None] == ids[..., None, :], axis=-1), axis=-1)
         return {
             "counts": jnp.zeros(self.sizes.count, jnp.int32).at[ids].add(1, mode="drop"),
             "mass": jnp.sum(jnp.where(valid[..., None], p, 0.0), axis=(0, 1)),
             "tokens": jnp.sum(valid.astype(jnp.int32)),
             "entropy": total(-jnp.sum(constant * logs, axis=-1), valid),
             "top": total(jnp.max(w, axis=-1), valid),
-            "recorded": jnp.sum(recorded.astype(jnp.int32)),
-            "differs": jnp.sum((recorded & (shared < self.sizes.chosen)).astype(jnp.int32)),
-            "overlap": total(shared / self.sizes.chosen, recorded),
         }

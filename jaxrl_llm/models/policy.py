@@ -134,18 +134,19 @@ class Policy:
         segments: Int[Array, "B T"],
         *,
         routes: Integer[Array, "B T E_layers k"] | None = None,
+        replay: bool = True,
         capture: Capture | None = None,
         max_segments: int | None = None,
     ) -> tuple[Float[Array, "B T D"], Report | None]:
         """Returns what `hidden` does, and the report of the layers with experts, [E_layers, ...]; None of a model without any.
 
-        `routes` are recorded experts, which take the place of those that the router would choose now; ids at or beyond the number of
-        experts stand for none.
+        `routes` are recorded experts, which take the place of those that the router would choose now, or are compared with them alone
+        where `replay` is False; ids at or beyond the number of experts stand for none.
         """
         if capture is not None:
             capture.check(self.architecture.layers)
         model, places = self._model(self._spread(params, tokens.shape)), Places(positions, segments)
-        return model.hidden(tokens, places, capture=capture, max_segments=max_segments, routes=routes)
+        return model.hidden(tokens, places, capture=capture, max_segments=max_segments, routes=routes, replay=replay)
 
     def measured(
         self,

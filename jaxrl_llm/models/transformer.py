@@ -116,10 +116,11 @@ class Transformer(nnx.Module):
         capture: Capture | None,
         max_segments: int | None,
         routes: Routes | None = None,
+        replay: bool = True,
     ) -> tuple[Float[Array, "B T D"], Report | None]:
         """Hidden states of packed rows, after the final norm or what `capture` names, and the experts' report of the layers
         that were run whole, stacked over those with experts; no layer after the captured one is run."""
-        states = self._states(places, max_segments)
+        states = self._states(places, max_segments, replay)
 
         def step(layer: Layer, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
             found, report = states(layer, x, at)
@@ -152,7 +153,7 @@ class Transformer(nnx.Module):
         return self._scan(step, self.partitioner.constrain(self._embed(tokens), ROWS), None)[1]
 
     def _states(
-        self, places: Places, max_segments: int | None
+        self, places: Places, max_segments: int | None, replay: bool = True
     ) -> Callable[[Layer, jax.Array, At], tuple[States, Report | None]]:
         """(layer, its input, where it is) -> the states at its sites, of packed rows, and its experts' report."""
         rotation = rope(self.architecture, places.positions)
@@ -162,7 +163,7 @@ class Transformer(nnx.Module):
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
                 return self._by_window(at.layer, lambda window: attention(q, k, v, places, places, window)), None
 
-            routed = Routed(places.segments > 0, at.routes)
+            routed = Routed(places.segments > 0, at.routes, replay)
             found, _, report = layer.states(x, rotation, attend, routed)
             return {**found, "layer_out": self.partitioner.constrain(found["layer_out"], ROWS)}, report
 

@@ -210,7 +210,8 @@ def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
     found: dict[str, Any] = {name: np.asarray(getattr(rollout, name), kind) for name, kind in _ARRAYS.items()}
     spans = {name: np.asarray(span, np.bool_) for name, span in rollout.spans.items()}
     played = {name: getattr(rollout, name) for name in _PLAYED}
-    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans} | played
+    routes = {} if rollout.routes is None else {"routes": rollout.routes}
+    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans} | played | routes
 
 
 def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:
@@ -235,7 +236,7 @@ def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
         name: tuple(x) if isinstance(x := entry[name], list) else x for name in _PLAYED if name in entry
     }
     arrays |= {"finish": entry["finish"], "text": entry["text"], "role": entry["role"], "spans": spans}
-    return Rollout(prompt=prompt, **arrays, **played)
+    return Rollout(prompt=prompt, routes=entry.get("routes"), **arrays, **played)
 
 
 def _array(written: np.ndarray | str, kind: Any) -> np.ndarray:

@@ -100,6 +100,7 @@ class RolloutGenerator:
         return Rollout(
             prompt=prompt, tokens=completion.tokens, sampler_logprobs=completion.logprobs,
             mask=np.ones(len(completion.tokens), bool), versions=completion.versions, finish=completion.finish, role=role,
+            routes=completion.routes,
         )  # fmt: skip
 
 
@@ -254,6 +255,8 @@ def _checksum(groups: Sequence[Group]) -> int:
     for rollout in (r for group in groups for r in group.rollouts):
         for array in (rollout.tokens, rollout.sampler_logprobs, rollout.mask, rollout.versions):
             found = zlib.crc32(np.ascontiguousarray(array).data, found)
+        if rollout.routes is not None:
+            found = zlib.crc32(np.ascontiguousarray(rollout.routes).data, found)
         found = zlib.crc32(f"{rollout.finish} {rollout.text}".encode(errors="surrogatepass"), found)
     return found
 

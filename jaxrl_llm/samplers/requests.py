@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +15,15 @@ from jaxrl_llm.experience import Completion, Finish, SamplingParams
 from jaxrl_llm.protocols import Conversation
 
 Decode = Callable[[list[int]], str]
+
+
+@runtime_checkable
+class Recorded(Protocol):
+    """The experts that the tokens of several prompts went to, uint [N, T, L, k]."""
+
+    @property
+    def host(self) -> np.ndarray: ...
+
 
 # Tokens decoded before those that can hold the string: decoders treat the first token of a text in a way of its own.
 _LEAD = 8
@@ -116,17 +126,20 @@ class Draft:
       index: which of the call's prefixes it continues.
       sample: its number among the n of its prefix.
       count: tokens so far.
+      recorded: the experts that prompts went to, and the row of this one's, where they are recorded.
     """
 
     request: Request
     index: int
     sample: int
     count: int = 0
+    recorded: tuple[Recorded, int] | None = None
 
     def __post_init__(self) -> None:
         limit = self.request.limit(self.index)
         self._tokens, self._versions = np.empty(limit, np.int32), np.empty(limit, np.int32)
         self._logprobs = np.empty(limit, np.float32)
+        self._routes: list[np.ndarray] = []
 
     @property
     def prefix(self) -> np.ndarray:
@@ -151,6 +164,24 @@ class Draft:
         self.count = self.count if stop is None else stop
         return stop is not None
 
+    def record(self, routes: np.ndarray) -> None:
+        """Appends the experts of the next tokens that the model read, uint [T, L, k]: of the prefix, but those that `recorded` has, and
+        of the tokens drawn."""
+        self._routes.append(routes)
+
+    @property
+    def routed(self) -> int:
+        """The number of tokens whose experts `record` was told."""
+        return sum(map(len, self._routes))
+
+    def routes(self) -> np.ndarray | None:
+        """The experts of the tokens that the model read, uint [at most P + count - 1, L, k], or None."""
+        parts = list(self._routes)
+        if self.recorded is not None:
+            prompts, row = self.recorded
+            parts.insert(0, prompts.host[row, : len(self.prefix) - 1])
+        return np.concatenate(parts)[: len(self.prefix) + self.count - 1] if parts else None
+
     def ended_by_id(self) -> bool:
         """Returns whether the last token is a stop id that counts."""
         settings = self.request.settings
@@ -165,6 +196,7 @@ class Draft:
             logprobs=self._logprobs[kept].copy(),
             versions=self._versions[kept].copy(),
             finish=finish,
+            routes=self.routes(),
         )
 
 

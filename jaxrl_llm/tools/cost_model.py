@@ -50,32 +50,42 @@ class Setting:
     data: int = 1
 
     @property
-    def layer(self) -> int:
-        return flops.layer_weights(self.sizes)
+    def layer(self) -> float:
+        """Number of weights of a layer that a token goes through, as the mean over layers."""
+        return flops.product_weights(self.sizes) / self.sizes.layers
+
+    @property
+    def mlp_width(self) -> float:
+        """Width of the MLP that a token goes through, as the mean over layers."""
+        return flops.mlp_width(self.sizes)
 
     @property
     def weights(self) -> int:
-        """Number of parameters: layers, embedding, and a head where it is untied."""
-        tables = 1 if self.sizes.tied else 2
-        return self.sizes.layers * self.layer + tables * self.sizes.vocabulary_size * self.sizes.width
+        """Number of parameters: layers with all their experts, embedding, and a head where it is untied."""
+        return flops.parameters(self.sizes, resident=True)
 
     @property
     def repeated(self) -> float:
         """The share of a forward pass's products that the backward pass computes again."""
-        mlp = self.sizes.width * self.sizes.mlp_width / self.layer
+        mlp = self.sizes.width * self.mlp_width / self.layer
         whole = 1 - mlp  # the share of all products except the last
         return {"none": 0.0, "dots": 0.0, "gate": mlp, "projections": 2 * mlp}.get(self.remat, whole)
 
     @property
-    def kept(self) -> int:
+    def kept(self) -> float:
         """Bytes that the forward pass keeps on the device for a token and layer."""
         size = self.sizes
         heads, keys = size.heads * size.head_width, size.kv_heads * size.head_width
         attention = 2 * size.width + 2 * heads + 4 * size.heads
         projections = attention + 2 * size.width + 2 * heads + 4 * keys
-        known = {"offload": 0, "full": 2 * size.width, "attention": attention, "projections": projections}
-        known["gate"] = projections + 2 * size.mlp_width
-        return known.get(self.remat, 18 * size.width + 4 * size.mlp_width)
+        known: dict[str, float] = {
+            "offload": 0,
+            "full": 2 * size.width,
+            "attention": attention,
+            "projections": projections,
+        }
+        known["gate"] = projections + 2 * self.mlp_width
+        return known.get(self.remat, 18 * size.width + 4 * self.mlp_width)
 
 
 def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times: int = 1) -> dict[str, float]:
@@ -83,7 +93,7 @@ def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times
     size, n = setting.sizes, times * tokens
     causal = 2 * size.layers * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
     again = 1.0 if setting.remat in ("full", "offload") else 0.0
-    moved = 1.0 * n * size.layers * (18 * size.mlp_width + 90 * size.width)
+    moved = 1.0 * n * size.layers * (18 * setting.mlp_width + 90 * size.width)
     if not setting.unrolled:
         moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # they are written and read once more
     casts = 12 if setting.repeated == 0 else 18
@@ -117,7 +127,7 @@ def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> flo
     """Seconds to compute log-probs and entropies of `tokens` tokens a device, without gradient."""
     size = setting.sizes
     causal = 2 * size.layers * tokens * length * size.heads * size.head_width
-    moved = tokens * size.layers * (6 * size.mlp_width + 36 * size.width) + 6 * setting.weights
+    moved = tokens * size.layers * (6 * setting.mlp_width + 36 * size.width) + 6 * setting.weights
     return (
         2 * setting.layer * size.layers * tokens / (chip.peak * RATES["products"])
         + 2 * tokens * size.width * size.vocabulary_size / (chip.peak * RATES["logprob"])
@@ -140,8 +150,9 @@ def memory_bytes(setting: Setting, tokens: int) -> float:
     """The peak bytes of a device in an update of micro-batches of `tokens` tokens."""
     size = setting.sizes
     state = setting.weights / setting.fsdp * (4 + setting.moments + 4)  # parameters, moments, gradients
-    working = tokens * (12 * size.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
-    gathered = 0 if setting.fsdp == 1 else 3 * 2 * setting.layer + 4 * size.vocabulary_size * size.width
+    working = tokens * (12 * setting.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
+    largest = max(flops.layer_weights(size, sparse=sparse, resident=True) for sparse in size.sparse)
+    gathered = 0 if setting.fsdp == 1 else 3 * 2 * largest + 4 * size.vocabulary_size * size.width
     return state + tokens * size.layers * setting.kept + working + gathered
 
 

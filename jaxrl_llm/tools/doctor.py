@@ -192,11 +192,20 @@ def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
 def check_model(folder: Path) -> Iterator[Finding]:
     """Checks a Hugging Face folder: architecture, weights, tokenizer, chat template."""
     from jaxrl_llm.data.tokenizer import PretrainedTokenizer
+    from jaxrl_llm.metrics import flops
     from jaxrl_llm.models import hf_weights
 
     architecture = hf_weights.architecture(folder)
     described = f"{architecture.layers} layers of width {architecture.width}"
     yield Finding(status="OK", check="model", found=f"{folder}: {type(architecture).__name__}, {described}")
+    resident, active = (flops.parameters(architecture, resident=kind) / 1e9 for kind in (True, False))
+    counted = f"{resident:.3g} billion"
+    if architecture.experts is not None:
+        counted += (
+            f" resident, {active:.3g} billion active for a token, which goes to {architecture.experts.chosen} of "
+        )
+        counted += f"{architecture.experts.count} experts in {sum(architecture.sparse)} of {architecture.layers} layers"
+    yield Finding(status="OK", check="parameters", found=counted)
     weights = list(folder.glob("*.safetensors"))
     if weights:
         size = sum(file.stat().st_size for file in weights)

@@ -18,7 +18,7 @@ from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores, unscored
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner import offload
-from jaxrl_llm.learner.batch import PACKED, Batch, filled
+from jaxrl_llm.learner.batch import Batch, filled, packed_axes
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.lora import AdaptedPolicy
@@ -167,7 +167,7 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
     """Shapes and shardings of a micro-batch on the mesh."""
 
     def described(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = partitioner.sharding(PACKED, x.shape) if np.ndim(x) == 2 else partitioner.replicated
+        sharding = partitioner.sharding(packed_axes(x), x.shape) if np.ndim(x) >= 2 else partitioner.replicated
         return jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype, sharding=sharding)
 
     return jax.tree.map(described, batch)

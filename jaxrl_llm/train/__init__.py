@@ -7,6 +7,7 @@ from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.distributed.processes import Hosts
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.learner.router import Router
 from jaxrl_llm.metrics.console import Console
 from jaxrl_llm.metrics.prometheus import Prometheus
 from jaxrl_llm.metrics.trackers import MLflow, Trackio
@@ -33,6 +34,7 @@ __all__ = [
     "Optimizer",
     "Packing",
     "Prometheus",
+    "Router",
     "Run",
     "Stage",
     "TensorBoard",

@@ -45,6 +45,12 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
             f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
             "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
         )
+    experts = trainer.policy.architecture.experts is not None
+    if experts and config.router.replay == "R3" and config.samples and not getattr(trainer.sampler, "record", False):
+        raise ValueError(
+            f"train.Router.replay of stage {config.name!r} is 'R3' and the sampler records no experts: set record_routes = True of "
+            "embedded.EmbeddedSampler or vllm.VllmSampler, or replay = 'R2' or 'off'"
+        )
     encoder = Encoder(
         tokenizer=trainer.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
         truncation=config.truncation, template_kwargs=config.template_kwargs,
@@ -211,6 +217,7 @@ def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
     return Learner(
         models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
         temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
+        router=config.router,
     )  # fmt: skip
 
 

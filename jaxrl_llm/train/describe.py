@@ -175,7 +175,7 @@ def slowdown(choice: Choice, run: Any, policy: Policy) -> float:
         slots = min(run.sampler.slots, max(s.sequences for s in run.stages if s.samples))
         entries = size.layers * slots * choice.call.length * size.kv_heads * size.head_width
         part = 2.0 * entries * jnp.dtype(choice.call.cache_dtype).itemsize
-        rest = float(width * (size.layers * flops.layer_weights(size) + size.vocabulary_size * size.width))
+        rest = float(width * (flops.product_weights(size) + size.vocabulary_size * size.width))
         slow = COPIES * part
     else:
         return 1.0
@@ -187,7 +187,7 @@ def _attention_times(choice: Choice, run: Any, policy: Policy) -> tuple[float, f
     size, rates, queries = policy.architecture, flops.RATES, choice.call.queries
     longest = max(min(s.max_prompt_tokens + s.settings.max_tokens, queries) for s in run.stages)
     seen = sum(flops.attention_pairs(longest, window) / longest for window in size.windows)
-    rest = 6.0 * size.layers * flops.layer_weights(size) / rates["products"]
+    rest = 6.0 * flops.product_weights(size) / rates["products"]
     rest += 8.0 * size.vocabulary_size * size.width / rates["logprob update"]
     forward = 4.0 * size.heads * size.head_width * seen
     part = forward * (1 / rates["attention"] + 2.5 / rates["attention backward"])

@@ -55,6 +55,31 @@ def settings_of(run: object) -> dict[str, str]:
     return dict(_flat("", run))
 
 
+def defaults_of(run: object) -> set[str]:
+    """The paths of all fields of a run and of the components in it that hold the values which they have where nobody sets them."""
+    found: set[str] = set()
+
+    def look(path: str, value: object) -> None:
+        if is_dataclass(value) and not isinstance(value, type):
+            for f in fields(value):
+                if not f.compare:
+                    continue
+                name, x = f"{path}.{f.name}".removeprefix("."), getattr(value, f.name)
+                default = f.default_factory() if callable(f.default_factory) else f.default
+                if type(x) is type(default) and repr(x) == repr(default):
+                    found.update(inner for inner, _ in _flat(name, x))
+                look(name, x)
+        elif isinstance(value, Mapping):
+            for key, x in value.items():
+                look(f"{path}[{key}]", x)
+        elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            for i, x in enumerate(value):
+                look(f"{path}[{getattr(x, 'name', i)}]", x)
+
+    look("", run)
+    return found
+
+
 def _flat(path: str, value: object) -> Sequence[tuple[str, str]]:
     if is_dataclass(value) and not isinstance(value, type):
         inner = [(f"{path}.{f.name}".removeprefix("."), getattr(value, f.name)) for f in fields(value) if f.compare]
@@ -118,6 +143,9 @@ def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bo
     """
     before = read(run_dir)
     found = [] if before is None or step is None else changes(before, settings_of(run))
+    # A folder of an earlier version does not name the fields that came since; their defaults do what was done before them.
+    absent = defaults_of(run) if any(change.was == "absent" for change in found) else set()
+    found = [change for change in found if not (change.was == "absent" and change.name in absent)]
     bent = refused(found, [s.name for s in run.stages], stage)
     shifted = [change for change in bent if STEPS.fullmatch(change.name)]
     if shifted or (bent and not as_new):

@@ -10,6 +10,7 @@ from jaxrl_llm.eval.evaluate import Evaluation
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.learner.router import Router
 from jaxrl_llm.models.sources import ModelSource, ValueSource
 from jaxrl_llm.protocols import (
     NEEDS,
@@ -64,6 +65,7 @@ class Stage:
       truncation: "drop", "left" (loses its beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
+      router: what is replayed and balanced where the policy has experts; others ignore it.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
       offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
       reference_dtype: element type of the reference policy's weights, "float32" or "bfloat16". None is the policy's compute dtype: the
@@ -112,6 +114,7 @@ class Stage:
     truncation: Literal["drop", "left", "error"] = "drop"
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=Packing)
+    router: Router = field(default_factory=Router)
     old_logprobs: Literal["learner", "sampler"] = "learner"
     offload_reference: bool = False
     reference_dtype: Literal["float32", "bfloat16"] | None = None

@@ -17,7 +17,7 @@ from jaxrl_llm.distributed.preemption import Preemption
 from jaxrl_llm.experience import Group
 from jaxrl_llm.learner.batch import Batch
 from jaxrl_llm.learner.learner import Learner, TrainState
-from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats
+from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats, with_routes
 from jaxrl_llm.learner.trajectory import bounded
 from jaxrl_llm.metrics import diagnostics, rollout_rows, trajectories
 from jaxrl_llm.protocols import Down, GroupLoader, Params
@@ -101,6 +101,7 @@ class StageTrainer:
         groups = await self.groups(step)
         batch = await self.pack(groups)
         stats, own = await self.token_stats(state, batch, step)
+        batch, stats = with_routes(batch, stats)
         if self.rescores:
             batch = await self.rescored(batch, stats)
         self.check_rewards(batch)
@@ -203,7 +204,11 @@ class StageTrainer:
         config, needs = self.config, self.config.needs | self.phase_learner.algorithm.needs
         if not config.samples:
             return bool(needs & {"reference", "critic"})
-        reads = self.rescores or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
+        reads = (
+            self.rescores
+            or self.learner.router.replay == "R2"
+            or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
+        )
         return reads or config.old_logprobs == "learner" or step % config.score_every == 0
 
     def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:

@@ -150,12 +150,14 @@ class Slots(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]."""
+    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]; and where experts are
+    recorded, those that the token fed at each step went to, [S, steps, L, k]."""
 
     tokens: jax.Array
     logprobs: jax.Array
     drawn: jax.Array
     done: jax.Array
+    routes: jax.Array | None = None
 
 
 @partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype"))
@@ -168,12 +170,16 @@ def empty(
     return _constrained(policy, policy.cache(slots, length, dtype)), seen
 
 
-@partial(jax.jit, static_argnames=("policy", "dtype"))
-def prefill(params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None) -> Cache:
-    """Returns the keys and values of right-padded prompts."""
+@partial(jax.jit, static_argnames=("policy", "dtype", "record"))
+def prefill(
+    params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None, record: bool = False
+) -> tuple[Cache, jax.Array | None]:
+    """Returns the keys and values of right-padded prompts; with `record`, the experts that their tokens went to, [N, T, L, k]."""
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
-    return policy.extend(params, cache, tokens, positions, fresh=True)[1]
+    _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True)
+    routes = jnp.moveaxis(report.chosen, 0, 2) if record and report is not None else None
+    return cache, None if routes is None else policy.partitioner.constrain(routes, (None,) * routes.ndim)
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
@@ -202,9 +208,17 @@ def place(
     return _constrained(policy, cache), seen
 
 
-@partial(jax.jit, static_argnames=("policy", "steps", "cut"), donate_argnames=("cache", "seen"))
+@partial(jax.jit, static_argnames=("policy", "steps", "cut", "record"), donate_argnames=("cache", "seen"))
 def decode(
-    params: Params, cache: Cache, seen: Bool[Array, "S W"], slots: Slots, *, policy: Policy, steps: int, cut: bool
+    params: Params,
+    cache: Cache,
+    seen: Bool[Array, "S W"],
+    slots: Slots,
+    *,
+    policy: Policy,
+    steps: int,
+    cut: bool,
+    record: bool = False,
 ) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
     """Draws up to `steps` tokens of each slot that is not done; ends early where all are.
 
@@ -218,7 +232,7 @@ def decode(
     def step(carry: tuple) -> tuple:
         i, cache, seen, last, chunk = carry
         position = slots.position + chunk.drawn - slots.drawn
-        hidden, cache = policy.extend(params, cache, last[:, None], position[:, None])
+        hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None])
         logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
         logits = policy.partitioner.constrain(logits, ("batch", "vocabulary"))
         gumbel = noise(keys, chunk.drawn, logits.shape[1])
@@ -232,6 +246,7 @@ def decode(
             chunk.logprobs.at[:, i].set(logprob),
             drawn,
             chunk.done | stopped | (drawn >= slots.limit),
+            None if chunk.routes is None else chunk.routes.at[:, i].set(jnp.moveaxis(report.chosen, 0, 2)[:, 0]),
         )
         return i + 1, cache, seen, token, chunk
 
@@ -240,11 +255,21 @@ def decode(
         jnp.zeros((count, steps), jnp.float32),
         jnp.asarray(slots.drawn),
         jnp.asarray(slots.done),
+        _no_routes(policy, (count, steps)) if record else None,
     )
     carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
     _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
+    """Recorded experts [*shape, L, k] of tokens without any; None for a policy without experts."""
+    size = policy.architecture.experts
+    if size is None:
+        return None
+    layers = sum(policy.architecture.sparse)
+    return jnp.full((*shape, layers, size.chosen), size.unrecorded, size.record_dtype)
 
 
 def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:

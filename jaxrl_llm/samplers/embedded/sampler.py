@@ -113,6 +113,7 @@ class Engine:
       decode_chunk: decode steps between two looks of the host.
       prefill_tokens: most tokens of a block of prompts, padding included.
       cache: dtype of cached keys and values; None is the policy's.
+      record: whether completions have the experts of each token.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -124,6 +125,7 @@ class Engine:
     decode_chunk: int
     prefill_tokens: int
     cache: str | None = None
+    record: bool = False
     version: int = field(default=-1, init=False)
 
     everywhere = True  # all processes of a run ask it alike, and decode together
@@ -253,7 +255,7 @@ class Engine:
                     if given != wanted and wanted not in self._announced:
                         self._announced.add(wanted)
                         announce(self.policy, wanted, given, self._free or 0, self.cache)
-                    batch = SlotBatch(self.policy, given, self._programs, self.cache)
+                    batch = SlotBatch(self.policy, given, self._programs, self.cache, self.record)
                 await self._advance(batch)
         except asyncio.CancelledError:
             self._fail(RuntimeError("the sampler was closed, or its event loop ended, while it was sampling"))
@@ -268,9 +270,8 @@ class Engine:
         started, params, version = time.perf_counter(), self._params, self.version
         if params is None or deleted(params):
             raise RuntimeError(
-                "the learner donated the weights that the sampler shares: publish() after each update "
-                "and before sampling, "
-                "or set embedded.EmbeddedSampler.share_weights = False"
+                "the learner donated the weights that the sampler shares: publish() after each update and before sampling, or set "
+                "embedded.EmbeddedSampler.share_weights = False"
             )
         while not batch.place(params, version) and batch.free() and (block := self._next_block(batch)):
             self._counters.prefilled += batch.prefill(block, params, version)
@@ -368,6 +369,7 @@ class EmbeddedSampler:
       cache: dtype of cached keys and values; None is the policy's compute dtype. "float8_e4m3fn" takes half the memory and
         half the reading of bfloat16, without scales: values beyond 448 become 448. Log-probs of samples are then those of
         such a cache, and `gap/*` says how far they are from the learner's.
+      record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`.
     """
 
     slots: int = 512
@@ -376,6 +378,7 @@ class EmbeddedSampler:
     share_weights: bool = True
     gather_weights: bool = False
     cache: str | None = None
+    record_routes: bool = False
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
@@ -396,4 +399,5 @@ class EmbeddedSampler:
         return Engine(
             policy=policy, serve=serve, tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
+            record=self.record_routes and policy.architecture.experts is not None,
         )  # fmt: skip

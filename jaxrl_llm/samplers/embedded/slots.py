@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -83,6 +84,17 @@ class Capacity:
         )
 
 
+@dataclass(eq=False)
+class Recorded:
+    """The experts that the prompts of a block went to, [N, T, L, k], read from the device once something wants them."""
+
+    device: jax.Array
+
+    @cached_property
+    def host(self) -> np.ndarray:
+        return np.asarray(self.device)
+
+
 @dataclass(kw_only=True)
 class Block:
     """Prefilled prompts: rows of `cache` and `tokens` (padded with -1), and the sequences that still want a copy."""
@@ -91,14 +103,24 @@ class Block:
     tokens: np.ndarray
     version: int
     drafts: deque[tuple[int, Draft]]
+    routes: Recorded | None = None
 
 
 class SlotBatch:
     """Sequences that are decoded together, and the prompts prefilled for those that follow."""
 
-    def __init__(self, policy: Policy, capacity: Capacity, programs: set[tuple], dtype: str | None = None):
-        """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's."""
-        self.policy, self.capacity, self._programs, self._dtype = policy, capacity, programs, dtype
+    def __init__(
+        self, policy: Policy, capacity: Capacity, programs: set[tuple], dtype: str | None = None, record: bool = False
+    ):
+        """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's; `record` keeps the
+        experts of each token."""
+        self.policy, self.capacity, self._programs, self._dtype, self._record = (
+            policy,
+            capacity,
+            programs,
+            dtype,
+            record,
+        )
         self._slots = decode.Slots.empty(capacity.slots, capacity.stop_ids)
         self._drafts: list[Draft | None] = [None] * capacity.slots
         self._block: Block | None = None
@@ -137,7 +159,8 @@ class SlotBatch:
             row = places[bytes_of((request, index))]
             tokens[row, : len(request.prefixes[index])] = request.prefixes[index]
             drafts.extend((row, draft) for draft in request.drafts(index))
-        self._block = Block(cache=self._prefilled(params, tokens), tokens=tokens, version=version, drafts=drafts)
+        cache, routes = self._prefilled(params, tokens)
+        self._block = Block(cache=cache, tokens=tokens, version=version, drafts=drafts, routes=routes)
         return int((tokens != decode.NO_TOKEN).sum())
 
     def place(self, params: Params, version: int) -> bool:
@@ -146,12 +169,13 @@ class SlotBatch:
         if block is None or not free:
             return block is not None
         if block.version != version:  # the prompts' keys and values follow the newest weights
-            block.cache, block.version = self._prefilled(params, block.tokens), version
+            (block.cache, block.routes), block.version = self._prefilled(params, block.tokens), version
         source = np.full(self.capacity.slots, -1, np.int32)
         while free and block.drafts:
             row, draft = block.drafts.popleft()
             if draft.request.open:
                 source[free[0]] = row
+                draft.recorded = None if block.routes is None else (block.routes, row)
                 self._assign(free.pop(0), draft)
         self._programs.add(("place", self.capacity, block.tokens.shape))
         self._cache, self._seen = decode.place(
@@ -166,13 +190,13 @@ class SlotBatch:
         cut = any(draft is not None and decode.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
         self._cache, self._seen, chunk = decode.decode(
-            params, self._cache, self._seen, self._slots, policy=self.policy, steps=steps, cut=cut
+            params, self._cache, self._seen, self._slots, policy=self.policy, steps=steps, cut=cut, record=self._record
         )
         return chunk
 
     def collect(self, chunk: decode.Chunk, version: int, text: Decode) -> tuple[int, int]:
         """Takes a chunk's draws and hands on what finished; returns the tokens kept and the steps run."""
-        tokens, logprobs, drawn, done = jax.device_get(chunk)
+        tokens, logprobs, drawn, done, routes = jax.device_get(chunk)
         slots = self._slots
         new = drawn - slots.drawn
         slots.last[:] = np.where(new > 0, tokens[np.arange(len(new)), new - 1], slots.last)
@@ -183,6 +207,8 @@ class SlotBatch:
             if draft is None:
                 continue
             before = draft.count
+            if routes is not None:
+                draft.record(routes[slot, : new[slot]].copy())
             stopped = draft.extend(tokens[slot, : new[slot]], logprobs[slot, : new[slot]], version, text)
             kept += draft.count - before
             if stopped or done[slot]:
@@ -190,9 +216,12 @@ class SlotBatch:
                 self._release(slot)
         return kept, int(new.max())
 
-    def _prefilled(self, params: Params, tokens: np.ndarray) -> Cache:
+    def _prefilled(self, params: Params, tokens: np.ndarray) -> tuple[Cache, Recorded | None]:
         self._programs.add(("prefill", tokens.shape))
-        return decode.prefill(params, np.maximum(tokens, 0), policy=self.policy, dtype=self._dtype)
+        cache, routes = decode.prefill(
+            params, np.maximum(tokens, 0), policy=self.policy, dtype=self._dtype, record=self._record
+        )
+        return cache, None if routes is None else Recorded(routes)
 
     def _assign(self, slot: int, draft: Draft) -> None:
         slots, request, settings = self._slots, draft.request, draft.request.settings

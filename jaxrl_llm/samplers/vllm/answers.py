@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 
 class ServerFault(ConnectionError):
     """A server failed; the message names it and the cause, and another server may be asked."""
@@ -38,12 +40,14 @@ class Piece:
       logprobs: log-prob of each under the distribution it was drawn from, nats.
       versions: policy version that drew each.
       finish: "stop", "length", "abort" (ended by the server before its time), or None while it is being drawn.
+      routes: experts of the tokens from `Ask.routed` on, uint [T, L, k], or None.
     """
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "abort"] | None = None
+    routes: np.ndarray | None = None
 
     def take(self, choice: Mapping[str, Any], ask: "Ask", vocabulary: int, version: int) -> None:
         """Adds what a server says: an answer to the request, or one event of a stream.
@@ -88,11 +92,13 @@ class Ask:
       tokens: the prefix.
       sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
       stream: take the tokens as they are drawn.
+      routed: number of first tokens whose experts are known already.
     """
 
     tokens: Sequence[int]
     sampling: Mapping[str, Any]
     stream: bool = False
+    routed: int = 0
 
     @property
     def n(self) -> int:

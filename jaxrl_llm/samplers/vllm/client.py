@@ -49,6 +49,7 @@ class VllmClient:
       max_length: most tokens of a prefix and its completion together.
       seeded: whether requests carry seeds.
       remove: whether `close` removes the published versions.
+      record: whether completions have the experts of each token.
       other: makes a publisher of the other transfer; OSError where it cannot be had here, None where there is none to try.
       version: the policy version that the next request is answered by; -1 before the first publication.
       counters: tokens and clipped requests since the last call of `metrics`.
@@ -61,6 +62,7 @@ class VllmClient:
     max_length: int
     seeded: bool = True
     remove: bool = False
+    record: bool = False
     other: Callable[[], Publisher] | None = None
     version: int = field(default=-1, init=False)
 
@@ -232,6 +234,8 @@ class VllmClient:
         if self._fleet is not None:
             values |= {f"publish/{name}": value for name, value in self._fleet.update.items()}
             values |= {f"sampler/{name}": float(self._fleet.counters[name]) for name in COUNTED}
+            if self.record:
+                values["sampler/unrecorded"] = float(sum(s.http.take_unrecorded() for s in self._fleet.servers))
             values["sampler/servers"] = float(len(self._fleet.turns.serving()))
             self._fleet.counters.clear()
         self._generated, self._clipped, self._busy_s = 0, 0, 0.0
@@ -339,12 +343,14 @@ class VllmClient:
             numbers = (draft.count, *(one.sample for one in drafts)) if again else ()
             sampling["seed"] = seed_of(draft.request.seeds[draft.index], *numbers)
         tokens = [*draft.prefix.tolist(), *draft.tokens.tolist()]
-        return Ask(tokens=tokens, sampling=sampling)
+        return Ask(tokens=tokens, sampling=sampling, routed=draft.routed)
 
     def _take(self, draft: Draft, piece: Piece, asked: int) -> bool:
         """Adds what was drawn; returns True where the draft is finished."""
         count = len(piece.tokens)
         self._generated += count
+        if piece.routes is not None:
+            draft.record(piece.routes)
         stopped = draft.extend(
             np.asarray(piece.tokens, np.int32), np.asarray(piece.logprobs, np.float32),
             np.asarray(piece.versions, np.int32), self._text,

@@ -20,6 +20,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.publication.cuda_ipc import Cuda
 from jaxrl_llm.publication.object_store import is_stored
+from jaxrl_llm.samplers.routes import FLAG, Recording
 from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
 from jaxrl_llm.samplers.vllm.fleet import Fleet
@@ -110,6 +111,8 @@ class VllmSampler:
         that draw nothing.
       straggler_s: fewest seconds before that; and the seconds in which a server draws no token before its requests go on elsewhere,
         from the tokens that they have.
+      record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers that run
+        already need --enable-return-routed-experts.
       canary: text that servers and learner are compared on after each update, as publication/canary.py derives; empty for none.
     """
 
@@ -135,6 +138,7 @@ class VllmSampler:
     at_once: int = 0
     straggler: float = 4.0
     straggler_s: float = 30.0
+    record_routes: bool = False
     canary: str = CANARY
 
     def __post_init__(self) -> None:
@@ -156,6 +160,11 @@ class VllmSampler:
             raise ValueError(
                 f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
                 f"with proxied={self.proxied})"
+            )
+        if self.record_routes and self.proxied:
+            raise ValueError(
+                "VllmSampler.record_routes must be False for servers behind a proxy of ours, which hands on no records of experts "
+                f"(got {self.record_routes} with proxied={self.proxied})"
             )
         components.one_of(self, DTYPES, "dtype")
         components.above(self, 0, "keep", "sequences", "request_s", "control_s", "update_s", "wait_s", "tries")
@@ -213,7 +222,7 @@ class VllmSampler:
             child.start()
         return VllmClient(
             publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
-            seeded=self.seeded, remove=self.spawn, other=self._other(policy, tokenizer, max_length, run_dir),
+            seeded=self.seeded, remove=self.spawn, record=self._recording(policy) is not None, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip
 
     def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
@@ -245,7 +254,11 @@ class VllmSampler:
         return VllmHttp(
             url=url, api_key=key, model=MODEL if self.spawn else self.model, proxied=self.proxied,
             vocabulary=policy.architecture.vocabulary_size, request_s=self.request_s, control_s=self.control_s,
+            recording=self._recording(policy),
         )  # fmt: skip
+
+    def _recording(self, policy: Policy) -> Recording | None:
+        return Recording.of(policy.architecture) if self.record_routes else None
 
     def _key(self) -> str:
         if not self.api_key_variable:
@@ -266,8 +279,9 @@ class VllmSampler:
         scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
         # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
         head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
+        record = () if self._recording(policy) is None else (FLAG,)
         arguments = (
-            "--served-model-name", MODEL, "--dtype", self.dtype, *head, "--max-model-len", str(max_length),
+            "--served-model-name", MODEL, "--dtype", self.dtype, *head, *record, "--max-model-len", str(max_length),
             "--max-num-seqs", str(self.sequences), *scale_out,
         )  # fmt: skip
         return [

@@ -7,6 +7,7 @@ when the tokens arrive. Neither is believed: `marks` asks the server whether it 
 
 import contextlib
 import json
+import logging
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
+from jaxrl_llm.samplers.routes import FLAG, START, Recording
 from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached
+
+_log = logging.getLogger(__name__)
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 _CONNECT_S = 5.0
@@ -45,6 +49,8 @@ class VllmHttp:
       tokens: our own route.
       lists: whether the server has it; found by `open`.
       arrivals: answers and events of streams so far.
+      recording: the records of experts that samples come with; None asks for none.
+      unrecorded: samples without a record that could be believed, since they were last taken.
     """
 
     url: str
@@ -60,10 +66,13 @@ class VllmHttp:
     tokens: str = vllm_route.ROUTE
     lists: bool = False
     arrivals: int = 0
+    recording: Recording | None = None
+    unrecorded: int = 0
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
+        self._doubted = False  # whether it was said that a record was not believed
 
     # -- connection ----------------------------------------------------------------------------------------------------
 
@@ -113,6 +122,24 @@ class VllmHttp:
             )
         self.route = COMPLETIONS if await self._refusal(GENERATE) in (403, 404, 405) else GENERATE
         self.lists = await self._refusal(self.tokens) == 400
+        if self.recording is not None:
+            self.route, self.lists = COMPLETIONS, False  # the one route that has told of experts since vLLM 0.21
+            await self._check_record(self.recording)
+
+    async def _check_record(self, recording: Recording) -> None:
+        """Raises Refused where the server does not tell of experts as it should: a sample of two tokens shows."""
+        sampling = {
+            "n": 1, "max_tokens": 2, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "stop_token_ids": [],
+        }  # fmt: skip
+        ask = Ask(tokens=[0, 1], sampling=sampling)
+        answer = json.loads(await self._call("POST", self.route, self._body(ask), limit_s=self.request_s))
+        try:
+            recording.read(answer["choices"][0], 0, 3)
+        except (ValueError, KeyError, IndexError, TypeError) as wrong:
+            raise Refused(
+                f"{self.url} does not record experts as the run wants them ({wrong}): start it with {FLAG}, or set "
+                "vllm.VllmSampler.record_routes = False"
+            ) from wrong
 
     async def _refusal(self, route: str) -> int:
         """Returns the status with which an empty request is refused: 404 where there is no such route, 400 or 422 where there is."""
@@ -195,12 +222,35 @@ class VllmHttp:
             sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
             return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}
         sampling = {name: value for name, value in ask.sampling.items() if name != "detokenize"}
+        if self.recording is not None and ask.routed and self.release >= (0, 22):
+            sampling[START] = ask.routed
         return {**common, "prompt": tokens, "return_token_ids": True, **sampling}
 
     def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask) -> None:
         """Adds what one answer, or one event of a stream, says of one sample."""
         self.arrivals += 1
-        pieces[choice["index"]].take(choice, ask, self.vocabulary, self.version)
+        piece = pieces[choice["index"]]
+        piece.take(choice, ask, self.vocabulary, self.version)
+        if self.recording is not None and piece.finish is not None and piece.tokens:
+            self._record(self.recording, choice, piece, ask)
+
+    def take_unrecorded(self) -> int:
+        """Returns the number of samples without a record that could be believed, since the last call."""
+        count, self.unrecorded = self.unrecorded, 0
+        return count
+
+    def _record(self, recording: Recording, choice: Mapping[str, Any], piece: Piece, ask: Ask) -> None:
+        """Takes the record of a sample; one that cannot be believed is left out, counted, and told of the first time."""
+        try:
+            piece.routes = recording.read(choice, ask.routed, len(ask.tokens) + len(piece.tokens) - 1)
+        except ValueError as wrong:
+            self.unrecorded += 1
+            if not self._doubted:
+                self._doubted = True
+                _log.warning(
+                    "%s gave a sample without a record of its experts that could be believed: %s; its tokens go to the experts that the "
+                    "learner chooses (sampler/unrecorded counts such samples)", self.url, wrong,
+                )  # fmt: skip
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
         """The choices of a stream of server-sent events."""

@@ -12,6 +12,7 @@ from jaxrl_llm.eval.entropy_flow import EntropyFlow
 from jaxrl_llm.eval.harness import Harness
 from jaxrl_llm.eval.results import SAMPLES
 from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, bucket, taken_bytes
@@ -136,7 +137,7 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
 def _memory(stage: Stage, policy: Policy, shards: int) -> str:
     """A line with the state's bytes, and a bound on the activations from the residual streams that are saved."""
     size, packing = policy.architecture, stage.packing
-    kept = size.layers if policy.remat == "full" else size.layers * (8 + 4 * size.mlp_width // size.width)
+    kept = size.layers if policy.remat == "full" else int(size.layers * (8 + 4 * flops.mlp_width(size) // size.width))
     width = 4 if policy.compute_dtype == "float32" else 2
     activations = packing.rows // shards * packing.row_tokens * size.width * width * kept
     found = memory.state(stage, policy)

@@ -1,0 +1,93 @@
+"""The routers of a policy with experts in an update: what is replayed, the loss that balances the experts' loads, and metrics.
+
+The loss of N routed tokens in L layers of E experts is (https://arxiv.org/abs/2101.03961, pooled as transformers does it)
+
+    pooled      E sum_e f_e P_e,    f_e = (1 / L N) sum_l #{tokens of l at e},   P_e = (1 / L N) sum_l sum_t p_lte
+    per_layer   the mean over layers of the same with the layer's own f and P
+
+which is the number of chosen experts where all loads are equal. f is that of the whole minibatch, counted before its gradient, so that a
+micro-batch adds a sum that is linear in p, and any split into micro-batches gives the same update.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm import components
+from jaxrl_llm.models.experts import Report
+
+Array = jax.Array
+
+
+@dataclass(frozen=True, kw_only=True)
+class Router:
+    """How a policy with experts is trained; a policy without any ignores it.
+
+    Attributes:
+      replay: "off" routes each token by the weights of the moment; "R2" by the experts that it had when its old log-probs were scored;
+        "R3" by those that the sampler recorded, in scoring and in updates (https://arxiv.org/abs/2510.11370). The weights of the
+        chosen experts are computed anew in any case. What was not recorded is routed by the weights of the moment.
+      balance: weight of the loss that balances the experts' loads; above 0, each update counts the loads by a forward pass of its own.
+      balance_over: "pooled" takes all layers together, "per_layer" each of them.
+    """
+
+    replay: Literal["off", "R2", "R3"] = "off"
+    balance: float = 0.0
+    balance_over: Literal["pooled", "per_layer"] = "pooled"
+
+    def __post_init__(self) -> None:
+        components.choices(self)
+        components.at_least(self, 0, "balance")
+
+
+def balance(mass: Array, loads: Array, tokens: Array, over: str) -> Array:
+    """A micro-batch's share of the balancing loss.
+
+    Args:
+      mass: float32 [L, E] sums of the probabilities of the micro-batch.
+      loads: [L, E] tokens of the whole minibatch at each expert.
+      tokens: number of routed tokens of the whole minibatch.
+      over: "pooled" or "per_layer".
+    """
+    layers, experts = mass.shape
+    share = jax.lax.stop_gradient(loads.astype(jnp.float32))
+    if over == "pooled":
+        return experts * jnp.sum(share.sum(0) * mass.sum(0)) / jnp.square(layers * tokens)
+    return experts * jnp.sum(share * mass) / (layers * jnp.square(tokens))
+
+
+def sums(report: Report) -> dict[str, Array]:
+    """What a report adds to a minibatch's, by name: sums over tokens, of each layer."""
+    kept = ("counts", "tokens", "entropy", "top", "recorded", "differs", "overlap")
+    return {name: getattr(report, name) for name in kept}
+
+
+def metrics(total: dict[str, Any], compared: bool) -> dict[str, Array]:
+    """Metrics of a minibatch from its sums: means over layers, and the worst layer of the loads.
+
+    `compared` says whether recorded choices were there to compare with.
+    """
+    counts = total["counts"].astype(jnp.float32)
+    experts, routed = counts.shape[1], jnp.maximum(total["tokens"].astype(jnp.float32), 1.0)
+    load = counts / jnp.maximum(counts.sum(1, keepdims=True), 1.0)
+    logs = jnp.where(load > 0, jnp.log(jnp.where(load > 0, load, 1.0)), 0.0)
+    highest, lowest = experts * load.max(1) - 1, experts * load.min(1) - 1
+    found = {
+        "router/load_max": highest.mean(), "router/load_max_worst": highest.max(),
+        "router/load_min": lowest.mean(), "router/load_min_worst": lowest.min(),
+        "router/unused": (counts == 0).mean(), "router/unused_worst": (counts == 0).mean(1).max(),
+        "router/entropy": (total["entropy"] / routed).mean(),
+        "router/load_entropy": -(load * logs).sum(1).mean(),
+        "router/weight_top1": (total["top"] / routed).mean(),
+    }  # fmt: skip
+    if compared:
+        recorded = jnp.maximum(total["recorded"].astype(jnp.float32), 1.0)
+        differs = total["differs"].astype(jnp.float32) / recorded
+        found |= {
+            "router/differs": differs.mean(), "router/differs_worst": differs.max(),
+            "router/overlap": (total["overlap"] / recorded).mean(),
+            "router/recorded": (total["recorded"].astype(jnp.float32) / routed).mean(),
+        }  # fmt: skip
+    return found
