@@ -52,9 +52,7 @@ EXPERT_TENSORS: dict[str, tuple[tuple[str, ...], str]] = {
         ("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
         "model.layers.{layer}.mlp.experts.gate_up_proj",
     ),
-    "layers/mlp/down": (
-        ("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",), "model.layers.{layer}.mlp.experts.down_proj",
-    ),
+    "layers/mlp/down": (("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",), "model.layers.{layer}.mlp.experts.down_proj"),
 }  # fmt: skip
 
 ADAPTERS = {"a": "lora_A", "b": "lora_B"}
@@ -371,8 +369,6 @@ def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, 
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, sparse in enumerate(architecture.sparse) if not sparse],
         "use_sliding_window": False,
-        "sliding_window": None,
-        "output_router_logits": False,
     }
 
 

@@ -187,9 +187,10 @@ def test_replay_of_what_scoring_recorded_changes_no_bit_of_the_first_update_what
 def test_a_sampler_s_record_is_compared_where_nothing_is_replayed_and_taken_where_it_is():
     rng = np.random.default_rng(8)
     length = lambda r: len(r.prompt.tokens) + len(r.tokens) - 1  # noqa: E731
-    forced = lambda r: np.stack([[rng.permutation(COUNT)[:CHOSEN] for _ in SPARSE] for _ in range(length(r))]).astype(
-        np.uint8
-    )
+
+    def forced(r):
+        return np.stack([[rng.permutation(COUNT)[:CHOSEN] for _ in SPARSE] for _ in range(length(r))]).astype(np.uint8)
+
     batch = make_batch()
     groups = [replace(g, rollouts=[replace(r, routes=forced(r)) for r in g.rollouts]) for g in batch.groups]
     recorded = replace(batch, groups=groups)

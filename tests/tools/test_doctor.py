@@ -142,8 +142,9 @@ def test_a_model_folder_is_looked_through(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(family | sizes | heads))
     save_file({"model.embed_tokens.weight": np.zeros((32, 16), np.float32)}, tmp_path / "model.safetensors")
     CharTokenizer(alphabet="abc", chat_template="").load().save_pretrained(tmp_path)
-    model, weights, tokenizer = doctor.check_model(tmp_path)
+    model, counted, weights, tokenizer = doctor.check_model(tmp_path)
     assert (model.status, model.found) == ("OK", f"{tmp_path}: Qwen2, 3 layers of width 16")
+    assert counted.check == "parameters" and counted.found.endswith(" billion")
     assert weights.status == "OK" and weights.found.startswith("1 safetensors file(s)")
     assert tokenizer.status == "WARN" and "chat_template" in tokenizer.advice
 

@@ -1,0 +1,79 @@
+"""Whole runs of a model with experts: what the sampler recorded is replayed, and a killed run goes on bit for bit."""
+
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tiny_run
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts_run")]
+
+GIN_FILE = str(Path(__file__).parents[1] / "tiny_moe.gin")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_as_users_compile() -> Iterator[None]:
+    """The programs of these runs have all optimisations."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
+        yield
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder of a run that nothing disturbed: three supervised steps and five of reinforcement learning."""
+    run_dir = tmp_path_factory.mktemp("experts") / "run"
+    done = tiny_run.launch(run_dir, GIN_FILE)
+    assert done.returncode == 0, done.stderr
+    return run_dir
+
+
+def test_a_run_replays_the_sampler_s_experts_and_reports_its_routers(whole: Path) -> None:
+    rows = [row for row in tiny_run.rows(whole) if "loss/total" in row]
+    assert len(rows) == 8
+    for row in rows:
+        routers = {name: value for name, value in row.items() if name.startswith("router/")}
+        assert {
+            "router/load_max",
+            "router/load_min",
+            "router/unused",
+            "router/entropy",
+            "router/weight_top1",
+        } <= routers.keys()
+        assert all(math.isfinite(value) for value in routers.values())
+        assert (
+            0 < row["router/entropy"] <= math.log(4) + 1e-6
+            and -1 <= row["router/load_min"] <= 0 <= row["router/load_max"] <= 1
+        )
+    supervised, sampled = rows[:3], rows[3:]
+    assert not any("router/differs" in row or "router/loss" in row for row in supervised)
+    assert all(row["router/loss"] >= 1.99 for row in sampled)  # 2, the number of chosen experts, at an even load
+    # The first of two minibatches learns with the weights that sampled, the second with newer ones.
+    assert all(row["router/recorded"] == 1 and row["router/differs"] <= 0.1 for row in sampled)
+    assert all(row["gap/mean"] < 1e-4 for row in sampled)
+
+
+def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    deadline = time.monotonic() + 400
+    with log.open("w") as output:
+        command = tiny_run.command(run_dir, gin_file=str(whole))
+        process = subprocess.Popen(command, cwd=tiny_run.ROOT, env=tiny_run.environment(), stdout=output, stderr=output)
+        while "step 6/8" not in log.read_text() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        assert process.poll() is None, log.read_text()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    done = tiny_run.launch(run_dir, gin_file=str(whole))
+    assert done.returncode == 0 and "resuming from step" in done.stdout, done.stderr
+    assert tiny_run.rows(run_dir) == tiny_run.rows(whole)
+
+
+def test_a_sampler_that_records_nothing_cannot_be_replayed(tmp_path: Path) -> None:
+    done = tiny_run.launch(tmp_path / "run", GIN_FILE, **{"embedded.EmbeddedSampler.record_routes": False})
+    assert done.returncode != 0 and "set record_routes = True" in done.stderr
