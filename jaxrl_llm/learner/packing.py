@@ -298,7 +298,7 @@ class PackedRows:
         for member, here in self._places():
             into[member] = packed[here]
 
-    def _places(self) -> list[tuple[int, tuple[np.ndarray, np.ndarray]]]:
+    def _places(self) -> list[tuple[Any, tuple[np.ndarray, ...]]]:
         """(unpacked row, indices of its positions in order) of each sequence."""
         filled = self.segments > 0
         return [

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -173,8 +174,8 @@ def test_adapters_are_made_for_projections_of_attention_alone(saved, tmp_path):
     adapters = policy.init(jax.random.key(1))
     assert {p[0].key for p, _ in jax.tree_util.tree_leaves_with_path(adapters)} == {"layers_0", "layers_1"}
     rng = np.random.default_rng(0)
-    adapters = jax.tree.map(lambda x: jax.numpy.asarray(rng.normal(size=x.shape), "float32"), adapters)
-    row = (np.arange(9)[None], np.arange(9)[None], np.ones((1, 9), np.int32))
+    adapters = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), "float32"), adapters)
+    row = tuple(jnp.asarray(x, jnp.int32) for x in (np.arange(9)[None], np.arange(9)[None], np.ones((1, 9))))
     apart = policy.hidden(policy.joined(adapters, params), *row)
     merged = plain.hidden(policy.merged(adapters, params), *row)
     np.testing.assert_allclose(apart, merged, rtol=1e-4, atol=1e-4)

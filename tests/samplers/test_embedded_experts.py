@@ -1,6 +1,8 @@
 """The embedded sampler with a model of experts: transformers' greedy tokens, the learner's log-probs, and the experts of each token."""
 
+import asyncio
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +44,6 @@ def prefixes_of(count):
 
 
 def drawn(policy, params, prefixes, n, settings, record=True, **fields):
-    import asyncio
-
     async def run():
         sampler = EmbeddedSampler(record_routes=record, **fields)
         engine = sampler.start(policy, Letters(), max_length=LENGTH)
@@ -68,27 +68,36 @@ def test_24_greedy_tokens_are_those_of_transformers_with_slots_refilled_in_the_m
         assert one.tokens.tolist() == want[0, len(prefix) :].tolist()
 
 
+@partial(jax.jit, static_argnames=("policy",))
+def judged(params, tokens, lengths, routes, *, policy):
+    """Log-probs of a full forward pass [S, T, V], and its report, of right-padded rows."""
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = (positions < lengths[:, None]).astype(jnp.int32)
+    hidden, report = policy.routed(params, tokens, positions, segments, routes=routes)
+    return jax.nn.log_softmax(hidden @ policy.head(params).T), report
+
+
 def test_log_probs_and_experts_are_those_of_a_full_forward_pass(models):
     _, policy, params = models
-    prefixes = prefixes_of(4)
+    prefixes = [prefix for prefix in prefixes_of(3) for _ in range(2)]
     settings = SamplingParams(max_tokens=11, stop_token_ids=(5, 6, 7))
-    groups = drawn(policy, params, prefixes, 3, settings, slots=4, decode_chunk=4)
-    alone = [drawn(policy, params, [p], 1, settings, slots=1) for p in prefixes[:1]]
-    assert alone[0][0][0].tokens.tolist() == groups[0][0].tokens.tolist()
-    for prefix, group in zip(prefixes, groups):
-        for one in group:
-            whole = jnp.asarray(np.concatenate([prefix, one.tokens]))[None]
-            places = (whole[:, :-1], jnp.arange(whole.shape[1] - 1)[None], jnp.ones_like(whole[:, :-1]))
-            hidden, report = policy.routed(params, *places)
-            logs = jax.nn.log_softmax(hidden[0] @ policy.head(params).T)[len(prefix) - 1 :]
-            np.testing.assert_allclose(
-                one.logprobs, np.asarray(logs)[np.arange(len(one.tokens)), one.tokens], atol=1e-4
-            )
-            assert one.routes.dtype == np.uint8 and one.routes.shape == (len(prefix) + len(one.tokens) - 1, 3, 3)
-            live = np.moveaxis(np.asarray(report.chosen), 0, 2)[0]
-            assert np.array_equal(np.sort(one.routes, -1), np.sort(live, -1))
-            again = policy.routed(params, *places, routes=jnp.asarray(one.routes)[None])
-            assert int(again[1].differs.sum()) == 0 and int(again[1].recorded[0]) == len(one.routes)
+    groups = drawn(policy, params, prefixes[::2], 2, settings, slots=2, decode_chunk=4)
+    found = [one for group in groups for one in group]
+    tokens, lengths = np.zeros((len(found), 32), np.int32), np.zeros(len(found), np.int32)
+    routes = np.full((len(found), 32, 3, 3), 255, np.uint8)
+    for row, (prefix, one) in enumerate(zip(prefixes, found)):
+        lengths[row] = len(prefix) + len(one.tokens) - 1
+        tokens[row, : lengths[row]] = np.concatenate([prefix, one.tokens[:-1]])
+        assert one.routes.dtype == np.uint8 and one.routes.shape == (lengths[row], 3, 3)
+        routes[row, : lengths[row]] = one.routes
+    logs, replayed = judged(params, tokens, lengths, routes, policy=policy)
+    _, live = judged(params, tokens, lengths, np.full_like(routes, 255), policy=policy)
+    chosen = np.moveaxis(np.asarray(live.chosen), 0, 2)
+    for row, (prefix, one) in enumerate(zip(prefixes, found)):
+        drew = np.asarray(logs)[row, len(prefix) - 1 : lengths[row]]
+        np.testing.assert_allclose(one.logprobs, drew[np.arange(len(one.tokens)), one.tokens], atol=1e-4)
+        assert np.array_equal(np.sort(one.routes, -1), np.sort(chosen[row, : lengths[row]], -1))
+    assert np.asarray(replayed.recorded).tolist() == [int(lengths.sum())] * 3 and int(replayed.differs.sum()) == 0
 
 
 def test_what_a_stop_string_drops_has_no_record_and_nothing_is_recorded_unasked(models):
