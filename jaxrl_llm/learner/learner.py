@@ -109,10 +109,12 @@ class Learner(Scorer):
             found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
         terms, metrics = self.algorithm.loss(found, batch)
         divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
-        loss, more = sum(divided(terms).values(), start=jnp.zeros(())), {}
+        more: dict[str, Any] = {}
+        loss = sum(divided(terms).values(), start=jnp.zeros(()))
         if report is not None:
             more[SUMS] = routers.sums(report)
             if self.balances:
+                assert batch.loads is not None  # `_loaded` gives them
                 share = routers.balance(report.mass, batch.loads, batch.counts["routed"], self.router.balance_over)
                 loss, more["router/loss"] = loss + self.router.balance * share, share
         return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics), **more})

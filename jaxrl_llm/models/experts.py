@@ -93,7 +93,7 @@ class ExpertMLP(nnx.Module):
         tokens, whole = PartitionSpec(*rows, None), PartitionSpec()
         given = replace(routed, valid=rows, routes=None if routed.routes is None else tokens)
         of_weights = (whole, PartitionSpec(None, None, None, split), PartitionSpec(None, split, None))
-        report = Report(*(whole,) * (len(Report._fields) - 1), chosen=tokens)
+        of_report: dict[str, Any] = dict.fromkeys(Report._fields, whole) | {"chosen": tokens}
 
         def local(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, routed: Routed) -> tuple:
             return self._local(devices, names(split), x, router, gate_up, down, routed)
@@ -102,7 +102,7 @@ class ExpertMLP(nnx.Module):
             local,
             mesh=self.partitioner.mesh,
             in_specs=(tokens, *of_weights, given),
-            out_specs=(tokens, report),
+            out_specs=(tokens, Report(**of_report)),
             check_vma=False,  # kernels' outputs carry no varying-axes types
         )(x, *weights, routed)
 

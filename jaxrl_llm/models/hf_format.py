@@ -350,7 +350,7 @@ def _written_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None
 def _experts(config: Mapping[str, Any], source: str) -> Experts:
     """The experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`."""
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size"}
-    values = {field: config.get(name) for field, name in names.items()}
+    values: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
     values["count"] = config.get("num_local_experts") if values["count"] is None else values["count"]
     if missing := [names[field] for field, value in values.items() if value is None]:
         raise ValueError(f"{source} lacks {', '.join(missing)}: is it the config.json of a model with experts?")

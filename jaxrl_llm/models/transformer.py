@@ -285,10 +285,9 @@ class Transformer(nnx.Module):
     def _recorded(self, routes: Routes | None, position: int, blocks: int) -> jax.Array | None:
         """The recorded experts of the layers at a position of the period, [blocks, B, T, k]."""
         period = self.architecture.period
-        numbers = [block * period + position for block in range(blocks)]
-        if routes is None or not numbers or not self.architecture.sparse[position]:
-            return None
-        return jnp.stack([self._of_layer(routes, layer) for layer in numbers])
+        layers = [self._of_layer(routes, block * period + position) for block in range(blocks)]
+        there = [layer for layer in layers if layer is not None]  # all of them, or none
+        return jnp.stack(there) if there else None
 
 
 def _in_order(found: list[Any]) -> Any:

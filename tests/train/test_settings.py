@@ -82,6 +82,31 @@ def test_new_settings_are_taken_up_where_that_is_asked_for(folder, binding):
     assert found and [row["bends"] for row in rows if row["name"] in BENDS[binding]] != [False]
 
 
+def forget(folder: Path, prefix: str) -> None:
+    """Makes the folder one of a version that did not have the settings of these paths yet."""
+    file = folder / settings.SETTINGS
+    was = json.loads(file.read_text())
+    kept = {name: value for name, value in was.items() if not name.startswith(prefix)}
+    assert len(kept) < len(was)
+    file.write_text(json.dumps(kept))
+
+
+def test_a_field_that_came_since_the_folder_was_written_is_no_change_at_its_default(folder):
+    """A field of a stage that holds a component, and one of a component that the folder has."""
+    for prefix in ("stages[rl].router", "stages[sft].router", "stages[rl].algorithm.clip_low"):
+        forget(folder, prefix)
+    assert accept(folder, run(), 60, 1, as_new=False) == []
+    assert not (folder / settings.CHANGES).exists()
+    assert json.loads((folder / settings.SETTINGS).read_text())["stages[rl].router.replay"] == "'off'"
+
+
+def test_a_field_that_came_since_the_folder_was_written_and_is_set_is_refused(folder):
+    binding = "rl/train.Stage.router = @train.Router()\ntrain.Router.replay = 'R2'"
+    forget(folder, "stages[rl].router")
+    with pytest.raises(ValueError, match=r"stages\[rl\].router.replay was absent, is 'R2'\. Set"):
+        accept(folder, run(*binding.splitlines()), 60, 1, as_new=False)
+
+
 def test_steps_of_a_finished_stage_cannot_change_even_then(folder):
     with pytest.raises(ValueError, match=r"stages\[sft\].steps was 54, is 10"):
         accept(folder, run("SFT_STEPS = 10"), 60, 1, as_new=True)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 
@@ -178,8 +179,10 @@ def prefill(
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
     _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True)
-    routes = jnp.moveaxis(report.chosen, 0, 2) if record and report is not None else None
-    return cache, None if routes is None else policy.partitioner.constrain(routes, (None,) * routes.ndim)
+    if report is None or not record:
+        return cache, None
+    routes = _chosen(report)
+    return cache, policy.partitioner.constrain(routes, (None,) * routes.ndim)
 
 
 @partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache", "seen"))
@@ -246,7 +249,7 @@ def decode(
             chunk.logprobs.at[:, i].set(logprob),
             drawn,
             chunk.done | stopped | (drawn >= slots.limit),
-            None if chunk.routes is None else chunk.routes.at[:, i].set(jnp.moveaxis(report.chosen, 0, 2)[:, 0]),
+            chunk.routes if report is None or chunk.routes is None else chunk.routes.at[:, i].set(_chosen(report)[:, 0]),
         )
         return i + 1, cache, seen, token, chunk
 
@@ -261,6 +264,11 @@ def decode(
     _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+def _chosen(report: Report) -> jax.Array:
+    """The experts that each token went to, [S, T, L, k]."""
+    return jnp.moveaxis(report.chosen, 0, 2)
 
 
 def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
