@@ -113,8 +113,9 @@ def test_counts_are_those_of_the_mini_batch_over_all_its_micro_batches():
     first, second = (filled(mini, sequences, credit, constant=10.0) for mini in batch.minibatches)
     assert [len(first), len(second)] == [2, 1]  # five sequences, four to a micro-batch
     for part in first:
-        assert part.counts == {"tokens": 4, "sequences": 2, "pairs": 1, "constant": 20, "one": 1}
-    assert second[0].counts == {"tokens": 4, "sequences": 1, "pairs": 1, "constant": 10, "one": 1}
+        assert part.counts == {"tokens": 4, "sequences": 2, "pairs": 1, "constant": 20, "one": 1, "routed": 13}
+    # A prompt and all but the last token of a response are read: 4 + 2 + 3 + 2 + 2 positions, and 6.
+    assert second[0].counts == {"tokens": 4, "sequences": 1, "pairs": 1, "constant": 10, "one": 1, "routed": 6}
     assert sum(int(part.mask.sum()) for part in first) == 4 and int(second[0].mask.sum()) == 4
 
 
@@ -123,6 +124,7 @@ def test_a_mini_batch_without_anything_to_learn_divides_by_one():
     batch = build([group])
     sequences, credit = view_and_credit(batch, groups=1)
     (part,) = filled(batch.minibatches[0], sequences, credit, constant=10.0)
+    assert part.counts.pop("routed") == len(make_prompt().tokens) + 1  # the prompt and the first of two tokens are read
     assert set(part.counts.values()) == {1.0} and not part.mask.any()
 
 

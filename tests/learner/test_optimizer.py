@@ -10,10 +10,11 @@ import optax
 import pytest
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
-from jaxrl_llm.learner.optimizer import Optimizer, decays, state_shardings
+from jaxrl_llm.learner.optimizer import decays, state_shardings
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.train import Optimizer
 
 UPDATES, PEAK, FINAL = 20, 0.3, 0.1
 DECAYED = {

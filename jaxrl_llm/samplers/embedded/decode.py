@@ -249,7 +249,9 @@ def decode(
             chunk.logprobs.at[:, i].set(logprob),
             drawn,
             chunk.done | stopped | (drawn >= slots.limit),
-            chunk.routes if report is None or chunk.routes is None else chunk.routes.at[:, i].set(_chosen(report)[:, 0]),
+            chunk.routes
+            if report is None or chunk.routes is None
+            else chunk.routes.at[:, i].set(_chosen(report)[:, 0]),
         )
         return i + 1, cache, seen, token, chunk
 
