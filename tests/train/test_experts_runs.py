@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import stale_samples
 import tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts_run")]
@@ -58,6 +59,19 @@ def test_a_run_replays_the_sampler_s_experts_and_reports_its_routers(whole: Path
     assert all(row["gap/mean"] < 1e-4 for row in sampled)
 
 
+def test_stale_samples_are_read_with_the_recorded_experts_alone_where_they_are_replayed(whole: Path) -> None:
+    """By the last checkpoint, of samples of its own and of those of the checkpoint two steps before it."""
+    asked = stale_samples.Asked(prompts=8, samples=2, dtype="float32")
+    fresh, stale = stale_samples.measure(whole, [0, 2], asked)
+    assert [(row["step"], row["lag"]) for row in (fresh, stale)] == [(8, 0), (8, 2)]
+    for arm in ("live", "replayed"):
+        assert fresh[arm]["differs"] == 0 == fresh[arm]["far"] and fresh[arm]["mean"] < 1e-5
+        assert 1e-4 < stale[arm]["mean"] <= stale[arm]["p99"] <= stale[arm]["max"]
+    assert stale["replayed"]["differs"] == 0 <= stale["live"]["differs"] < 1
+    line = stale_samples.table([fresh, stale, stale]).splitlines()[-1]
+    assert line.startswith(f"| 2 | {stale['live']['differs']:.3g} | 0 | {stale['live']['mean']:.3g} |")
+
+
 def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "log"
     deadline = time.monotonic() + 400
@@ -75,5 +89,6 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
 
 
 def test_a_sampler_that_records_nothing_cannot_be_replayed(tmp_path: Path) -> None:
-    done = tiny_run.launch(tmp_path / "run", GIN_FILE, **{"embedded.EmbeddedSampler.record_routes": False})
+    bindings = {"embedded.EmbeddedSampler.record_routes": False, **tiny_run.RL_ALONE}
+    done = tiny_run.launch(tmp_path / "run", GIN_FILE, **bindings)
     assert done.returncode != 0 and "set record_routes = True" in done.stderr
