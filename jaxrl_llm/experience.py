@@ -1,7 +1,7 @@
 """The host data that flows between the parts of a run: prompts, completions, rollouts and scored groups (NumPy alone)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -112,13 +112,7 @@ class SamplingParams:
 
     def greedy(self) -> "SamplingParams":
         """The same limits and stops, with the likeliest token at each step."""
-        return SamplingParams(
-            max_tokens=self.max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=0.0,
-            stop_token_ids=self.stop_token_ids,
-            stop_strings=self.stop_strings,
-        )
+        return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

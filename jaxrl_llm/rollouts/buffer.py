@@ -211,7 +211,9 @@ def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
     spans = {name: np.asarray(span, np.bool_) for name, span in rollout.spans.items()}
     played = {name: getattr(rollout, name) for name in _PLAYED}
     routes = {} if rollout.routes is None else {"routes": rollout.routes}
-    return found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans} | played | routes
+    return (
+        found | {"finish": rollout.finish, "text": rollout.text, "role": rollout.role, "spans": spans} | played | routes
+    )
 
 
 def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:

@@ -270,8 +270,7 @@ class Engine:
         started, params, version = time.perf_counter(), self._params, self.version
         if params is None or deleted(params):
             raise RuntimeError(
-                "the learner donated the weights that the sampler shares: publish() after each update and before sampling, or set "
-                "embedded.EmbeddedSampler.share_weights = False"
+                "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
             )
         while not batch.place(params, version) and batch.free() and (block := self._next_block(batch)):
             self._counters.prefilled += batch.prefill(block, params, version)
@@ -392,12 +391,10 @@ class EmbeddedSampler:
         """
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
-                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
-                f"(got {max_length}): set the lengths of prompt and response"
+                f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of both"
             )
-        serve = partial(served, policy, share=self.share_weights, gather=self.gather_weights)
         return Engine(
-            policy=policy, serve=serve, tokenizer=tokenizer, max_length=max_length, slots=self.slots,
+            policy=policy, serve=partial(served, policy, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None,
         )  # fmt: skip
