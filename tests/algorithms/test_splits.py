@@ -46,8 +46,8 @@ def forward(params: Mapping[str, Any], batch: MicroBatch) -> dict[str, dict[str,
 class Given(Learner):
     """A learner whose parameters are the streams themselves."""
 
-    def outputs(self, params: Mapping[str, Any], batch: MicroBatch, *_: Any) -> Any:
-        return {model: dict(streams) for model, streams in params.items()}
+    def _read(self, params: Mapping[str, Any], batch: MicroBatch, *_: Any) -> Any:
+        return {model: dict(streams) for model, streams in params.items()}, None
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -133,7 +133,8 @@ def test_templates_hold_the_question_and_open_the_answer() -> None:
         assert isinstance(asked, str) and asked.count("Why?") == 1 and asked.endswith(ending)
     assert templates.chat("Why?") == [{"role": "user", "content": "Why?"}]
     assert "\\boxed{}" in str(templates.chat_boxed("Why?")[0]["content"])
-    assert set(endings) | {"chat", "chat_boxed", "chat_boxed_short"} == set(templates.TEMPLATES)
+    assert "\\boxed{}" in str(templates.chat_boxed_python("Why?")[0]["content"])
+    assert set(endings) | {"chat", "chat_boxed", "chat_boxed_short", "chat_boxed_python"} == set(templates.TEMPLATES)
     assert "User: Why?\nAssistant: <think>" in str(templates.r1_zero("Why?"))
 
 
