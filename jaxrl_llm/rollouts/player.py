@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.agents.dialogue import Dialogue
-from jaxrl_llm.agents.gateway import Gateway, RunningGateway
 from jaxrl_llm.agents.plain_text import PlainText
 from jaxrl_llm.agents.rendering import Rendering
 from jaxrl_llm.agents.service import TokenService
@@ -133,8 +132,12 @@ class Player:
             )
         self._in_a_row = self._playing = 0
         self._dialogues: dict[bool, Dialogue] = {}
-        self._gateway: RunningGateway | None = None
+        self._gateway: Any = None  # an agents.gateway.RunningGateway
         self._opening = asyncio.Lock()
+        if self.agent is not None:  # nobody else imports an HTTP server
+            from jaxrl_llm.agents.gateway import Gateway
+
+            self._default_gateway = Gateway()
 
     async def play(
         self, prompt: Prompt, sample: int, settings: SamplingParams, seed: int, role: Role = "sample"
@@ -174,13 +177,13 @@ class Player:
         given = {"history": self.config.history, "template_kwargs": self.template_kwargs}
         return await asyncio.to_thread(Rendering, self.tokenizer, **given)  # type: ignore[arg-type]
 
-    async def gateway(self) -> RunningGateway:
-        """The gateway, which listens from the first call on."""
+    async def gateway(self) -> Any:
+        """The agents.gateway.RunningGateway, which listens from the first call on."""
         async with self._opening:
             if self._gateway is None:
                 chats = getattr(self.tokenizer, "chat_template", None) is not None
                 rendering = await self._rendering() if chats else None
-                self._gateway = await (self.config.gateway or Gateway()).start(self.service, rendering)
+                self._gateway = await (self.config.gateway or self._default_gateway).start(self.service, rendering)
             return self._gateway
 
     async def close(self) -> None:
