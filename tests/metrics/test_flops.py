@@ -18,6 +18,11 @@ class Sizes:
     head_width: int
     mlp_width: int
     windows: tuple[int | None, ...]
+    experts: None = None
+
+    @property
+    def sparse(self) -> tuple[bool, ...]:
+        return (False,) * len(self.windows)
 
 
 QWEN_0_5B = Sizes(

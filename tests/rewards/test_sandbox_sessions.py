@@ -1,6 +1,7 @@
 """Sessions of the sandbox keep names and files from cell to cell, see nothing of each other, and end with their limits."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 from jaxrl_llm.rewards.services.sandbox import application
 from jaxrl_llm.rewards.services.sandbox_run import Sandbox
 from jaxrl_llm.rewards.services.sandbox_sessions import Sessions
+from jaxrl_llm.rewards.services.untrusted import process_tree
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="programs are shut in on Linux alone"),
@@ -63,13 +65,11 @@ def session(client: Client) -> Iterator[str]:
 
 
 def interpreters() -> int:
-    """Interpreters of sandboxes that run on this machine."""
+    """Interpreters of sandboxes that come from this process."""
     found = 0
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += b"room = type(sys)" in file.read_bytes()
-        except OSError:
-            continue
+    for process in process_tree.descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            found += b"room = type(sys)" in Path(f"/proc/{process}/cmdline").read_bytes()
     return found
 
 
