@@ -222,7 +222,7 @@ def test_servers_updated_one_at_a_time_never_stop_sampling_and_new_requests_wait
             versions = checked(prefixes * 12, await asked)
             assert max(shut) == 1 and any(drawn) and set(versions) == {0, 1}
             assert set(checked(others(prefixes, 3), await fresh)) == {1}
-            assert [s.version for s in servers] == [1, 1, 1]
+            await until(lambda: all(s.version == 1 for s in servers))  # the last one may be updated when all is drawn
 
     asyncio.run(run())
 
