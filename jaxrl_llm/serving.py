@@ -40,6 +40,17 @@ def loopback(host: str) -> bool:
         return False
 
 
+def reachable(host: str) -> str:
+    """The host, as a URL on this machine writes it, of a server that listens on `host`, which may be every address of it."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host or "127.0.0.1"
+    if address.version == 6:
+        return "[::1]" if address.is_unspecified else f"[{address}]"
+    return "127.0.0.1" if address.is_unspecified else host
+
+
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 

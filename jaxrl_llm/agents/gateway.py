@@ -144,8 +144,7 @@ class RunningGateway:
 
     def endpoint(self, session: Session) -> Endpoint:
         """Where an agent on this machine finds the policy for a session."""
-        host = "127.0.0.1" if self.config.host in ("0.0.0.0", "::", "") else self.config.host
-        host = f"[{host}]" if ":" in host else host
+        host = serving.reachable(self.config.host)
         base = f"http://{host}:{self.port}/s/{session.id}/v1"
         return Endpoint(base_url=base, key=self._key(session), model=self.service.model)
 

@@ -13,7 +13,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.grouped_matmul import expert_mlp as mlp
 from jaxrl_llm.kernels.grouped_matmul.definition import DTYPES, Call, Plan, plan_of_sizes, rows_of
 
-# Tried in this order; a backend is the module of that name, with `refusal`, `block_rows` and the products of `reference`.
+# Tried in this order; a backend is the module of that name, with the functions of `reference`, and `gated` where it fuses that.
 BACKENDS = ("mosaic_gpu", "tpu", "xla", "reference")
 
 

@@ -14,7 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl_llm.kernels.grouped_matmul.definition import Call, Plan, float32_or_wider, plan_of_experts, rows_of
+from jaxrl_llm.kernels.grouped_matmul.definition import (
+    Blocks,
+    Call,
+    Plan,
+    activation,
+    activation_gradient,
+    float32_or_wider,
+    plan_of_experts,
+    rows_of,
+)
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]
 
@@ -29,7 +38,7 @@ def _forward(backend: ModuleType, call: Call, inputs: Inputs, *, keep: bool) -> 
     x, gate_up, down, experts, weights = inputs
     plan = _plan(backend, call, experts)
     rows = backend.spread(x, plan, call)
-    hidden, gate = backend.gated(rows, _both(gate_up, x.dtype), plan.blocks, call, keep=keep)
+    hidden, gate = _gated(backend, rows, _both(gate_up, x.dtype), plan.blocks, call, keep=keep)
     out = backend.product(hidden, down.astype(x.dtype), plan.blocks, call)
     return _combine(out, plan, weights, experts.shape, x.dtype), gate
 
@@ -44,7 +53,8 @@ def _gradient(backend: ModuleType, call: Call, kept: Any, dy: jax.Array) -> tupl
     plan = _plan(backend, call, experts)
     rows, drows = backend.spread(x, plan, call), backend.spread(dy.astype(x.dtype), plan, call)
     weight = rows_of(weights.reshape(-1), plan.row)
-    hidden, dgate, dweights = backend.gated_gradient(drows, down.astype(x.dtype), gate, weight, plan.blocks, call)
+    dh = backend.product(drows, down.astype(x.dtype), plan.blocks, call, transposed=True)
+    hidden, dgate, dweights = activation_gradient(gate, dh, weight)
     ddown = backend.weight_gradient(hidden, drows, plan.blocks, call, down.dtype)
     both = _both(gate_up, x.dtype)
     dx = _combine(backend.product(dgate, both, plan.blocks, call, transposed=True), plan, None, experts.shape, x.dtype)
@@ -58,6 +68,17 @@ compute.defvjp(_keep, _gradient)
 
 def _plan(backend: ModuleType, call: Call, experts: jax.Array) -> Plan:
     return plan_of_experts(experts.reshape(-1), call.experts, backend.block_rows(call))
+
+
+def _gated(
+    backend: ModuleType, rows: jax.Array, gate_up: jax.Array, blocks: Blocks, call: Call, *, keep: bool
+) -> tuple[jax.Array, jax.Array | None]:
+    """Returns silu(g) u [P, M], and g and u side by side where `keep`; by the backend's `gated` where it has one."""
+    if hasattr(backend, "gated"):
+        hidden, gate = backend.gated(rows, gate_up, blocks, call, keep=keep)
+        return hidden, gate
+    both = backend.product(rows, gate_up, blocks, call)
+    return activation(both), both if keep else None
 
 
 def _both(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:

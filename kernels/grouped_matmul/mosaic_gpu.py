@@ -139,19 +139,6 @@ def gated(
     return out[0], out[1] if keep else None
 
 
-def gated_gradient(
-    dy: Float[Array, "P D"],
-    down: Float[Array, "E M D"],
-    gate_up: Float[Array, "P M2"],
-    weight: Float[Array, " P"],
-    blocks: Blocks,
-    call: Call,
-) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
-    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
-    dh = product(dy, down, blocks, call, transposed=True)
-    return definition.activation_gradient(gate_up, dh, weight)
-
-
 def weight_gradient(
     x: Float[Array, "P A"], dy: Float[Array, "P B"], blocks: Blocks, call: Call, dtype: jnp.dtype
 ) -> Float[Array, "E A B"]:

@@ -9,8 +9,6 @@ from jaxrl_llm.kernels.grouped_matmul.definition import (
     Blocks,
     Call,
     Plan,
-    activation,
-    activation_gradient,
     float32_or_wider,
 )
 
@@ -43,27 +41,6 @@ def product(
         y = jnp.matmul(x, weight, preferred_element_type=wide, precision="highest")
         out = jnp.where(_mine(blocks, expert), y, out)
     return out.astype(x.dtype)
-
-
-def gated(
-    x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
-) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
-    """Returns silu(g) u, and g and u side by side where `keep`."""
-    both = product(x, gate_up, blocks, call)
-    return activation(both), both if keep else None
-
-
-def gated_gradient(
-    dy: Float[Array, "P D"],
-    down: Float[Array, "E M D"],
-    gate_up: Float[Array, "P M2"],
-    weight: Float[Array, " P"],
-    blocks: Blocks,
-    call: Call,
-) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
-    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
-    dh = product(dy, down, blocks, call, transposed=True)
-    return activation_gradient(gate_up, dh, weight)
 
 
 def weight_gradient(

@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.grouped_matmul import definition
-from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan, activation, activation_gradient
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
 UNIT = 128  # lanes of a vector: what every axis of a tile must be a multiple of
 TILES = (1024, 512, 256, UNIT)
@@ -45,27 +45,6 @@ def product(
     tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(columns))
     y: jax.Array = gmm(x, w, _sizes(x, blocks), x.dtype, tiling, transpose_rhs=transposed)
     return y
-
-
-def gated(
-    x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
-) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
-    """Returns silu(g) u, and g and u side by side where `keep`."""
-    both = product(x, gate_up, blocks, call)
-    return activation(both), both if keep else None
-
-
-def gated_gradient(
-    dy: Float[Array, "P D"],
-    down: Float[Array, "E M D"],
-    gate_up: Float[Array, "P M2"],
-    weight: Float[Array, " P"],
-    blocks: Blocks,
-    call: Call,
-) -> tuple[Float[Array, "P M"], Float[Array, "P M2"], Float[Array, " P"]]:
-    """Returns w h, w times the gradient of g and u, and <dh, h>, with dh = dy W^T, h = silu(g) u and the rows' weights w."""
-    dh = product(dy, down, blocks, call, transposed=True)
-    return activation_gradient(gate_up, dh, weight)
 
 
 def weight_gradient(

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import numpy as np
 import pytest
@@ -49,16 +50,17 @@ def test_a_request_needs_the_address_and_the_key_of_its_session():
     asyncio.run(main())
 
 
-def test_other_addresses_need_a_token(monkeypatch):
-    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*token_variable"):
-        Gateway(host="0.0.0.0").token()
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_other_addresses_need_a_token(host, monkeypatch):
+    with pytest.raises(ValueError, match=f"{re.escape(host)}.*token_variable"):
+        Gateway(host=host).token()
     monkeypatch.setenv("TOKEN_OF_THE_TEST", "short")
     with pytest.raises(ValueError, match="at least 16"):
         Gateway(token_variable="TOKEN_OF_THE_TEST").token()
     monkeypatch.setenv("TOKEN_OF_THE_TEST", "a" * 20)
 
     async def main():
-        config = Gateway(host="0.0.0.0", token_variable="TOKEN_OF_THE_TEST")
+        config = Gateway(host=host, token_variable="TOKEN_OF_THE_TEST")
         async with talking(speaks(rendering(), ["Hello"]), rendering(), config=config) as talk:
             assert (await talk.say(HI))["content"] == "Hello"
             base = talk.gateway.endpoint(talk.session).base_url
