@@ -1,8 +1,9 @@
 """Sizes of well-known models by name, for benchmarks with random weights."""
 
-from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.architecture import Architecture, Experts
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 
 SHAPES: dict[str, Architecture] = {
     "tiny": Qwen3(vocabulary_size=512, width=64, layers=2, heads=4, kv_heads=2, head_width=16, mlp_width=128),
@@ -20,5 +21,16 @@ SHAPES: dict[str, Architecture] = {
     ),
     "qwen3-8b": Qwen3(
         vocabulary_size=151936, width=4096, layers=36, heads=32, kv_heads=8, head_width=128, mlp_width=12288
+    ),
+    "qwen3-30b-a3b": Qwen3MoE(
+        vocabulary_size=151936,
+        width=2048,
+        layers=48,
+        heads=32,
+        kv_heads=4,
+        head_width=128,
+        mlp_width=6144,
+        max_positions=40960,
+        experts=Experts(count=128, chosen=8, width=768, normalised=True),
     ),
 }

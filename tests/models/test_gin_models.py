@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.models.sources import PolicySource
 
 FOLDER = Path(__file__).parents[2] / "gin" / "models"
@@ -55,3 +56,7 @@ def test_a_pretrained_model_is_named_by_one_macro():
 def test_a_pretrained_model_without_a_name_is_refused():
     with pytest.raises(ValueError, match=r"PRETRAINED.* set to `%gin.REQUIRED`"):
         source("pretrained")
+
+
+def test_the_benchmark_of_experts_has_the_sizes_of_the_model_file():
+    assert SHAPES["qwen3-30b-a3b"] == source("qwen3_30b_a3b").architecture
