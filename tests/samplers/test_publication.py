@@ -121,6 +121,19 @@ def test_the_last_versions_are_kept_and_those_of_an_earlier_run_are_not(tiny, tm
     assert sorted(p.name for p in tmp_path.iterdir()) == ["v00000002", "v00000003"]
 
 
+def test_a_process_that_comes_late_leaves_what_the_first_one_wrote(tiny, tmp_path, monkeypatch):
+    first, late = publisher(tiny, tmp_path), publisher(tiny, tmp_path)
+    path = tmp_path / "v00000003"
+    first._make_room(path, 1)
+    (path / "manifest.json").write_text("{}")
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    late._make_room(path, 1)
+    assert (path / "manifest.json").read_text() == "{}"
+    monkeypatch.undo()
+    publisher(tiny, tmp_path)._make_room(path, 1)
+    assert not list(path.iterdir()), "a version that is published once more begins empty"
+
+
 def test_requests_go_on_while_old_versions_are_removed(tiny, tmp_path, monkeypatch):
     one = publisher(tiny, tmp_path, keep=1)
     publish(one, tiny.params, (0,))

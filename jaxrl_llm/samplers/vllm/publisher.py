@@ -182,7 +182,8 @@ class Publisher:
 
     def _make_room(self, path: Path, size: int) -> None:
         self._writer().wait_until_finished()
-        shutil.rmtree(path, ignore_errors=True)  # of a version that is published once more
+        if jax.process_index() == 0:  # another process may come after the manifest is written
+            shutil.rmtree(path, ignore_errors=True)  # of a version that is published once more
         path.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
         if free < size:
