@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 Array = Any  # jax.Array or np.ndarray
 
-# A sum, with the name of the global count that divides it: "tokens", "sequences", "pairs", "constant" or "one".
+# A sum, with the name of the global count that divides it: "tokens", "read", "sequences", "pairs", "constant" or "one".
 Term = tuple[jax.Array, str]
 
 
@@ -108,6 +108,11 @@ class Advantages:
     aux: dict[str, Array] = field(default_factory=dict)
     metrics: dict[str, Array] = field(default_factory=dict)
 
+    @property
+    def silent(self) -> Array:
+        """The sequences without an advantage at any token that is learned from, bool [S]."""
+        return ((self.advantages == 0) | ~self.loss_mask).all(axis=1)
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -131,8 +136,8 @@ class MicroBatch:
       ref_logprobs, old_values, returns, weights: float32 [B, T], or None.
       aux: {name: [B, T]} the arrays of `Advantages.aux`.
       group, side: int32 [S], as in `Sequences`; entries beyond the last sequence have an empty mask.
-      counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one; and routed, the minibatch's positions
-        that are no padding.
+      counts: {name: float32 []} global denominators: tokens, sequences, pairs, constant, one; read, the tokens of the sequences that are in
+        rows; and routed, the minibatch's positions that are no padding.
       routes: uint [B, T, L, k] experts that were recorded for each position in each layer with experts, or None.
       loads: int32 [L, E] positions of the whole minibatch at each expert of each such layer, or None.
     """

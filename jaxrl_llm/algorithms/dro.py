@@ -30,5 +30,10 @@ class DRO(GroupRelative):
         if not self.beta > 0:
             components.refuse(self, "beta", "> 0: without the pull nothing holds the policy near the one that sampled")
 
+    @property
+    def silent(self) -> bool:
+        """False: the pull acts on every token."""
+        return False
+
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         return surrogate.quadratic(tokens, self.beta), {}

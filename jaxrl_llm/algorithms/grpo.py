@@ -127,6 +127,12 @@ class PolicyGradient(ABC):
         )
 
     @property
+    def silent(self) -> bool:
+        """True where a sequence whose advantages are all 0 adds nothing to the loss, nor to its gradient."""
+        pulled = self.entropy_coef or (self.kl_coef and self.kl_in == "loss")
+        return not pulled and "critic" not in self.needs
+
+    @property
     def constant(self) -> float:
         """What a sequence adds to the count "constant"."""
         return float(self.constant_length)
@@ -245,7 +251,7 @@ class PolicyGradient(ABC):
             kl = divergence(tokens.logprob, _clean(given(batch.ref_logprobs, "reference"), mask), self.kl_estimator)
             streams["kl/reference"] = kl
             terms["kl"] = self._aggregate(tokens.aux["kl_coef"] * kl, batch)
-        metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "tokens") for name, x in streams.items()}
+        metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
         metrics |= {f"loss/{name}": term for name, term in terms.items()}
         return terms, metrics
 

@@ -36,6 +36,11 @@ class KLCov(GroupRelative):
         components.within(self, "(0, 1]", "share")
         components.at_least(self, 0, "coef")
 
+    @property
+    def silent(self) -> bool:
+        """False: the penalty acts on tokens of any advantage."""
+        return False
+
     def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
         chosen = highest(
             covariance(sequences.old_logprobs, advantages, sequences.learned), sequences.learned, self.share

@@ -6,6 +6,7 @@ return flows from a later branch to the tokens of an earlier one, as time does. 
 and each sampled token is learned from where its branch's mask says so, which is once.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -94,6 +95,7 @@ class Batch:
       response_tokens: T, most tokens of a rollout's row (`row`).
       capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
       minibatches: packed rows of the micro-batches of each minibatch.
+      counted: numbers of the sequences that the counts of each minibatch are of; None for those of its rows.
       routes: experts that the learner recorded for each sequence, uint [n - 1, L, k]; None takes those of the rollouts.
     """
 
@@ -102,6 +104,7 @@ class Batch:
     response_tokens: int
     capacity: int
     minibatches: Sequence[Sequence[PackedRows]]
+    counted: Sequence[np.ndarray] | None = None
     routes: Sequence[np.ndarray] | None = None
 
     @classmethod
@@ -138,6 +141,17 @@ class Batch:
         order = np.random.default_rng(list(seed)).permutation(len(self.groups))
         parts = np.array_split(order, len(self.minibatches))
         return replace(self, minibatches=_minibatches(self.groups, packing, parts))
+
+    def without(self, packing: Packing, silent: np.ndarray) -> "Batch":
+        """The batch with the rows of the sequences that are not `silent`, bool [S], which all its sequences are counted in.
+
+        A minibatch whose sequences are all silent keeps one, so that it makes an update as it would with all of them.
+        """
+        counted = [_members(mini) for mini in self.minibatches]
+        kept = [m[~silent[m]] if not silent[m].all() else m[:1] for m in counted]
+        rollouts = [r for g in self.groups for r in g.rollouts]
+        packed = [_pack(packing, rollouts, [[i] for i in sorted(m.tolist())], together=False) for m in kept]
+        return replace(self, minibatches=packed, counted=counted)
 
     @cached_property
     def rollouts(self) -> list[Rollout]:
@@ -222,9 +236,10 @@ class Batch:
         self, sequences: Sequences, advantages: Advantages, constant: float, partitioner: Partitioner
     ) -> list[list[MicroBatch]]:
         """The micro-batches of every minibatch on the device; `sequences` and `advantages` hold NumPy arrays."""
+        counted = self.counted or itertools.repeat(None, len(self.minibatches))
         return [
-            [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant, self.recorded)]
-            for mini in self.minibatches
+            [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant, self.recorded, members)]
+            for mini, members in zip(self.minibatches, counted, strict=True)
         ]
 
 
@@ -234,9 +249,13 @@ def filled(
     advantages: Advantages,
     constant: float,
     recorded: Sequence[np.ndarray | None] | None = None,
+    counted: np.ndarray | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one minibatch, on the host, with its global counts and the experts recorded for each sequence."""
-    members = np.concatenate([rows.members[rows.members >= 0] for rows in mini])
+    """The micro-batches of one minibatch, on the host, with its global counts and the experts recorded for each sequence.
+
+    The counts are those of the sequences with the numbers `counted`; None takes the ones in its rows.
+    """
+    members = _members(mini) if counted is None else counted
     learned = np.any(advantages.loss_mask[members], axis=1)
     group, side = np.asarray(sequences.group)[members], np.asarray(sequences.side)[members]
     learned_sequences = float(np.sum(learned))
@@ -246,6 +265,7 @@ def filled(
         "pairs": float(len(np.intersect1d(group[learned & (side > 0)], group[learned & (side < 0)]))),
         "constant": learned_sequences * constant,
         "one": 1.0,
+        "read": float(np.sum(advantages.loss_mask[_members(mini)])),
         "routed": float(sum(int(np.sum(rows.segments > 0)) for rows in mini)),
     }
     denominators = {n: np.float32(max(c, 1.0)) for n, c in counts.items()}
@@ -253,6 +273,11 @@ def filled(
     if recorded is None:
         return micro
     return [batch.replace(routes=rows.scatter_routes(recorded)) for rows, batch in zip(mini, micro, strict=True)]
+
+
+def _members(mini: Sequence[PackedRows]) -> np.ndarray:
+    """The numbers of the sequences that are in the rows of a minibatch."""
+    return np.concatenate([rows.members[rows.members >= 0] for rows in mini])
 
 
 def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts: dict[str, Any]) -> MicroBatch:

@@ -73,6 +73,8 @@ class Stage:
         bfloat16 run holds and stores half the bytes.
       score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
         steps need none, unless the algorithm or the reward reads token stats.
+      skip_silent: leave sequences whose advantages are all 0 out of the rows that updates read. The updates stay what they are; their
+        means over tokens are those of the other sequences.
       evaluations: held-out datasets whose prompts the policy answers.
       held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
       evaluate_every: steps of the run between evaluations; the last step is always evaluated, and the untrained policy too.
@@ -119,6 +121,7 @@ class Stage:
     offload_reference: bool = False
     reference_dtype: Literal["float32", "bfloat16"] | None = None
     score_every: int = 1
+    skip_silent: bool = False
     evaluations: Sequence[Evaluation] = ()
     held_out: Dataset | None = None
     evaluate_every: int = 50
@@ -164,6 +167,8 @@ class Stage:
                 "set MAX_STALENESS"
             )
         self._check_phases()
+        if self.skip_silent:
+            self._check_silent()
         if self.samples:
             self._check_sampling()
 
@@ -190,6 +195,15 @@ class Stage:
                 raise ValueError(
                     f"phase {phase.name!r} of stage {self.name!r} reads log-probs inside the model, which neither the sampler has nor "
                     "a reward wants: set Stage.old_logprobs = 'learner', and a reward that needs no statistics"
+                )
+
+    def _check_silent(self) -> None:
+        losses = [self.algorithm, *(phase.loss for phase in self.phases if phase.loss is not None)]
+        for loss in losses:
+            if not (isinstance(loss, PolicyGradient) and loss.silent):
+                raise ValueError(
+                    f"Stage.skip_silent of stage {self.name!r} is for policy gradients to which a sequence of zero advantage adds nothing (got "
+                    f"{type(loss).__name__}): set it to False, or entropy_coef and kl_coef of the algorithm to 0"
                 )
 
     def _check_critic(self) -> None:

@@ -92,6 +92,13 @@ class StageTrainer:
     unrewarded: int = 0
     played: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.config.skip_silent and self.learner.balances:
+            raise ValueError(
+                f"Stage.skip_silent of stage {self.config.name!r} is not for experts whose loads are balanced by the loss, which every token "
+                "adds to: set it to False, or Router.balance to 0"
+            )
+
     # -- the step ------------------------------------------------------------------------------------------------------
 
     async def step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, float], StepResult]:
@@ -172,10 +179,12 @@ class StageTrainer:
         self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages, step: int
     ) -> tuple[TrainState, dict[str, float]]:
         """All updates of the step, and the mean of their metrics; each epoch after the first deals its groups to minibatches anew."""
-        learner = self.phase_learner
+        learner, config = self.phase_learner, self.config
         found = []
-        for epoch in range(self.config.epochs):
-            dealt = batch.shuffled(self.config.packing, (self.learner.seed, step, epoch)) if epoch else batch
+        for epoch in range(config.epochs):
+            dealt = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
+            if config.skip_silent:
+                dealt = dealt.without(config.packing, advantages.silent)
             for minibatch in dealt.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner):
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)

@@ -92,6 +92,7 @@ def make_batch(
     live = loss_mask.any(1)
     counts = {
         "tokens": loss_mask.sum(),
+        "read": loss_mask[members].sum(),
         "sequences": live.sum(),
         "pairs": (live & (np.asarray(sequences.side) == 1)).sum(),
         "constant": live.sum() * constant,

@@ -28,6 +28,12 @@ CASES = {
         ["sources.PolicySource.lora = @lora.LoRA()", "lora.LoRA.targets = ('c_attn',)"],
         r"lora.LoRA.targets must name linear maps of a layer",
     ),
+    "silent sequences that an entropy bonus reaches": (
+        "grpo",
+        ["rl/train.Stage.skip_silent = True", "grpo.GRPO.entropy_coef = 0.01"],
+        r"skip_silent of stage 'rl' is for policy gradients .*got GRPO.*entropy_coef",
+    ),
+    "silent sequences that a critic learns from": ("ppo", ["rl/train.Stage.skip_silent = True"], r"skip_silent .*got PPO"),
     "measured pairs where samples are learned from": ("grpo", ["HELD_OUT = @sorting.Sorting()"], r"set HELD_OUT = None"),
 }  # fmt: skip
 IMPORTS = """from __gin__ import dynamic_registration

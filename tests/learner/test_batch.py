@@ -113,9 +113,25 @@ def test_counts_are_those_of_the_mini_batch_over_all_its_micro_batches():
     first, second = (filled(mini, sequences, credit, constant=10.0) for mini in batch.minibatches)
     assert [len(first), len(second)] == [2, 1]  # five sequences, four to a micro-batch
     for part in first:
-        assert part.counts == {"tokens": 4, "sequences": 2, "pairs": 1, "constant": 20, "one": 1, "routed": 13}
+        assert part.counts == {
+            "tokens": 4,
+            "sequences": 2,
+            "pairs": 1,
+            "constant": 20,
+            "one": 1,
+            "read": 4,
+            "routed": 13,
+        }
     # A prompt and all but the last token of a response are read: 4 + 2 + 3 + 2 + 2 positions, and 6.
-    assert second[0].counts == {"tokens": 4, "sequences": 1, "pairs": 1, "constant": 10, "one": 1, "routed": 6}
+    assert second[0].counts == {
+        "tokens": 4,
+        "sequences": 1,
+        "pairs": 1,
+        "constant": 10,
+        "one": 1,
+        "read": 4,
+        "routed": 6,
+    }
     assert sum(int(part.mask.sum()) for part in first) == 4 and int(second[0].mask.sum()) == 4
 
 
