@@ -1,10 +1,9 @@
 """The token service: sessions over any sampler, each call a continuation of exact token ids."""
 
 import asyncio
-import contextlib
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -157,6 +156,7 @@ class TokenService:
 
     async def _sampled(self, session: Session, asked: Asked, wish: Wish) -> tuple[Completion, int]:
         """Returns the completion, and the version that was served when it was asked for."""
+        self.counters["held_calls"] += not self._flowing.is_set()
         while not self._flowing.is_set():  # another update may have begun before this task goes on
             await self._flowing.wait()
         self._empty.clear()
@@ -198,18 +198,22 @@ class TokenService:
 
     # -- updates of the weights ----------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def held(self) -> AsyncIterator[None]:
-        """Lets no call reach the sampler within the block, which begins when those in flight have ended; calls wait meanwhile.
+    async def hold(self) -> None:
+        """Lets no call reach the sampler until `flow`; returns when those that it has have ended. Calls wait meanwhile.
 
-        For samplers that cannot draw while the learner updates, as the embedded one: around the update and its publication.
+        For a sampler that cannot draw while the learner updates, as the embedded one: around scoring, the update and its publication.
         """
         self._flowing.clear()
-        try:
-            await self._empty.wait()
-            yield
-        finally:
-            self._flowing.set()
+        await self._empty.wait()
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for `flow`."""
+        return 0 if self._flowing.is_set() else self._in_flight - self._sampling
+
+    def flow(self) -> None:
+        """Lets the calls that waited, and later ones, reach the sampler."""
+        self._flowing.set()
 
     async def close(self) -> None:
         """Closes all sessions, which ends their calls."""

@@ -50,6 +50,12 @@ class RolloutGenerator:
     counters: Counter[str] = field(default_factory=Counter)
     processes: Processes = field(default_factory=Processes)
 
+    @property
+    def holds(self) -> Any:
+        """The token service (agents.service) whose calls wait while the learner computes, since its sampler cannot draw then; or None."""
+        waits = self.player is not None and not getattr(self.sampler, "overlaps", False)
+        return self.player.service if waits else None
+
     async def groups(
         self, prompts: Sequence[Prompt], n: int, settings: SamplingParams, seeds: Sequence[int], role: Role = "sample"
     ) -> AsyncIterator[tuple[int, list[Rollout]]]:

@@ -40,7 +40,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     Raises:
       ValueError: the sampler cannot sample ahead, or the processes of the run have different rows.
     """
-    if config.max_staleness and not getattr(trainer.sampler, "overlaps", False):
+    if config.max_staleness and not (config.plays or getattr(trainer.sampler, "overlaps", False)):
         raise ValueError(
             f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
             "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"

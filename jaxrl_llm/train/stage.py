@@ -82,7 +82,8 @@ class Stage:
       gap_stop: the gap above which the run stops.
       max_skipped: number of updates in a row whose gradient is not finite, after which the run stops.
       max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
-        are sampled while the learner updates, by a sampler outside the learner's process.
+        are sampled while the learner updates, by a sampler outside the learner's process. An environment or an agent may have the embedded
+        sampler: its rollouts go on meanwhile, and calls that come while the learner computes wait for the next publication.
       show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
       show_tokens: tokens of each such rollout whose log-prob, entropy and advantage are written; 0 writes none.
     """

@@ -122,9 +122,18 @@ class StageTrainer:
 
     @part("collecting", "collect")
     async def groups(self, step: int) -> list[Group]:
-        """Returns the groups of a step; raises Stopping where a signal comes first."""
+        """Returns the groups of a step; raises Stopping where a signal comes first.
+
+        Where the sampler cannot draw while the learner computes, calls of rollouts that go on wait from the end of this to the next step's.
+        """
+        service = None if self.collector is None else self.collector.generator.holds
+        if service is not None:
+            service.flow()
         coming = self.loader.next(step)
-        return await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
+        found = await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
+        if service is not None:
+            await self.preemption.unless(service.hold())
+        return found
 
     @part("scoring", "score")
     def pack(self, groups: Sequence[Group]) -> Batch:

@@ -249,15 +249,17 @@ def test_calls_wait_while_the_weights_change():
         early = asyncio.create_task(service.continue_(one, np.asarray([3])))
         while not sampler.running:
             await asyncio.sleep(0.01)
-        async with service.held():
-            assert len(sampler.asked) == 1 and not sampler.running
-            late = asyncio.create_task(service.continue_(one, np.asarray([4])))
-            await asyncio.sleep(0.2)
-            assert not late.done() and not sampler.running
-            sampler.version = 8
+        await service.hold()
+        assert len(sampler.asked) == 1 and not sampler.running
+        late = asyncio.create_task(service.continue_(one, np.asarray([4])))
+        await asyncio.sleep(0.2)
+        assert not late.done() and not sampler.running
+        sampler.version = 8
+        service.flow()
         assert (await late).versions.tolist() == [8, 8]
         assert (await early).versions.tolist() == [3, 3]
-        assert service.take()["agents/in_flight"] == 0
+        counts = service.take()
+        assert counts["agents/in_flight"] == 0 and counts["agents/held_calls"] == 1
         gone = asyncio.create_task(service.continue_(one, np.asarray([5])))
         await asyncio.sleep(0.02)
         gone.cancel()
