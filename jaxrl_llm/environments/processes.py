@@ -1,20 +1,41 @@
-"""Ends programs with all that they started, those included that left their process group."""
+"""Ends programs with all that they started, those included that left their process group.
+
+Where the run itself is killed, a keeper does: a process of this file, which sees its standard input end with the run.
+"""
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
 import secrets
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 MARK = "JAXRL_LLM_STARTED_BY"  # environment variable that what a program starts inherits
 LIMIT_S = 10.0
+STARTING_S = 0.5  # within which a process that the run was starting has its variables
 
 
 def mark() -> str:
-    """A random value for the variable MARK, which tells the processes of one program from others."""
-    return secrets.token_hex(16)
+    """A random value for the variable MARK, which tells the processes of one program from others, and those of this run."""
+    return f"{_kept()}.{secrets.token_hex(16)}"
+
+
+@functools.cache
+def _kept() -> str:
+    """What the marks of this process begin with; its keeper is started at the first call."""
+    own = secrets.token_hex(16)
+    if sys.platform == "linux":
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", __file__, own], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd="/",
+            start_new_session=True,
+        )  # fmt: skip
+        atexit.register(keeper.communicate)
+    return own
 
 
 async def end(process: asyncio.subprocess.Process, marked: str) -> None:
@@ -38,9 +59,21 @@ def _end_marked(marked: str) -> None:
 
 
 def _marked(marked: str) -> Iterator[int]:
-    """The processes that have a mark and have not ended; none where the system does not show them (other than Linux)."""
+    """The processes whose mark begins so and that have not ended; none where the system does not show them (other than Linux)."""
     entry = f"{MARK}={marked}".encode()
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as held:
-            if entry in held.read().split(b"\0"):
+            if any(variable.startswith(entry) for variable in held.read().split(b"\0")):
                 yield int(name)
+
+
+def main() -> None:
+    """Waits for the end of the run, and ends what it left."""
+    sys.stdin.buffer.read()
+    _end_marked(sys.argv[1])
+    time.sleep(STARTING_S)
+    _end_marked(sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

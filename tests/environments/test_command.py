@@ -1,6 +1,8 @@
 """Agents that are programs and functions: they find the policy, say what a rollout was worth, and leave no process."""
 
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,6 +13,7 @@ from environments.players import asked, played
 from jaxrl_llm.environments.command import Command, ending
 from jaxrl_llm.environments.coroutine import Coroutine
 from jaxrl_llm.experience import Ending, Limits
+from jaxrl_llm.rewards.services.untrusted.process_tree import children
 
 PROGRAM = str(Path(__file__).parent / "agent_program.py")
 PROMPT = asked("1 + 1?", reference="2", extra={"level": 3})
@@ -56,6 +59,33 @@ def test_a_program_leaves_no_process_behind(how, tmp_path):
     assert found.finish == ("length" if how == "hangs" else "stop")
     assert found.rewards == ({} if how == "hangs" else {"right": 1.0, "unknown": None})
     assert not alive(int(noted.read_text()))
+
+
+@LINUX
+def test_a_run_that_is_killed_leaves_no_program_behind(tmp_path):
+    """The program sleeps with a process that left its group; nobody of the run is there to end them."""
+    noted, here = tmp_path / "pid", Path(__file__).parents[1]
+    play = f"""
+import sys
+from environments.players import asked, played
+from jaxrl_llm.environments.command import Command
+command = (sys.executable, {PROGRAM!r}, "hangs", {str(noted)!r})
+played(asked("1 + 1?", reference="2"), ["It is 2."], agent=Command(command=command))
+"""
+    path = os.pathsep.join([str(here), str(here.parent)])
+    run = subprocess.Popen([sys.executable, "-c", play], env={**os.environ, "PYTHONPATH": path})
+    until = time.monotonic() + 200
+    while not (noted.exists() and noted.read_text()) and run.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    left = int(noted.read_text())
+    (program,) = [pid for pid in children(run.pid) if PROGRAM in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert alive(left) and alive(program)
+    os.kill(run.pid, signal.SIGKILL)
+    run.wait()
+    until = time.monotonic() + 30
+    while (alive(left) or alive(program)) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not alive(left) and not alive(program)
 
 
 def test_a_programs_environment_holds_what_it_is_given_and_no_secret_of_the_run(monkeypatch, tmp_path):
