@@ -24,6 +24,8 @@ FREE = re.compile(
     r"(run_dir|stop_after_s|stop_limit_s|profile_steps|(mesh|hosts|checkpoints|writers|watch|sampler)\b.*)"
     r"|stages\[[^]]+\]\.("
     r"data\b.*|teacher\.path|evaluate_every|score_every|gap_\w+|max_skipped|show_\w+|(offload_reference|reference_dtype)|held_out\b.*|evaluations\b.*|packing\.(rows|tail|row_tokens)"
+    r"|(environment|agent|reward)\b.*\.(urls?|token_env|sessions|wait_s|idle_s|workers|start_s)|agent\.taskset\.python"
+    r"|episodes\.(concurrency|stop_after|close_s|gateway\b.*)"
     r"|(critic_)?optimizer\.(learning_rate|warmup_steps|schedule|final_fraction|offload|max_grad_norm)"
     r")"
     r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll)"

@@ -120,3 +120,26 @@ def test_the_settings_of_a_run_are_all_its_fields():
     for field in dataclasses.fields(built.stages[1].algorithm):
         assert any(name.startswith(f"stages[rl].algorithm.{field.name}") for name in names)
     assert names["stages[rl].algorithm"] == "GRPO" and names["stages[sft].prompts_per_step"]
+
+
+@pytest.mark.parametrize(
+    ("name", "free"),
+    [
+        ("environment.url", True),
+        ("environment.tools[0].url", True),
+        ("environment.tools[0].cell_s", False),
+        ("environment.tries", False),
+        ("agent.python.sessions", True),
+        ("agent.taskset.python", True),
+        ("agent.taskset.first", False),
+        ("agent.command", False),
+        ("reward.parts[code].service.urls", True),
+        ("reward.weights", False),
+        ("episodes.gateway.port", True),
+        ("episodes.limits.episode_s", False),
+        ("max_turns", False),
+    ],
+)
+def test_where_services_listen_may_change_and_what_they_do_may_not(name: str, free: bool):
+    change = settings.Change(f"stages[rl].{name}", "1", "2")
+    assert settings.refused([change], ["sft", "rl"], 1) == ([] if free else [change])
