@@ -129,13 +129,17 @@ class Conversation:
 
 @runtime_checkable
 class Conversing(Protocol):
-    """A sampler whose `sample` takes a Conversation by the keyword `conversation`.
-
-    Attributes:
-      converses: always True.
-    """
+    """A sampler whose `sample` takes a Conversation by the keyword `conversation`; its `converses` is always True."""
 
     converses: bool
+
+
+@runtime_checkable
+class Keeping(Protocol):
+    """A sampler that keeps what it computed of a conversation for its next turn."""
+
+    def forget(self, conversation: str) -> None:
+        """Frees what is kept of this id, whose conversation has ended or goes on by other weights."""
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm.agents.session import Asked, Call, Ended, Session
 from jaxrl_llm.experience import Completion, SamplingParams
-from jaxrl_llm.protocols import Conversation, Conversing, Sampler
+from jaxrl_llm.protocols import Conversation, Conversing, Keeping, Sampler
 
 _REMEMBERED = 10_000  # closed sessions whose late requests are told so
 
@@ -108,6 +108,7 @@ class TokenService:
 
     def _closed(self, session: Session) -> None:
         self._past[session.id] = self._sessions.pop(session.id)
+        self._forget(session)
         if len(self._past) > _REMEMBERED:
             self._past.popitem(last=False)
         self.counters["sessions"] += 1
@@ -205,6 +206,13 @@ class TokenService:
         """
         self._flowing.clear()
         await self._empty.wait()
+        for session in self.sessions:
+            self._forget(session)
+
+    def _forget(self, session: Session) -> None:
+        """Frees what the sampler keeps of a session."""
+        if isinstance(self.sampler, Keeping):
+            self.sampler.forget(session.id)
 
     @property
     def waiting(self) -> int:

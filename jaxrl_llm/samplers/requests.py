@@ -150,6 +150,12 @@ class Draft:
         """The tokens so far, int32 [T]."""
         return self._tokens[: self.count]
 
+    @property
+    def version(self) -> int | None:
+        """The version of all tokens so far; None where there are none, or of several versions."""
+        found = set(self._versions[: self.count].tolist())
+        return found.pop() if len(found) == 1 else None
+
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int | np.ndarray, decode: Decode) -> bool:
         """Appends drawn tokens [T], all of one version or each of its own; returns True where a stop string ended the response,
         whose later tokens are dropped."""

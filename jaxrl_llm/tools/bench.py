@@ -37,7 +37,7 @@ from jaxrl_llm.metrics import flops, profiling, run_folder
 from jaxrl_llm.models.policy import Params
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.embedded import decode
-from jaxrl_llm.samplers.embedded.sampler import Engine
+from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.tools import memory, programs
 from jaxrl_llm.tools.bench_case import SWEPT, Case, full_rows, lengths_of, micro_batches, packed, rollout, scored
 from jaxrl_llm.tools.planning.chips import GIB

@@ -22,7 +22,8 @@ from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.models import layers
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
-from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, Engine
+from jaxrl_llm.samplers.embedded.engine import Engine
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 # Flags that take several values: name -> (type, default, meaning).
 SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {

@@ -11,7 +11,8 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, Engine
+from jaxrl_llm.samplers.embedded.engine import Engine
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 VOCABULARY = 24
 MAX_LENGTH = 32

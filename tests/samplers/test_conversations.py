@@ -52,7 +52,7 @@ def test_growing_turns_of_many_sessions_share_one_batch(tiny, prefixes):
         prompts = await asyncio.gather(*(turns(service, one, 5, prefixes[i]) for i, one in enumerate(sessions)))
         return capacities(engine), prompts, engine.metrics()
 
-    (capacity,), prompts, counted = embedded(tiny, talk, decode_chunk=2)
+    (capacity,), prompts, counted = embedded(tiny, talk, decode_chunk=2, keep_turns=False)
     assert (capacity.slots, capacity.length) == (8, MAX_LENGTH)
     again = [len(later) - 1 for talk in prompts for later in talk[1:]]  # all but the token that is new
     assert counted["sampler/prefill_again_tokens"] == sum(again)

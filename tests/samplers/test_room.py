@@ -61,7 +61,7 @@ def test_the_fullest_device_decides():
 def test_calls_of_all_lengths_are_served_by_the_slots_that_there_is_room_for(tiny, prefixes, draw, monkeypatch, caplog):
     expected = [[c.tokens.tolist() for c in group] for group in draw(tiny, prefixes, 3, SETTINGS)]
     four = taken_bytes(tiny.policy, replace(SLOTS, slots=4, penalised=False))
-    monkeypatch.setattr("jaxrl_llm.samplers.embedded.sampler.free_bytes", lambda devices: int(four / SHARE) + 1)
+    monkeypatch.setattr("jaxrl_llm.samplers.embedded.engine.free_bytes", lambda devices: int(four / SHARE) + 1)
     longer = replace(SETTINGS, max_tokens=20)  # 2 + 20 tokens fill a cache of 32, where 1 + 11 fill one of 16
 
     async def together():
@@ -81,6 +81,6 @@ def test_calls_of_all_lengths_are_served_by_the_slots_that_there_is_room_for(tin
     said = [record.getMessage() for record in caplog.records if "slots of" in record.getMessage()]
     assert len(said) == 1 and "64 slots of 32 tokens" in said[0] and "sampling with 4 slots" in said[0]
     assert "embedded.EmbeddedSampler.slots" in said[0]
-    monkeypatch.setattr("jaxrl_llm.samplers.embedded.sampler.free_bytes", lambda devices: 100)
+    monkeypatch.setattr("jaxrl_llm.samplers.embedded.engine.free_bytes", lambda devices: 100)
     with pytest.raises(MemoryError, match="may be taken"):
         draw(tiny, prefixes, 1, SETTINGS)

@@ -9,6 +9,7 @@ maximum. The penalty counts the prompt's tokens too. Entries whose logit equals 
 (temperature 0) takes the largest logit after the penalty and reports its log-prob under the untempered, unfiltered softmax.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
@@ -305,3 +307,51 @@ def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Arr
 
 def _constrained(policy: Policy, cache: Cache) -> Cache:
     return {name: policy.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
+
+
+def check_shapes(policy: Policy, params: Params) -> None:
+    """Raises ValueError where `params` are not those of `policy`."""
+
+    def check(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, x: jax.Array) -> None:
+        if x.shape != abstract.shape:
+            raise ValueError(
+                f"published parameter {jax.tree_util.keystr(path)} is {x.shape}, the policy's is {abstract.shape}"
+            )
+
+    jax.tree_util.tree_map_with_path(check, policy.abstract(), params)
+
+
+def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
+    """Returns `params` in the policy's compute dtype, laid out for decoding.
+
+    Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
+    own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
+    so that the sampler may delete it.
+
+    Args:
+      policy: whose parameters they are.
+      params: the learner's parameters.
+      share: whether the learner's own arrays may be served.
+      gather: whether weights are whole over the fsdp axis, which saves each decode step their gathering.
+
+    Raises:
+      ValueError: where `params` are not those of `policy`.
+    """
+    partitioner = policy.partitioner
+    if gather:
+        partitioner = replace(partitioner, rules={**partitioner.rules, "embed": ()})
+
+    check_shapes(policy, params)
+
+    def leaf(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
+        dtype = x.dtype if path[-1].key in PRECISE else policy.compute_dtype
+        sharding = partitioner.stored(axes, x.shape)
+        if x.dtype == dtype and isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x if share else x.copy()
+        if x.dtype == dtype:
+            return jax.device_put(x, sharding, may_alias=False)
+        # Cast before the transfer: fewer bytes move between devices. A host array goes straight to its shards.
+        return jax.device_put(x.astype(dtype), sharding)
+
+    axes = policy.axes()
+    return jax.tree_util.tree_map_with_path(leaf, axes, params, is_leaf=lambda x: isinstance(x, tuple))

@@ -8,7 +8,7 @@ The rest is for a block of prompts being prefilled, workspaces of libraries and 
 import logging
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,13 +20,14 @@ import numpy as np
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
-from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded import decode, parking
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
 Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 
 _SHORTEST = 16  # tokens: shorter buckets would compile more and save nothing
 _STOP_IDS = 4  # room for stop ids in every batch
+_TOLD = 64  # tokens: what is told between two turns is seldom much longer, and shorter buckets would compile more
 
 
 def _shortest() -> int:
@@ -110,10 +111,16 @@ class SlotBatch:
     """Sequences that are decoded together, and the prompts prefilled for those that follow."""
 
     def __init__(
-        self, policy: Policy, capacity: Capacity, programs: set[tuple], dtype: str | None = None, record: bool = False
+        self,
+        policy: Policy,
+        capacity: Capacity,
+        programs: set[tuple],
+        dtype: str | None = None,
+        record: bool = False,
+        keep: bool = False,
     ):
         """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's; `record` keeps the
-        experts of each token."""
+        experts of each token; `keep` parks slots whose conversation may go on."""
         self.policy, self.capacity, self._programs, self._dtype, self._record = (
             policy,
             capacity,
@@ -128,6 +135,8 @@ class SlotBatch:
         self._cache, self._seen = decode.empty(
             policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
         )
+        self.parking: parking.Parking | None = None  # until a slot is parked
+        self._keeps = keep and not (record or capacity.penalised) and self._cache.keys() == parking.KEPT
 
     @property
     def busy(self) -> bool:
@@ -138,7 +147,13 @@ class SlotBatch:
         for slot, draft in enumerate(self._drafts):
             if draft is not None and not draft.request.open:
                 self._release(slot)
-        return [slot for slot, draft in enumerate(self._drafts) if draft is None]
+        kept = self.parking or ()
+        return [slot for slot, draft in enumerate(self._drafts) if draft is None and slot not in kept]
+
+    @property
+    def room(self) -> bool:
+        """Whether there is a slot that is free or parked."""
+        return bool(self.free() or self.parking)
 
     def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
         """Returns the rows and tokens, padding included, of a block of `rows` prompts of up to `longest` tokens."""
@@ -166,6 +181,9 @@ class SlotBatch:
     def place(self, params: Params, version: int) -> bool:
         """Gives free slots to sequences of the block; False where there is none left to place."""
         block, free = self._block, self.free()
+        wanted = 0 if block is None else sum(draft.request.open for _, draft in block.drafts)
+        while len(free) < wanted and self.parking:
+            free.append(self.parking.evict())
         if block is None or not free:
             return block is not None
         if block.version != version:  # the prompts' keys and values follow the newest weights
@@ -184,6 +202,28 @@ class SlotBatch:
         if not block.drafts:
             self._block = None
         return self._block is not None
+
+    def parked(self, request: Request, version: int) -> int | None:
+        """Returns the parked slot in which a turn of a conversation goes on; None where it is prefilled."""
+        if self.parking is None or request.conversation is None or request.sequences != 1:
+            return None
+        return self.parking.find(request.conversation.id, np.asarray(request.prefixes[0], np.int32), version)
+
+    def resume(self, turns: Mapping[int, Request], params: Params) -> tuple[int, int]:
+        """Goes on in parked slots, {slot: its next turn}; returns the tokens that were kept, and those that were prefilled."""
+        assert self.parking is not None  # `parked` found the slots
+        held = {slot: len(self.parking.take(slot).tokens) for slot in turns}
+        new = [np.asarray(request.prefixes[0][held[slot] :], np.int32) for slot, request in turns.items()]
+        width = min(bucket(max(map(len, new)), _TOLD), self.capacity.length)
+        tokens = np.zeros((bucket(len(turns), self.policy.partitioner.batch_shards), width), np.int32)
+        starts, slots = np.zeros(len(tokens), np.int32), np.full(len(tokens), self.capacity.slots, np.int32)
+        for row, (slot, more) in enumerate(zip(turns, new)):
+            tokens[row, : len(more)], starts[row], slots[row] = more, held[slot], slot
+        self._programs.add(("lengthen", self.capacity, tokens.shape))
+        self._cache = parking.lengthen(params, self._cache, tokens, starts, slots, policy=self.policy)
+        for slot, request in turns.items():
+            self._assign(slot, request.drafts(0)[0])
+        return sum(held.values()), sum(map(len, new))
 
     def step(self, params: Params, steps: int) -> decode.Chunk:
         """Starts a chunk of decode steps on the device."""
@@ -214,6 +254,7 @@ class SlotBatch:
             if stopped or done[slot]:
                 draft.request.finish(draft, "stop" if stopped or draft.ended_by_id() else "length")
                 self._release(slot)
+                self._park(slot, draft)
         return kept, int(new.max())
 
     def _prefilled(self, params: Params, tokens: np.ndarray) -> tuple[Cache, Recorded | None]:
@@ -236,6 +277,20 @@ class SlotBatch:
 
     def _release(self, slot: int) -> None:
         self._slots.done[slot], self._drafts[slot] = True, None
+
+    def _park(self, slot: int, draft: Draft) -> None:
+        """Keeps a slot whose sequence has ended for the next turn of its conversation.
+
+        The last token drawn was not fed. A slot that is done is fed its last token at one place again and again, behind what is kept.
+        """
+        conversation, version = draft.request.conversation, draft.version
+        if not self._keeps or conversation is None or version is None or not draft.request.open:
+            return
+        tokens = np.concatenate([draft.prefix, draft.tokens])[:-1].astype(np.int32)
+        if len(tokens) < self.capacity.length - 1:
+            if self.parking is None:
+                self.parking = parking.Parking()
+            self.parking.park(slot, parking.Parked(conversation=conversation.id, tokens=tokens, version=version))
 
 
 SHARE = 0.9

@@ -1,0 +1,364 @@
+"""The running embedded sampler: prompts are prefilled and responses decoded in JAX, in the learner's process and mesh.
+
+One task serves all calls of `sample`, a chunk of decode steps at a time. Programs are started from the event loop's thread, so that
+all programs of a process start in one order on every device; only the wait for a chunk runs in a thread, and rewards of finished
+groups run meanwhile.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_llm.experience import Completion, SamplingParams
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.protocols import Conversation, Params
+from jaxrl_llm.samplers.embedded.decode import check_shapes
+from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, announce, bytes_of, fitting, free_bytes
+from jaxrl_llm.samplers.requests import Request, check
+
+PromptCompletions = tuple[int, list[Completion]]
+_TURNS = 16  # of the event loop, in which an environment's answer becomes the next request; it takes four
+
+
+def deleted(params: Params) -> bool:
+    """Returns whether the learner donated a shared buffer since it was published."""
+    return any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
+@dataclass(kw_only=True)
+class Counters:
+    """What was done since the last call of `metrics`: tokens, slot-steps of decoding, and seconds of work."""
+
+    generated: int = 0
+    prefilled: int = 0
+    again: int = 0
+    kept: int = 0
+    evicted: int = 0
+    slot_steps: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(eq=False, kw_only=True)
+class Engine:
+    """A running embedded sampler; see EmbeddedSampler for the fields.
+
+    The keys and values of a conversation's turn stay in its slot, while none is needed, until the conversation ends or other weights are
+    published: its next turn goes on from there.
+
+    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
+    one takes its place. A call that nobody listens to any more frees its slots at the next chunk. Where a device's memory
+    does not hold all slots, there are as many as it holds, which is announced.
+
+    Attributes:
+      policy: the model.
+      serve: the learner's parameters -> those to decode with.
+      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+      max_length: most tokens of a prefix and its completion together.
+      slots: most sequences decoded at a time.
+      decode_chunk: decode steps between two looks of the host.
+      prefill_tokens: most tokens of a block of prompts, padding included.
+      cache: dtype of cached keys and values; None is the policy's.
+      record: whether completions have the experts of each token.
+      keep: whether the slots of conversations are kept between their turns.
+      version: the policy version it serves; -1 before the first publication.
+    """
+
+    policy: Policy
+    serve: Callable[[Params], dict[str, Any]]
+    tokenizer: Any
+    max_length: int
+    slots: int
+    decode_chunk: int
+    prefill_tokens: int
+    cache: str | None = None
+    record: bool = False
+    keep: bool = True
+    version: int = field(default=-1, init=False)
+
+    everywhere = True  # all processes of a run ask it alike, and decode together
+    converses = True
+
+    def __post_init__(self) -> None:
+        self._params: dict[str, Any] | None = None
+        self._own: list[jax.Array] = []  # those of them that are not the learner's
+        self._waiting: deque[Prefix] = deque()
+        self._requests: set[Request] = set()
+        self._task: asyncio.Task | None = None
+        self._batch: SlotBatch | None = None
+        self._stirred = asyncio.Event()  # what waits for the next turn of a conversation looks again
+        self._programs: set[tuple] = set()
+        self._counters = Counters()
+        self._closed = False
+        self._free: int | None = None  # bytes of a device without a cache; None where they are not known
+        self._announced: set[Capacity] = set()
+        self._fitted: dict[Capacity, Capacity] = {}
+
+    @property
+    def compilations(self) -> int:
+        """Programs compiled so far: one for each bucket of shapes that was met."""
+        return len(self._programs)
+
+    def sample(
+        self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int],
+        conversation: Conversation | None = None,
+    ) -> AsyncIterator[PromptCompletions]:  # fmt: skip
+        """Yields (index of the prefix, its n completions) as groups finish.
+
+        Draw t of sample i of prefix j depends on (seeds[j], i, t) and the logits alone. Log-probs are float32, of the
+        distribution that the token was drawn from; greedy tokens report the untempered softmax.
+
+        Args:
+          prefixes: int [T] token ids each, 1 to max_length - 1 of them.
+          n: completions of each prefix.
+          settings: how tokens are drawn; other values compile nothing new.
+          seeds: one for each prefix, 0 <= seed < 2^64.
+          conversation: what the prefixes are turns of; the batch is made for its longest turn and for the turns of all.
+
+        Raises:
+          ValueError: where an argument is not as described; nothing is sampled then.
+          RuntimeError: before the first `publish`, and after `close`.
+        """
+        if self._params is None or self._closed:
+            raise RuntimeError(
+                "the sampler is closed" if self._closed else "the sampler has no weights yet: publish() first"
+            )
+        prefixes = [np.asarray(prefix) for prefix in prefixes]
+        request = Request(
+            prefixes=prefixes, n=n, settings=settings, seeds=seeds, max_length=self.max_length, conversation=conversation
+        )  # fmt: skip
+        check(request, self.policy.architecture.vocabulary_size, self.tokenizer)
+        return self._stream(request)
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Serves `params` as `version`, from the next chunk on; what is in flight goes on with the cache that it has.
+
+        The arrays of the version before are deleted before those of the new one are made, where they are the sampler's own,
+        so that two served copies never lie on a device; a chunk that is running keeps what it reads until it ends.
+
+        Raises:
+          ValueError: where `params` are not those of the policy; the version before is served on.
+        """
+        check_shapes(self.policy, params)
+        self.retire()
+        new = self.serve(params)
+        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
+        self._own = [array for array, given in pairs if array is not given]
+        self._params, self.version = new, version
+
+    def forget(self, conversation: str) -> None:
+        """Frees what is kept of a conversation, which has ended; with the last one the cache is freed."""
+        self._parted(conversation)
+
+    def retire(self) -> None:
+        """Frees the weights that are served; the next ones are about to be made, and nothing is sampled until they are published."""
+        self._params = None
+        for array in self._own:
+            array.delete()
+        self._own = []
+        self._parted()
+
+    async def close(self) -> None:
+        """Ends what is running: its listeners get a RuntimeError. Frees the weights."""
+        self._closed, self._params = True, None
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def metrics(self) -> Mapping[str, float]:
+        """Returns counters and times since the last call; occupancy is the share of slot-steps that gave a kept token."""
+        self._count_evicted()
+        done, self._counters = self._counters, Counters()
+        return {
+            "sampler/generated_tokens": float(done.generated),
+            "sampler/prefill_tokens": float(done.prefilled),
+            "sampler/prefill_again_tokens": float(done.again),
+            "sampler/kept_tokens": float(done.kept),
+            "sampler/evicted_tokens": float(done.evicted),
+            "sampler/tokens_per_s": done.generated / done.seconds if done.seconds else 0.0,
+            "sampler/occupancy": done.generated / done.slot_steps if done.slot_steps else 0.0,
+            "sampler/seconds": done.seconds,
+            "sampler/compilations": float(self.compilations),
+        }
+
+    async def _stream(self, request: Request) -> AsyncIterator[PromptCompletions]:
+        self._requests.add(request)
+        self._waiting.extend((request, index) for index in range(len(request.prefixes)))
+        self._stirred.set()
+        if self._task is None:
+            self._task = asyncio.create_task(self._run())
+        try:
+            for _ in request.prefixes:
+                group = await request.groups.get()
+                if isinstance(group, BaseException):
+                    raise group
+                yield group
+        finally:
+            request.open = False
+            self._requests.discard(request)
+
+    async def _run(self) -> None:
+        """Serves all requests, then ends, and with it the cache; turns that may come keep it until their conversations end."""
+        self._stirred = asyncio.Event()  # of this event loop
+        try:
+            await self._look_at_memory()
+            while True:
+                while self._waiting and not self._waiting[0][0].open:
+                    self._waiting.popleft()
+                if self._batch is not None and (self._batch.busy or self._fits(self._batch)):
+                    await self._advance(self._batch)
+                elif self._waiting:
+                    self._begin()
+                elif self._batch is not None and self._batch.parking:
+                    self._stirred.clear()
+                    await self._stirred.wait()
+                else:
+                    return
+        except asyncio.CancelledError:
+            self._fail(RuntimeError("the sampler was closed, or its event loop ended, while it was sampling"))
+            raise
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._drop()
+            self._task = None
+
+    def _begin(self) -> None:
+        """Makes a batch of slots for what waits."""
+        self._drop()  # its cache goes before the next one comes
+        wanted = self._capacity({request for request, _ in self._waiting})
+        given = self._fitting(wanted)
+        if given != wanted and wanted not in self._announced:
+            self._announced.add(wanted)
+            announce(self.policy, wanted, given, self._free or 0, self.cache)
+        self._batch = SlotBatch(self.policy, given, self._programs, self.cache, self.record, self.keep)
+
+    def _drop(self) -> None:
+        """Frees the cache."""
+        if self._batch is not None:
+            if self._batch.parking:
+                self._batch.parking.clear()
+            self._count_evicted()
+            self._batch = None
+
+    def _parted(self, conversation: str | None = None) -> None:
+        """Frees the parked slots of a conversation, or of all, and the cache where it is not in use any more."""
+        batch = self._batch
+        if batch is not None and batch.parking:
+            batch.parking.clear() if conversation is None else batch.parking.forget(conversation)
+            if not (batch.busy or batch.parking or self._waiting):
+                self._drop()
+        self._stirred.set()
+
+    def _count_evicted(self) -> None:
+        if self._batch is not None and self._batch.parking is not None:
+            self._counters.evicted += self._batch.parking.evicted
+            self._batch.parking.evicted = 0
+
+    async def _advance(self, batch: SlotBatch) -> None:
+        """Refills the slots, runs one chunk and hands on what finished."""
+        started, params, version = time.perf_counter(), self._params, self.version
+        if params is None or deleted(params):
+            raise RuntimeError(
+                "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
+            )
+        self._resume(batch, params, version)
+        while not batch.place(params, version) and batch.room and (block := self._next_block(batch)):
+            self._counters.prefilled += batch.prefill(block, params, version)
+            self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
+        chunk = batch.step(params, self.decode_chunk)
+        await _finished(chunk)
+        kept, steps = batch.collect(chunk, version, self._text)
+        self._counters.generated += kept
+        self._counters.slot_steps += steps * batch.capacity.slots
+        self._counters.seconds += time.perf_counter() - started
+
+    def _resume(self, batch: SlotBatch, params: Params, version: int) -> None:
+        """Lets the turns go on whose conversations are parked, some at a time: their slots' entries are copied as often as a block's."""
+        found: dict[int, Request] = {}
+        for request, _ in self._waiting if batch.parking else ():
+            slot = batch.parked(request, version) if request.open else None
+            if slot is not None and slot not in found and self._holds(batch, request):
+                found[slot] = request
+        going = set(found.values())
+        self._waiting = deque(prefix for prefix in self._waiting if prefix[0] not in going) if going else self._waiting
+        most = max(1, self.prefill_tokens // batch.capacity.length, batch.capacity.slots // 16)
+        for begin in range(0, len(found), most):
+            kept, prefilled = batch.resume(dict(list(found.items())[begin : begin + most]), params)
+            self._counters.kept += kept
+            self._counters.prefilled += prefilled
+
+    def _next_block(self, batch: SlotBatch) -> list[Prefix]:
+        """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that the batch does not hold."""
+        block: list[Prefix] = []
+        longest, rows = 0, set[bytes]()
+        while self._waiting:
+            request, index = self._waiting[0]
+            longest = max(longest, len(request.prefixes[index]))
+            rows.add(bytes_of(self._waiting[0]))
+            full = bool(block) and prod(batch.block_shape(len(rows), longest)) > self.prefill_tokens
+            if full or not self._fits(batch):
+                break
+            self._waiting.popleft()
+            if request.open:
+                block.append((request, index))
+        return block
+
+    def _capacity(self, requests: set[Request]) -> Capacity:
+        return Capacity.of(list(requests), max_slots=self.slots, shards=self.policy.partitioner.batch_shards)
+
+    async def _look_at_memory(self) -> None:
+        """Asks what is free, while there is no cache and what made the weights has given back its memory."""
+        params = self._params
+        if params is not None and not deleted(params):
+            try:
+                await _finished(params)
+            except RuntimeError:
+                if not deleted(params):  # a publication came meanwhile
+                    raise
+        self._fitted.clear()
+        self._free = free_bytes(self.policy.partitioner.mesh.local_devices)
+
+    def _fitting(self, wanted: Capacity) -> Capacity:
+        """Returns the capacity with as many slots as a device has room for."""
+        if wanted not in self._fitted:
+            self._fitted[wanted] = fitting(self.policy, wanted, self._free, self.cache)
+        return self._fitted[wanted]
+
+    def _fits(self, batch: SlotBatch) -> bool:
+        """Returns whether the batch holds the request at the head of the queue."""
+        return bool(self._waiting) and self._holds(batch, self._waiting[0][0])
+
+    def _holds(self, batch: SlotBatch, request: Request) -> bool:
+        """Returns whether the batch holds a request, with the slots that there is room for at its length."""
+        held, wanted = batch.capacity, self._capacity({request})
+        if wanted.length <= held.length and wanted.penalised <= held.penalised:
+            wanted = self._fitting(replace(wanted, length=held.length, penalised=held.penalised))
+        return held.holds(wanted)
+
+    def _fail(self, error: Exception) -> None:
+        self._waiting.clear()
+        for request in self._requests:
+            request.groups.put_nowait(error)
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+
+async def _finished(chunk: Any) -> None:
+    """Waits for a chunk; several processes, which all run the engine, look at what to start next at the same point.
+
+    A thread's end comes sooner or later on one of them than on another, and so would requests that follow on an answer.
+    """
+    if jax.process_count() == 1:
+        await asyncio.to_thread(jax.block_until_ready, chunk)
+        return
+    jax.block_until_ready(chunk)
+    for _ in range(_TURNS):
+        await asyncio.sleep(0)

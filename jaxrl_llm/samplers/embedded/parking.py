@@ -1,0 +1,112 @@
+"""Slots whose conversation may go on: they keep the keys and values of what was said, for its next turn.
+
+A turn whose prompt begins with exactly the tokens of a parked slot takes that slot, and the rest of the prompt alone is prefilled. Where
+a slot is needed, the one that was parked first is given away.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.transformer import Cache
+
+KEPT = frozenset({"k", "v"})  # what a cache consists of where its first entries can be gone on from
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parked:
+    """What a parked slot holds.
+
+    Attributes:
+      conversation: the id of its conversation.
+      tokens: int32 [T], the tokens of the slot's first T entries.
+      version: of the weights by which all of them were computed.
+    """
+
+    conversation: str
+    tokens: np.ndarray
+    version: int
+
+
+class Parking:
+    """The parked slots of a batch, in the order in which they were parked.
+
+    Attributes:
+      evicted: tokens of slots that were given away while their conversations went on.
+    """
+
+    def __init__(self) -> None:
+        self.evicted = 0
+        self._slots: dict[int, Parked] = {}
+        self._of: dict[str, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._slots
+
+    def park(self, slot: int, parked: Parked) -> None:
+        """Keeps a slot."""
+        self._slots[slot] = parked
+        self._of.setdefault(parked.conversation, []).append(slot)
+
+    def find(self, conversation: str, prompt: np.ndarray, version: int) -> int | None:
+        """The slot that holds most of the beginning of a prompt, int32 [P], by the weights of `version`; None for no slot."""
+        held = [(len(self._slots[slot].tokens), slot) for slot in self._of.get(conversation, ())]
+        for length, slot in sorted(held, reverse=True):
+            parked = self._slots[slot]
+            if parked.version == version and length < len(prompt) and np.array_equal(parked.tokens, prompt[:length]):
+                return slot
+        return None
+
+    def take(self, slot: int) -> Parked:
+        """Parks a slot no longer; returns what it holds."""
+        parked = self._slots.pop(slot)
+        others = self._of[parked.conversation]
+        others.remove(slot)
+        if not others:
+            del self._of[parked.conversation]
+        return parked
+
+    def evict(self) -> int:
+        """Gives away the slot that was parked first, and returns it."""
+        slot = next(iter(self._slots))
+        self.evicted += len(self.take(slot).tokens)
+        return slot
+
+    def forget(self, conversation: str) -> None:
+        """Frees the slots of a conversation that has ended."""
+        for slot in list(self._of.get(conversation, ())):
+            self.take(slot)
+
+    def clear(self) -> None:
+        """Gives all slots away."""
+        while self._slots:
+            self.evict()
+
+
+@partial(jax.jit, static_argnames=("policy",), donate_argnames=("cache",))
+def lengthen(
+    params: Params,
+    cache: Cache,
+    tokens: Int[Array, "N T"],
+    starts: Int[Array, " N"],
+    slots: Int[Array, " N"],
+    *,
+    policy: Policy,
+) -> Cache:
+    """Writes the keys and values of right-padded `tokens` after the first `starts` entries of `slots`.
+
+    A row whose slot is beyond the last one is padding. Entries of padding lie behind those of the tokens, where they are written over
+    before they are seen, or beyond the end of the slot, where they are dropped.
+    """
+    rows = {name: jnp.take(entries, slots, axis=1, mode="clip") for name, entries in cache.items()}
+    positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    _, rows, _ = policy.routed_extend(params, rows, tokens, positions)
+    return {name: entries.at[:, slots].set(rows[name], mode="drop") for name, entries in cache.items()}
