@@ -14,6 +14,10 @@ Template = Callable[[str], str | list[dict[str, str]]]
 HELPFUL = "You are a helpful assistant."
 STEP_BY_STEP = "Please reason step by step, and put your final answer within \\boxed{}."
 WITH_PYTHON = "Reason step by step, compute with the tool `python`, and put the final answer within \\boxed{}."
+WITH_BLOCKS = (
+    "Reason step by step. To compute, write Python in a block that begins with ```python and ends with ```, and stop: it is run, and you are told "
+    "what it prints. Then put the final answer within \\boxed{}."
+)
 STEP_BY_STEP_SHORT = "Reason step by step, and put the final answer within \\boxed{}."
 
 
@@ -35,6 +39,11 @@ def chat_boxed_short(question: str) -> list[dict[str, str]]:
 def chat_boxed_python(question: str) -> list[dict[str, str]]:
     """Does as `chat_boxed`, and asks to compute with the tool `python` (environments/python_tool.py)."""
     return chat(f"{question}\n{WITH_PYTHON}")
+
+
+def chat_boxed_blocks(question: str) -> list[dict[str, str]]:
+    """Does as `chat_boxed`, and says that blocks of Python are run (environments/code_blocks.py)."""
+    return chat(f"{question}\n{WITH_BLOCKS}")
 
 
 def question_only(question: str) -> str:
@@ -104,6 +113,7 @@ TEMPLATES: Mapping[str, Template] = {
         chat_boxed,
         chat_boxed_short,
         chat_boxed_python,
+        chat_boxed_blocks,
         question_only,
         base,
         r1_zero,

@@ -40,6 +40,11 @@ def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[s
     }
     found |= {f"trajectory/{name}": value for name, value in forks.items()}
     found |= {f"trajectory/calls/{status}": number / count for status, number in calls.items()}
+    found |= {
+        f"trajectory/{name}": sum(r.info.get(name, 0) for r in played) / count
+        for name in ("blocks", "failed_blocks")
+        if any(name in r.info for r in played)
+    }
     found |= {f"trajectory/stop/{stop}": n / count for stop, n in Counter(r.info["stop"] for r in played).items()}
     if bounded is not None:
         found |= {
