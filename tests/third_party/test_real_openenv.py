@@ -2,57 +2,25 @@
 
 import asyncio
 import json
-import os
 import random
-import socket
 import subprocess
-import sys
-import time
-import urllib.request
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from environments.players import asked, call, play
+from third_party.serving_openenv import PYTHON, has_openenv, serving
 
 from jaxrl_llm.environments.openenv import OpenEnv
 from jaxrl_llm.environments.openenv_trace import export
 from jaxrl_llm.experience import Task
 from jaxrl_llm.rollouts.given_rewards import scored
 
-PYTHON = os.environ.get("OPENENV_PYTHON", sys.executable)
-HERE = Path(__file__).parent
-
 
 @pytest.fixture(scope="module", autouse=True)
 def installed():
-    if subprocess.run([PYTHON, "-c", "import openenv.core"], capture_output=True).returncode:
+    if not has_openenv():
         pytest.skip("openenv is not installed: see tests/third_party/openenv_requirements.txt and OPENENV_PYTHON")
-
-
-@contextmanager
-def serving(kind: str, folder: Path) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen([PYTHON, str(HERE / "openenv_server.py"), kind, str(port)], stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + 120
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
-                break
-            except OSError:
-                assert server.poll() is None and time.monotonic() < until, (folder / "log").read_text()
-                time.sleep(0.2)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
 
 
 def test_eight_games_at_once_and_failures(tmp_path):
