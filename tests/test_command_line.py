@@ -23,3 +23,12 @@ def test_an_error_that_the_user_can_put_right_is_one_line(tmp_path, capsys, monk
 def test_other_errors_keep_their_stack():
     with pytest.raises(KeyError):
         command_line.ended(lambda: {}["missing"])
+
+
+def test_the_packages_files_are_found_from_any_folder_without_a_word_of_where_they_are_not(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.gin").write_text("include 'gin/quickstart.gin'\nSTEPS = 3\n")
+    run, _ = command_line.build(["mine.gin"])
+    assert run.stages[-1].steps == 3 and not caplog.records

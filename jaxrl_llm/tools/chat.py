@@ -1,6 +1,7 @@
 """Chats with a model on the terminal: python -m jaxrl_llm.tools.chat DIR, where DIR is a Hugging Face folder or a run folder."""
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +34,9 @@ def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
 
 async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingParams, seed: int) -> np.ndarray:
     """The sampled response, int32 [T]."""
-    async for _, (completion,) in sampler.sample([tokens], 1, settings, [seed]):
-        return completion.tokens
+    async with contextlib.aclosing(sampler.sample([tokens], 1, settings, [seed])) as groups:
+        async for _, (completion,) in groups:
+            return completion.tokens
     raise RuntimeError("the sampler gave no answer")
 
 

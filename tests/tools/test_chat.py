@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.data.tokenizer import CharTokenizer
@@ -39,3 +40,10 @@ def test_a_character_outside_the_alphabet_is_an_error_in_one_line_and_the_talk_g
     shown = capsys.readouterr()
     assert shown.out.split() == ["ab", "ba"]
     assert shown.err == "error: the tokenizer cannot encode 'a?é' (it has no token for '?', 'é')\n"
+
+
+def test_an_answer_leaves_no_task_behind_in_a_loop_that_goes_on() -> None:
+    with asyncio.Runner() as runner:
+        tokens = runner.run(chat.answer(Echo(), np.array([3, 4]), SamplingParams(max_tokens=4), 0))
+        assert tokens.tolist() == [3, 4]
+        assert not asyncio.all_tasks(runner.get_loop())
