@@ -69,8 +69,8 @@ def _flags(words: Sequence[str], *, cpu: bool) -> list[str]:
     from jaxrl_llm.interface.composition import compose, on_cpu
 
     files, settings = _given(words)
-    if not files:
-        settings.setdefault("run_dir", f"runs/{settings.get('algorithm', 'grpo')}")
+    if not files and not {"run_dir", "RUN_DIR"} & settings.keys():
+        settings["run_dir"] = f"runs/{settings.get('algorithm', 'grpo')}"
     composed = compose(files, settings, cpu=cpu and on_cpu())
     return [f"--gin_file={file}" for file in composed.files] + [f"--gin={line}" for line in composed.lines]
 

@@ -104,6 +104,15 @@ def test_train_calls_launch_with_the_files_and_bindings_that_mean_the_same(monke
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("word", "folder"),
+    [("run_dir=runs/mine", "runs/mine"), ("RUN_DIR=runs/mine", "runs/mine"), ("algorithm=gspo", "runs/gspo")],
+)
+def test_a_run_without_files_is_in_the_folder_that_is_named_or_in_that_of_its_algorithm(monkeypatch, word, folder):
+    flags = flags_of(monkeypatch, "train", "model=tiny", "data=my.jsonl", "reward=my.py:mine", word)
+    assert [flag for flag in flags if "RUN_DIR" in flag] == [f"--gin=RUN_DIR = {folder!r}"]
+
+
 def test_eval_takes_the_sets_of_gin_eval_by_name(monkeypatch):
     assert flags_of(monkeypatch, "eval", "gsm8k", "model=runs/x", "data=d", "out_dir=o", "samples=4", "--dry_run") == [
         "--gin_file=gin/eval/gsm8k.gin", "--gin=MODEL_PATH = 'runs/x'", "--gin=DATA_PATH = 'd'", "--gin=OUT_DIR = 'o'",
