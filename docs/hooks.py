@@ -24,6 +24,7 @@ FROM_ROOT = {
     "reference/kernels.md": "kernels/README.md",
     "measured/kernels.md": "kernels/README.md",
 }
+MARKED = re.compile(r"^((?:<!--[^\n]*-->\n)+)```(\w+)\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 
 
@@ -52,9 +53,20 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turns a page's links to files of the root into links to their pages."""
+    """Turns a page's links to files of the root into links to their pages, and the marks of its blocks into titles."""
     own = page.file.src_uri
-    return markdown if own in FROM_ROOT else relinked(markdown, own, f"docs/{own}")
+    return titled(markdown if own in FROM_ROOT else relinked(markdown, own, f"docs/{own}"))
+
+
+def titled(text: str) -> str:
+    """`text` with a title over each block whose marks say what file it is, or what it needs to run."""
+
+    def block(found: re.Match[str]) -> str:
+        marks = dict(re.findall(r"<!-- (\w+): (.*?) -->", found[1]))
+        title = marks.get("file") or (f"needs {marks['needs']}" if "needs" in marks else "")
+        return f'```{found[2]} title="{title}"\n' if title else found[0]
+
+    return MARKED.sub(block, text)
 
 
 def text_of(page: str, source: str) -> str:

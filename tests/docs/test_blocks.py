@@ -1,6 +1,7 @@
 """Every command and program of the README and the tutorial runs, on a CPU, in the order of its page."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,16 @@ def test_every_block_runs_is_a_file_or_says_what_it_needs(page):
         told = block.runs or "needs" in block.marks or "file" in block.marks or block.language == "text"
         assert told, f"{page.name}:{block.line}: say `<!-- file: NAME -->` or `<!-- needs: WHAT -->` above the block"
         assert block.small, "a replaced text must be in the block"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_name_of_a_file_is_read_before_its_block(page):
+    lines = page.read_text().splitlines()
+    for block in blocks(page):
+        above = "\n".join(line for line in lines[: block.line - 1] if not line.startswith("<!--"))
+        told = re.sub(r"^```.*?^```$", "", above, flags=re.MULTILINE | re.DOTALL)
+        if "file" in block.marks:
+            assert f"`{block.marks['file']}`" in told or f"={block.marks['file']}`" in told, f"{page.name}:{block.line}"
 
 
 def test_commands_outside_of_fences_are_none_in_readme_and_tutorial():

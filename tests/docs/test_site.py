@@ -22,6 +22,17 @@ def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=500)
 
 
+@needs_mkdocs
+def test_a_block_is_titled_by_its_file_or_by_what_it_needs():
+    found = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
+    hooks = importlib.util.module_from_spec(found)
+    found.loader.exec_module(hooks)
+    page = "<!-- file: a.py -->\n```python\nx\n```\n<!-- needs: a GPU -->\n```bash\ny\n```\n<!-- ci: 9 => 2 -->\n```bash\n9\n```\n"
+    assert hooks.titled(page) == (
+        '```python title="a.py"\nx\n```\n```bash title="needs a GPU"\ny\n```\n<!-- ci: 9 => 2 -->\n```bash\n9\n```\n'
+    )
+
+
 @pytest.mark.slow
 @needs_mkdocs
 def test_the_site_builds_without_a_warning(tmp_path):
@@ -33,6 +44,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "jaxrl_llm.algorithms.grpo.GRPO" in algorithms and "Group-relative policy optimisation" in algorithms
     data = (tmp_path / "site" / "reference" / "api" / "data.html").read_text()
     assert "jaxrl_llm.data.gsm8k.GSM8K" in data  # data/ is a link, which mkdocstrings does not follow by itself
+    reward = (tmp_path / "site" / "tutorial" / "reward.html").read_text()
+    assert '<span class="filename">my_reward.py</span>' in reward
     held = (tmp_path / "site" / "howto" / "clusters.html").read_text()
     assert 'href="../security.html"' in held  # on the site, a link to a file of the root leads to its page
 
