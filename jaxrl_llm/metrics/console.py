@@ -26,6 +26,7 @@ FIRST_STEP = (
     "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
     " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
 )
+UNREWARDED = "every reward is invalid, so that nothing is learned: look at the first traceback above, and mend the reward or the service that it asks"
 
 # What the first step of reinforcement learning is looked at for: (metric, whether its value is well, what to do where it is not).
 SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
@@ -40,7 +41,9 @@ SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 def first_step(values: Mapping[str, float]) -> str:
     """What to say of the first step that samples: that it is healthy, or what is not and what to do."""
-    bad = [
+    invalid = sum(in_group(values, "count/invalid").values())
+    bad = [UNREWARDED] if invalid and "reward/std" not in values else []  # which only valid rewards have
+    bad += [
         f"{name} is {short(values[name])}: {what}"
         for name, well, what in SIGNS
         if name in values and not well(values[name])

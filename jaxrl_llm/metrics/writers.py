@@ -7,6 +7,7 @@ A writer that opens with the restored step drops what an interrupted run wrote a
 import contextlib
 import importlib
 import json
+import logging
 import math
 import secrets
 import time
@@ -205,6 +206,8 @@ class TensorBoardWriter:
         from tensorboardX import summary  # this import takes seconds where torch is installed
         from tensorboardX.proto.event_pb2 import Event
 
+        # It warns of each value that is no number; the board marks these, and one line a value would bury the console's.
+        logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         self._summary = summary
         self._event = Event
         self._rollouts_shown = rollouts_shown

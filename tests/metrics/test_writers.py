@@ -122,6 +122,15 @@ def test_a_torn_event_file_keeps_what_came_before_the_tear(tmp_path):
     assert scalars(tmp_path / "tensorboard", "x") == [(1, 1.0), (3, 3.0)]
 
 
+def test_a_metric_without_a_value_is_marked_on_the_board_and_warns_of_nothing(tmp_path, caplog, capfd):
+    writer = TensorBoard().open(tmp_path, None)
+    writer.write(1, {"eval/heldout/greedy": float("nan"), "loss/total": float("inf")})
+    writer.close()
+    ((step, value),) = scalars(tmp_path / "tensorboard", "eval/heldout/greedy")
+    assert step == 1 and np.isnan(value) and scalars(tmp_path / "tensorboard", "loss/total") == [(1, float("inf"))]
+    assert not caplog.records and capfd.readouterr() == ("", "")
+
+
 def test_a_run_that_starts_again_without_a_checkpoint_starts_its_board_again(tmp_path):
     for value in (1.0, 2.0):
         writer = TensorBoard().open(tmp_path, None)
@@ -199,6 +208,9 @@ def test_a_first_step_is_called_healthy_only_where_it_is(capsys, tmp_path):
     assert "healthy" not in capsys.readouterr().out
     well = {"reward/std": 0.5, "entropy/mean": 1.25, "kl/reference": 0.0, "gap/mean": 1e-4, "loss/total": 0.02}
     assert first_step(well) == first_step({}) == FIRST_STEP
+    unrewarded = {"reward/mean": 0.0, "entropy/mean": 5.7, "loss/total": 0.0, "count/invalid/mine": 4.0}
+    assert first_step(unrewarded).startswith("look at the first step: every reward is invalid")
+    assert first_step(well | {"count/invalid/mine": 1.0}) == FIRST_STEP
     said = first_step(well | {"reward/std": 0.0, "loss/total": 0.0})
     assert (
         said.startswith("look at the first step: reward/std is 0: all rewards are equal or invalid")
