@@ -46,6 +46,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert "jaxrl_llm.data.gsm8k.GSM8K" in data  # data/ is a link, which mkdocstrings does not follow by itself
     reward = (tmp_path / "site" / "tutorial" / "reward.html").read_text()
     assert '<span class="filename">my_reward.py</span>' in reward
+    assert 'class="language-bash highlight"' in reward  # by which the style sheet wraps long commands
     held = (tmp_path / "site" / "howto" / "clusters.html").read_text()
     assert 'href="../security.html"' in held  # on the site, a link to a file of the root leads to its page
 
