@@ -38,7 +38,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
       number: the stage's number in the run, from 0.
 
     Raises:
-      ValueError: the sampler cannot sample ahead, or the processes of the run have different rows.
+      ValueError: the sampler cannot sample ahead, the model does not go with the stage, or the processes of the run have different rows.
     """
     if config.max_staleness and not (config.plays or getattr(trainer.sampler, "overlaps", False)):
         raise ValueError(
@@ -50,6 +50,11 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         raise ValueError(
             f"train.Router.replay of stage {config.name!r} is 'R3' and the sampler records no experts: set record_routes = True of "
             "embedded.EmbeddedSampler or vllm.VllmSampler, or replay = 'R2' or 'off'"
+        )
+    if experts and config.skip_silent and config.router.balance:
+        raise ValueError(
+            f"Stage.skip_silent of stage {config.name!r} is not for experts whose loads the loss balances, to which every token adds: set it "
+            "to False, or train.Router.balance to 0"
         )
     encoder = Encoder(
         tokenizer=trainer.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,

@@ -92,13 +92,6 @@ class StageTrainer:
     unrewarded: int = 0
     played: Mapping[str, float] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        if self.config.skip_silent and self.learner.balances:
-            raise ValueError(
-                f"Stage.skip_silent of stage {self.config.name!r} is not for experts whose loads are balanced by the loss, which every token "
-                "adds to: set it to False, or Router.balance to 0"
-            )
-
     # -- the step ------------------------------------------------------------------------------------------------------
 
     async def step(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, float], StepResult]:
@@ -126,12 +119,11 @@ class StageTrainer:
 
         Where the sampler cannot draw while the learner computes, calls of rollouts that go on wait from the end of this to the next step's.
         """
-        service = None if self.collector is None else self.collector.generator.holds
-        if service is not None:
+        if service := self.collector and self.collector.generator.holds:
             service.flow()
         coming = self.loader.next(step)
         found = await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
-        if service is not None:
+        if service:
             await self.preemption.unless(service.hold())
         return found
 
@@ -191,10 +183,9 @@ class StageTrainer:
         learner, config = self.phase_learner, self.config
         found = []
         for epoch in range(config.epochs):
-            dealt = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
-            if config.skip_silent:
-                dealt = dealt.without(config.packing, advantages.silent)
-            for minibatch in dealt.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner):
+            read = batch.shuffled(config.packing, (self.learner.seed, step, epoch)) if epoch else batch
+            read = read.without(config.packing, advantages.silent) if config.skip_silent else read
+            for minibatch in read.micro_batches(sequences, advantages, learner.algorithm.constant, self.partitioner):
                 state, metrics = learner.update(state, minibatch, self.bases)
                 found.append(metrics)
         values = jax.device_get(found)
