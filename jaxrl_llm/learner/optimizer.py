@@ -178,9 +178,13 @@ def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
 
 
 def decays(params: Any) -> Any:
-    """Whether weight decay acts on each leaf: it acts on matrices, stacked over layers or not, and never on norms and biases."""
+    """Whether weight decay acts on each leaf: it acts on matrices, stacked over layers or not, and never on norms and biases, nor on the
+    decays and the convolution of layers with a recurrent state."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, x: not any("norm" in str(p) or "bias" in str(p) or "scale" in str(p) for p in path), params
+        lambda path, x: (
+            not any(word in str(p) for p in path for word in ("norm", "bias", "scale", "log_decay", "taps"))
+        ),
+        params,
     )
 
 

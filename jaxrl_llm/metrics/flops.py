@@ -7,6 +7,8 @@ The counting convention, which makes figures of different systems comparable:
   width (heads x head_width may differ from the width), and the vocabulary head. The embedding is a lookup and counts nothing.
 - Causal attention counts half of the square: n tokens make n^2 / 2 pairs of query and key, and under a window of w
   tokens n w - w^2 / 2. In packed rows each sequence counts by its own length; padding counts nothing.
+- Of a layer with a recurrent state in place of attention its projections count, and the products of its chunked form: in chunks of c = 64
+  tokens 6 dk dv + 4 c (dk + dv) for a token and value head. Its convolution does not count.
 - An update counts as three forward passes: the backward pass computes the gradients of the input and of the weight of each product.
   What rematerialisation or a fused loss computes again does not count (MFU, not hardware utilisation).
 - MFU divides by the dense bfloat16 peak of the devices, 989 TFLOP/s for H100 (SXM) and H200.
@@ -52,6 +54,9 @@ RATES: dict[str, float] = {
 }  # fmt: skip
 
 
+CHUNK = 64  # tokens of a chunk of recurrent layers
+
+
 @runtime_checkable
 class Sizes(Protocol):
     """The sizes that FLOP counts read from an architecture."""
@@ -74,6 +79,12 @@ class Sizes(Protocol):
     def experts(self) -> Any: ...
     @property
     def sparse(self) -> tuple[bool, ...]: ...
+    @property
+    def delta(self) -> Any: ...
+    @property
+    def recurrent(self) -> tuple[bool, ...]: ...
+    @property
+    def output_gate(self) -> bool: ...
 
 
 def mlp_width(sizes: Sizes) -> float:
@@ -82,26 +93,44 @@ def mlp_width(sizes: Sizes) -> float:
     return sum(chosen if sparse else sizes.mlp_width for sparse in sizes.sparse) / len(sizes.sparse)
 
 
-def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False) -> int:
-    """Number of weights in one layer's products: the query, key, value and output projections and the gated MLP.
+def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False, recurrent: bool = False) -> int:
+    """Number of weights in one layer's products: the projections around attention, or around a recurrent state, and the gated MLP.
 
     Args:
       sizes: an architecture.
       sparse: of a layer with experts, whose MLP is a router and those that a token goes to.
       resident: of all its experts, as memory holds them.
+      recurrent: of a layer that holds a state in place of attention.
     """
     queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
+    mixer = (2 + sizes.output_gate) * queries + 2 * keys
+    if recurrent:
+        heads = sizes.delta.value_heads
+        mixer = sizes.delta.channels + 2 * heads * sizes.delta.value_width + 2 * heads
     mlp = 3 * sizes.mlp_width
     if sparse:
         mlp = sizes.experts.count + 3 * sizes.experts.width * (
             sizes.experts.count if resident else sizes.experts.chosen
         )
-    return sizes.width * (2 * queries + 2 * keys + mlp)
+    return sizes.width * (mixer + mlp)
 
 
 def product_weights(sizes: Sizes, layers: int | None = None, *, resident: bool = False) -> int:
     """Number of weights in the products of the first `layers` layers, or of all: those that a token goes through, or all `resident` ones."""
-    return sum(layer_weights(sizes, sparse=sparse, resident=resident) for sparse in sizes.sparse[:layers])
+    kinds = list(zip(sizes.sparse, sizes.recurrent))[:layers]
+    return sum(layer_weights(sizes, sparse=sparse, resident=resident, recurrent=held) for sparse, held in kinds)
+
+
+def rule(sizes: Sizes) -> float:
+    """FLOPs of the gated delta rule, chunk by chunk, for one token of a layer with a state."""
+    size = sizes.delta
+    each = 6 * size.key_width * size.value_width + 4 * CHUNK * (size.key_width + size.value_width)
+    return float(size.value_heads * each)
+
+
+def attending(sizes: Sizes, layers: int | None = None) -> list[int | None]:
+    """The windows of those of the first `layers` layers, or of all, that attend."""
+    return [window for window, held in list(zip(sizes.windows, sizes.recurrent))[:layers] if not held]
 
 
 def parameters(sizes: Sizes, *, resident: bool) -> int:
@@ -133,10 +162,11 @@ def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, 
     depth = len(sizes.windows)
     if layers is not None and not 0 <= layers <= depth:
         raise ValueError(f"layers must be between 0 and the {depth} layers of the architecture (got {layers})")
-    windows = sizes.windows[:layers]
+    windows, held = attending(sizes, layers), sum(sizes.recurrent[:layers])
     weights = product_weights(sizes, layers) + (sizes.vocabulary_size * sizes.width if head else 0)
     pairs = sum(attention_pairs(n, window) for n in lengths for window in windows)
-    return 2.0 * weights * sum(lengths) + 4.0 * pairs * sizes.heads * sizes.head_width
+    states = held * rule(sizes) * sum(lengths) if held else 0.0
+    return 2.0 * weights * sum(lengths) + 4.0 * pairs * sizes.heads * sizes.head_width + states
 
 
 def update(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, head: bool = True) -> float:

@@ -1,6 +1,6 @@
 """Architecture of a decoder-only transformer: its sizes and switches, and the sites inside it that can be read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from jaxrl_llm import components
@@ -9,7 +9,7 @@ from jaxrl_llm import components
 # "layers_0", "layers_1" and so on (`Architecture.stacks`).
 LAYERS = "layers"
 # Parameters that stay in float32 where others are rounded to a model's compute dtype.
-PRECISE = ("scale", "router")
+PRECISE = ("scale", "router", "log_decay", "rate_bias")
 
 MOST_EXPERTS = 2**16 - 1
 
@@ -84,6 +84,50 @@ class Experts:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatedDelta:
+    """The layers that hold a recurrent state, by the gated delta rule, in place of attention (models/gated_delta.py).
+
+    Attributes:
+      key_heads: number of query and key heads.
+      value_heads: number of value heads, each with a state; a multiple of `key_heads`.
+      key_width: width of a query and key head.
+      value_width: width of a value head.
+      taps: tokens that the convolution before the recurrence sees, its own included.
+      layers: which layers are of this kind, while the others attend; the pattern repeats over the depth.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_width: int = 128
+    value_width: int = 128
+    taps: int = 4
+    layers: tuple[bool, ...] = (True, True, True, False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))  # gin files give a list; a tuple is hashable
+        components.at_least(self, 1, "key_heads", "value_heads", "key_width", "value_width")
+        components.at_least(self, 2, "taps")
+        if self.value_heads % self.key_heads:
+            raise ValueError(
+                f"GatedDelta.key_heads must divide GatedDelta.value_heads (got {self.key_heads} and {self.value_heads})"
+            )
+        if not any(self.layers):
+            raise ValueError(
+                f"GatedDelta.layers must name a layer with a state (got {self.layers}): (True, True, True, False) gives three of four one"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Number of channels of the convolution: all queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state of one sequence and layer."""
+        return self.value_heads, self.key_width, self.value_width
+
+
+@dataclass(frozen=True, kw_only=True)
 class Architecture:
     """A pre-norm decoder with rotary positions, grouped-query attention and a gated SiLU MLP; each family fixes the switches.
 
@@ -106,6 +150,10 @@ class Architecture:
       max_positions: longest sequence in tokens.
       init_std: standard deviation of random weights.
       experts: the experts of the layers that have them in place of a dense MLP, or None.
+      delta: the layers that hold a recurrent state in place of attention, or None.
+      rotary_share: share of a head's width that is rotated, from its first dimension on.
+      output_gate: whether the heads' outputs are multiplied by the sigmoid of a gate, which the query projection computes beside each query.
+      zero_centred: whether the scale of an RMSNorm is kept as its difference from 1.
     """
 
     vocabulary_size: int
@@ -126,6 +174,10 @@ class Architecture:
     max_positions: int = 32768
     init_std: float = 0.02
     experts: Experts | None = None
+    delta: GatedDelta | None = field(default=None, init=False)
+    rotary_share: float = field(default=1.0, init=False)
+    output_gate: bool = field(default=False, init=False)
+    zero_centred: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -135,6 +187,11 @@ class Architecture:
             raise ValueError(f"{name}.kv_heads must divide {name}.heads (got {self.kv_heads} and {self.heads})")
         if self.head_width % 2:
             raise ValueError(f"{name}.head_width must be even for the rotary halves (got {self.head_width})")
+        components.within(self, "(0, 1]", "rotary_share")
+        if self.rotated % 2 or not self.rotated:
+            raise ValueError(
+                f"{name}.rotary_share of head_width must be an even number of dimensions (got {self.rotary_share} of {self.head_width})"
+            )
         components.at_least(self, 1, "window")
         if not self.sliding:
             raise ValueError(f"{name}.sliding must not be empty: (True,) slides all layers, (False, True) every second")
@@ -151,9 +208,20 @@ class Architecture:
         return tuple(pattern[i % len(pattern)] for i in range(self.layers))
 
     @property
+    def rotated(self) -> int:
+        """Number of dimensions of a head that are rotated."""
+        return int(self.head_width * self.rotary_share)
+
+    @property
+    def recurrent(self) -> tuple[bool, ...]:
+        """Whether each layer holds a recurrent state; the others attend."""
+        pattern = (False,) if self.delta is None else self.delta.layers
+        return tuple(pattern[i % len(pattern)] for i in range(self.layers))
+
+    @property
     def period(self) -> int:
         """The number of layers after which their kinds repeat, a divisor of `layers`; parameters of layers so far apart are stacked."""
-        kinds = self.sparse
+        kinds = tuple(zip(self.sparse, self.recurrent))
         divisors = (p for p in range(1, self.layers + 1) if self.layers % p == 0)
         return next(p for p in divisors if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
 

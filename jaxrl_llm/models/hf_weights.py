@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.data.tokenizer import stop_ids
-from jaxrl_llm.models import hf_format
+from jaxrl_llm.models import hf_config, hf_format
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_format import Tensor
 from jaxrl_llm.models.lora import AdaptedPolicy
@@ -63,12 +63,12 @@ def architecture(folder: Path, *, value: bool = False) -> Architecture:
       FileNotFoundError: the folder has no config.json.
       ValueError: config.json is not JSON, or its architecture is unsupported.
     """
-    return hf_format.read(config_of(folder), str(folder / "config.json"), value=value)
+    return hf_config.read(config_of(folder), str(folder / "config.json"), value=value)
 
 
 def is_classifier(folder: Path) -> bool:
     """Whether the folder holds a sequence classifier; raises the errors of `architecture`."""
-    return hf_format.is_classifier(config_of(folder))
+    return hf_config.is_classifier(config_of(folder))
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -90,9 +90,8 @@ def load(policy: Policy, folder: Path) -> Params:
       ValueError: tensors are missing, mis-shaped or unexpected, or of a dtype other than float32, bfloat16 and float16.
     """
     # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither of the heads.
-    return read(
-        policy.abstract(), folder, unread={"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
-    )
+    unread = {"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
+    return read(policy.abstract(), folder, unread=unread, nested=policy.architecture.delta is not None)
 
 
 def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
@@ -118,17 +117,20 @@ def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
     return read(policy.abstract(), folder, unread=set(), prefix=PEFT_PREFIX)
 
 
-def read(abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "") -> Params:
+def read(
+    abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "", nested: bool = False
+) -> Params:
     """Reads the leaves of `abstract`, a tree of shapes with shardings like Params; see `load`.
 
     Args:
       unread: names of further tensors that the folder may hold; None allows any.
       prefix: prefix of all tensor names in the folder.
+      nested: whether the folder may be a vision-language model's, of which the text model is read and the other parts are not.
     """
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in hf_format.tensors(abstract):
         by_leaf.setdefault(tensor.path, []).append(tensor)
-    checkpoint = _Checkpoint(folder, prefix)
+    checkpoint = _Checkpoint(folder, prefix, nested)
     checkpoint.check([t for group in by_leaf.values() for t in group], unread)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -239,10 +241,10 @@ def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
 
 
 class _Checkpoint:
-    """The safetensors files of a folder, opened lazily; `prefix` is removed from the names."""
+    """The safetensors files of a folder, opened lazily; `prefix` is removed from the names, and what a text model nests in."""
 
-    def __init__(self, folder: Path, prefix: str = ""):
-        self.folder, self._prefix = folder, prefix
+    def __init__(self, folder: Path, prefix: str = "", nested: bool = False):
+        self.folder = folder
         index = folder / INDEX
         if index.is_file():
             self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -257,10 +259,13 @@ class _Checkpoint:
                 f"{folder} has no safetensors weights: save the model with transformers' save_pretrained"
             )
         self._handles = {file: _open(file) for file in set(self._file_of.values())}
+        self._stored = hf_format.unnested(self._file_of) if nested else {n: prefix + n for n in self._file_of}
+        if nested:
+            self._file_of = {name: self._file_of[stored] for name, stored in self._stored.items()}
 
     def slices(self, name: str) -> Any:
         """The tensor as a slice object that reads lazily."""
-        return self._handles[self._file_of[name]].get_slice(self._prefix + name)
+        return self._handles[self._file_of[name]].get_slice(self._stored[name])
 
     def holder(self, tensor: Tensor) -> str:
         """The name of the tensor here that holds its values: its own, or that of all experts of the layer."""
@@ -382,7 +387,7 @@ def _replicated(
 
 
 def _config(policy: Policy | ValueModel, tokenizer: Any, dtype: str) -> dict[str, Any]:
-    config = hf_format.write(policy.architecture, value=isinstance(policy, ValueModel)) | {"torch_dtype": dtype}
+    config = hf_config.write(policy.architecture, value=isinstance(policy, ValueModel)) | {"torch_dtype": dtype}
     return config if tokenizer is None else config | _special_ids(tokenizer)
 
 

@@ -85,7 +85,7 @@ def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ..
 
 def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
     """Radians per position of each pair of head dimensions, with Llama 3's stretch where the architecture has one."""
-    half = architecture.head_width // 2
+    half = architecture.rotated // 2
     frequencies = architecture.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     scaling = architecture.rope_scaling
     if scaling is None:
@@ -121,24 +121,34 @@ def _rotate_back(rotation: Rope, g: Float[Array, "B T heads C"]) -> tuple[Float[
 rotate.defvjp(lambda x, rotation: (rotate(x, rotation), rotation), _rotate_back)
 
 
-class RMSNorm(nnx.Module):
-    """scale * x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32."""
+def rotate_first(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T heads C"]:
+    """Rotates as many of each head's first dimensions as there are angles for, and leaves the others."""
+    width = 2 * rotation[0].shape[-1]
+    if width == x.shape[-1]:
+        return rotate(x, rotation)
+    return jnp.concatenate([rotate(x[..., :width], rotation), x[..., width:]], axis=-1)
 
-    def __init__(self, width: int, epsilon: float):
-        self.scale = nnx.Param(jnp.ones(width, jnp.float32), axes=(None,))
-        self.epsilon = epsilon
+
+class RMSNorm(nnx.Module):
+    """scale * x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32; with 1 + scale where it is `centred` on zero."""
+
+    def __init__(self, width: int, epsilon: float, centred: bool = False):
+        first = jnp.zeros if centred else jnp.ones
+        self.scale = nnx.Param(first(width, jnp.float32), axes=(None,))
+        self.epsilon, self.centred = epsilon, centred
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * self.scale[...]).astype(x.dtype)
+        scale = 1.0 + self.scale[...] if self.centred else self.scale[...]
+        return (x32 * inverse * scale).astype(x.dtype)
 
 
 class Projection(nnx.Module):
-    """A linear map from the residual stream to heads, with an optional bias."""
+    """A linear map from the residual stream to heads, `parts` widths of a head each, with an optional bias."""
 
-    def __init__(self, architecture: Architecture, heads: int, axis: str, *, rngs: nnx.Rngs):
-        shape = (architecture.width, heads, architecture.head_width)
+    def __init__(self, architecture: Architecture, heads: int, axis: str, parts: int = 1, *, rngs: nnx.Rngs):
+        shape = (architecture.width, heads, parts * architecture.head_width)
         self.kernel = parameter(rngs, shape, ("embed", axis, "head_width"), architecture.init_std)
         bias = nnx.Param(jnp.zeros(shape[1:], jnp.float32), axes=(axis, "head_width"))
         self.bias = bias if architecture.qkv_bias else None
@@ -152,26 +162,31 @@ class Attention(nnx.Module):
     """The projections around attention; what attends to what is the caller's business."""
 
     def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
-        self.query = Projection(architecture, architecture.heads, "heads", rngs=rngs)
+        self.gated, self.head_width = architecture.output_gate, architecture.head_width
+        self.query = Projection(architecture, architecture.heads, "heads", 1 + self.gated, rngs=rngs)
         self.key = Projection(architecture, architecture.kv_heads, "kv_heads", rngs=rngs)
         self.value = Projection(architecture, architecture.kv_heads, "kv_heads", rngs=rngs)
         shape = (architecture.heads, architecture.head_width, architecture.width)
         self.output = parameter(rngs, shape, ("heads", "head_width", "embed"), architecture.init_std)
-        norm = (architecture.head_width, architecture.norm_epsilon)
+        norm = (architecture.head_width, architecture.norm_epsilon, architecture.zero_centred)
         self.query_norm = RMSNorm(*norm) if architecture.qk_norm else None
         self.key_norm = RMSNorm(*norm) if architecture.qk_norm else None
 
     def project(
         self, x: Float[Array, "B T D"], rotation: Rope
-    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T K C"], Float[Array, "B T K C"]]:
-        """Rotated queries, rotated keys, and values."""
-        q, k, v = self.query(x), self.key(x), self.value(x)
+    ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T K C"], Float[Array, "B T K C"], jax.Array | None]:
+        """Rotated queries, rotated keys, values, and the gate of the heads' outputs, [B, T, H, C], where there is one."""
+        q, k, v, gate = self.query(x), self.key(x), self.value(x), None
+        if self.gated:
+            q, gate = q[..., : self.head_width], q[..., self.head_width :]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
-        return rotate(q, rotation), rotate(k, rotation), v
+        return rotate_first(q, rotation), rotate_first(k, rotation), v, gate
 
-    def merge(self, heads: Float[Array, "B T H C"]) -> Float[Array, "B T D"]:
-        """The heads' outputs brought back to the residual stream."""
+    def merge(self, heads: Float[Array, "B T H C"], gate: jax.Array | None = None) -> Float[Array, "B T D"]:
+        """The heads' outputs, through their gate where there is one, brought back to the residual stream."""
+        if gate is not None:
+            heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
         return linear(heads, self.output[...], 2)
 
 

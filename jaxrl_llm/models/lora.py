@@ -28,7 +28,7 @@ from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
 LINEAR = {
     name.split(".")[-2]: tuple(path.split("/"))
     for path, (name, inputs) in hf_format.TENSORS.items()
-    if inputs and path.startswith("layers/") and "/router" not in path
+    if inputs and path.startswith("layers/") and "/router" not in path and "/delta/" not in path
 }
 MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -162,7 +162,10 @@ class AdaptedPolicy(Policy):
     @cached_property
     def _paths(self) -> list[tuple[str, ...]]:
         found = [path for name, path in LINEAR.items() if name in self.lora.targets]
-        return [(stack, *path[1:]) for path in found for stack in self.architecture.stacks]
+        size = self.architecture
+        attends = {stack: not held for stack, held in zip(size.stacks, size.recurrent)}
+        places = [(stack, *path[1:]) for path in found for stack in size.stacks]
+        return [place for place in places if attends[place[0]] or place[1] != "attention"]
 
     def _inputs(self, path: tuple[str, ...]) -> int:
         inputs = hf_format.TENSORS["/".join((LAYERS, *path[1:]))][1]

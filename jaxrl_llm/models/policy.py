@@ -28,6 +28,8 @@ Params = dict[
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
+# The logical axes of the parts of a cache that hold a recurrent state; those of keys and values are the target's.
+STATE_AXES: dict[str, Axes] = {"state": ("layers", "batch", "heads", None, None), "conv": ("layers", "batch", None, None)}
 
 
 @dataclass(frozen=True)
@@ -163,20 +165,34 @@ class Policy:
         """The matrix that maps hidden states to logits; the embedding where the two are tied."""
         return params["embedding"] if self.architecture.tied else params["head"]
 
+    def cache_shapes(self, slots: int, length: int, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and shardings of a cache: {"k", "v"} of the layers that attend, in `dtype` or the compute dtype, with the axes
+        `kernels.decode_attention.cache.axes()`; of layers with a state, "state" [L, slots, Hv, dk, dv] in float32 and
+        "conv" [L, slots, taps - 1, channels]."""
+        size, delta = self.architecture, self.architecture.delta
+        holding = sum(size.recurrent)
+        entries = caches.shape(size.layers - holding, slots, length, size.kv_heads, size.head_width)
+        parts = dict.fromkeys(("k", "v"), (entries, dtype or self.compute_dtype))
+        if delta is not None:
+            parts["state"] = ((holding, slots, *delta.state_shape), "float32")
+            parts["conv"] = ((holding, slots, delta.taps - 1, delta.channels), self.compute_dtype)
+        return {
+            name: jax.ShapeDtypeStruct(shape, kind, sharding=self.partitioner.sharding(_cache_axes(name), shape))
+            for name, (shape, kind) in parts.items()
+        }
+
     def cache(self, slots: int, length: int, dtype: str | None = None) -> Cache:
-        """Creates an empty cache of keys and values {"k", "v"} in `dtype`, or the compute dtype; the target orders its axes."""
-        shape = self.cache_shape(slots, length)
-        sharding = self.partitioner.sharding(caches.axes(), shape)
+        """Creates an empty cache of these `cache_shapes`."""
+        shapes = self.cache_shapes(slots, length, dtype)
 
         def zeros() -> Cache:
-            return {name: jnp.zeros(shape, dtype or self.compute_dtype) for name in ("k", "v")}
+            return {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}
 
-        return jax.jit(zeros, out_shardings={"k": sharding, "v": sharding})()
+        return jax.jit(zeros, out_shardings={name: x.sharding for name, x in shapes.items()})()
 
-    def cache_shape(self, slots: int, length: int) -> tuple[int, ...]:
-        """The shape of a cache's keys, and of its values, with the axes `kernels.decode_attention.cache.axes()`."""
-        size = self.architecture
-        return caches.shape(size.layers, slots, length, size.kv_heads, size.head_width)
+    def constrained(self, cache: Cache) -> Cache:
+        """The cache with the sharding of each part fixed inside jit."""
+        return {name: self.partitioner.constrain(entries, _cache_axes(name)) for name, entries in cache.items()}
 
     def extend(
         self,
@@ -186,15 +202,17 @@ class Policy:
         positions: Int[Array, "S T"],
         *,
         fresh: bool = False,
+        counts: Int[Array, " S"] | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache]:
         """Returns hidden states of new tokens of each slot, and the cache with their keys and values written.
 
         A token is stored in the cache at its position; it attends to the entries up to its own. Entries beyond a
         right-padded prompt may hold garbage: no token attends to them before they are overwritten. A token whose
         position is not below the cache's length is not written. `fresh` promises that the cache is empty and that positions count
-        up from 0, so that fused attention may be used.
+        up from 0, so that fused attention may be used. Of a model whose layers hold a state, the first `counts` tokens of each slot
+        alone (None: all) enter it, since a state, unlike a cache's entry, is not overwritten.
         """
-        return self.routed_extend(params, cache, tokens, positions, fresh=fresh)[:2]
+        return self.routed_extend(params, cache, tokens, positions, fresh=fresh, counts=counts)[:2]
 
     def routed_extend(
         self,
@@ -204,11 +222,11 @@ class Policy:
         positions: Int[Array, "S T"],
         *,
         fresh: bool = False,
+        counts: Int[Array, " S"] | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Returns what `extend` does, and the report of the layers with experts, as `routed`."""
-        hidden, cache, report = self._model(params).extend(cache, tokens, positions, fresh=fresh)
-        cache = {name: self.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
-        return hidden, cache, report
+        hidden, cache, report = self._model(params).extend(cache, tokens, positions, fresh=fresh, counts=counts)
+        return hidden, self.constrained(cache), report
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
         run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)
@@ -248,3 +266,8 @@ class Policy:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
+
+
+def _cache_axes(name: str) -> Axes:
+    """The logical axes of a part of a cache."""
+    return STATE_AXES[name] if name in STATE_AXES else caches.axes()

@@ -13,7 +13,9 @@ from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.architecture import SITES, Architecture, Capture
 from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode, mesh_step
+from jaxrl_llm.models.delta_net import GatedDeltaNet, Held
 from jaxrl_llm.models.experts import ExpertMLP, Report, Routed
+from jaxrl_llm.models.gated_delta import continued
 from jaxrl_llm.models.layers import (
     INPUT,
     KEY,
@@ -30,9 +32,14 @@ from jaxrl_llm.models.layers import (
     rope,
 )
 
-Cache = dict[str, jax.Array]  # "k" and "v", of all layers, in the order of `kernels.decode_attention.cache`
+# "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of those with a state "state" [L, S, Hv, dk, dv]
+# and "conv" [L, S, taps - 1, channels].
+Cache = dict[str, jax.Array]
 States = dict[str, jax.Array]  # {site: [B, T, D]}
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]  # (q, k, v) -> heads' outputs, and more
+Mix = Callable[
+    [Attention | GatedDeltaNet, jax.Array], tuple[jax.Array, Any]
+]  # (mixer, its input) -> its output, and more
 
 ROWS = ("batch", "length", None)  # axes of the residual stream of packed rows
 
@@ -69,30 +76,45 @@ def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     return jnp.clip(x, -most, most).astype(dtype)
 
 
+class Kind(NamedTuple):
+    """What a layer consists of: an MLP of experts where it is `sparse`, and a recurrent state in place of attention where it is `recurrent`."""
+
+    sparse: bool
+    recurrent: bool
+
+
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with an MLP of experts where the layer is `sparse`."""
+    """x + attention(norm(x)), then x + mlp(norm(x)), with what its kind has in place of attention and MLP."""
 
-    def __init__(self, architecture: Architecture, partitioner: Partitioner, sparse: bool, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(architecture.width, architecture.norm_epsilon)
-        self.attention = Attention(architecture, rngs=rngs)
-        self.mlp_norm = RMSNorm(architecture.width, architecture.norm_epsilon)
-        self.mlp = ExpertMLP(architecture, partitioner, rngs=rngs) if sparse else MLP(architecture, rngs=rngs)
+    def __init__(self, architecture: Architecture, partitioner: Partitioner, kind: Kind, *, rngs: nnx.Rngs):
+        norm = (architecture.width, architecture.norm_epsilon, architecture.zero_centred)
+        self.attention_norm = RMSNorm(*norm)
+        if kind.recurrent:
+            self.delta = GatedDeltaNet(architecture, partitioner, rngs=rngs)
+        else:
+            self.attention = Attention(architecture, rngs=rngs)
+        self.mlp_norm = RMSNorm(*norm)
+        self.mlp = ExpertMLP(architecture, partitioner, rngs=rngs) if kind.sparse else MLP(architecture, rngs=rngs)
 
-    def states(
-        self, x: Float[Array, "B T D"], rotation: Rope, attend: Attend, routed: Routed
-    ) -> tuple[States, Any, Report | None]:
-        """The hidden state at every site of the layer (phases.Site), what else `attend(q, k, v)` returns, and the experts' report."""
+    def states(self, x: Float[Array, "B T D"], mix: Mix, routed: Routed) -> tuple[States, Any, Report | None]:
+        """The hidden state at every site of the layer (phases.Site), what else `mix` returns, and the experts' report."""
         x = named(x, INPUT)
         attn_in = self.attention_norm(x)
-        names = (QUERY, KEY, VALUE)
-        projected = self.attention.project(attn_in, rotation)
-        heads, extra = attend(*(named(part, name) for part, name in zip(projected, names)))
-        attn_out = self.attention.merge(heads)
+        attn_out, extra = mix(self.delta if hasattr(self, "delta") else self.attention, attn_in)
         middle = named(x + attn_out, MIDDLE)
         mlp_in = self.mlp_norm(middle)
         mlp_out, report = self.mlp(mlp_in, routed) if isinstance(self.mlp, ExpertMLP) else (self.mlp(mlp_in), None)
         found = (x, attn_in, attn_out, mlp_in, mlp_out, middle + mlp_out)
         return dict(zip(SITES, found, strict=True)), extra, report
+
+
+def attended(
+    attention: Attention, x: Float[Array, "B T D"], rotation: Rope, attend: Attend
+) -> tuple[Float[Array, "B T D"], Any]:
+    """The output of a layer's attention, and what else `attend(q, k, v)` returns."""
+    *projected, gate = attention.project(x, rotation)
+    heads, extra = attend(*(named(part, name) for part, name in zip(projected, (QUERY, KEY, VALUE))))
+    return attention.merge(heads, None if gate is None else named(gate, QUERY)), extra
 
 
 class Transformer(nnx.Module):
@@ -102,10 +124,10 @@ class Transformer(nnx.Module):
         self.architecture, self.partitioner, self.run, self.dtype = architecture, partitioner, run, run.dtype
         table = ((architecture.vocabulary_size, architecture.width), ("vocabulary", "embed"), architecture.init_std)
         self.embedding = parameter(rngs, *table)
-        make = lambda sparse: lambda r: Layer(architecture, partitioner, sparse, rngs=r)  # noqa: E731
-        for stack, sparse in zip(architecture.stacks, architecture.sparse):
-            setattr(self, stack, nnx.vmap(make(sparse))(rngs.split(architecture.layers // architecture.period)))
-        self.norm = RMSNorm(architecture.width, architecture.norm_epsilon)
+        make = lambda kind: lambda r: Layer(architecture, partitioner, kind, rngs=r)  # noqa: E731
+        for stack, *kind in zip(architecture.stacks, architecture.sparse, architecture.recurrent):
+            setattr(self, stack, nnx.vmap(make(Kind(*kind)))(rngs.split(architecture.layers // architecture.period)))
+        self.norm = RMSNorm(architecture.width, architecture.norm_epsilon, architecture.zero_centred)
         self.head = None if architecture.tied else parameter(rngs, *table)
 
     def hidden(
@@ -158,24 +180,38 @@ class Transformer(nnx.Module):
         """(layer, its input, where it is) -> the states at its sites, of packed rows, and its experts' report."""
         rotation = rope(self.architecture, places.positions)
         attention = MeshAttention(partitioner=self.partitioner, max_segments=max_segments)
+        owners = None if self.architecture.delta is None else continued(places.segments)
 
         def states(layer: Layer, x: jax.Array, at: At) -> tuple[States, Report | None]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
                 return self._by_window(at.layer, lambda window: attention(q, k, v, places, places, window)), None
 
+            def mix(mixer: Attention | GatedDeltaNet, x: jax.Array) -> tuple[jax.Array, None]:
+                if isinstance(mixer, GatedDeltaNet):
+                    assert owners is not None
+                    return mixer(x, owners, places.segments > 0)[0], None
+                return attended(mixer, x, rotation, attend)
+
             routed = Routed(places.segments > 0, at.routes, replay)
-            found, _, report = layer.states(x, rotation, attend, routed)
+            found, _, report = layer.states(x, mix, routed)
             return {**found, "layer_out": self.partitioner.constrain(found["layer_out"], ROWS)}, report
 
         return states
 
     def extend(
-        self, cache: Cache, tokens: Int[Array, "S T"], positions: Int[Array, "S T"], *, fresh: bool
+        self,
+        cache: Cache,
+        tokens: Int[Array, "S T"],
+        positions: Int[Array, "S T"],
+        *,
+        fresh: bool,
+        counts: Int[Array, " S"] | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Hidden states after the final norm of tokens that follow the cached ones, the cache with them written, and the experts'
         report.
 
-        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does.
+        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does. The first `counts`
+        tokens of each slot, or all of them, enter the states of layers that hold one.
         """
         slots, length = cache["k"].shape[1], cache["k"].shape[caches.entry_axis()]
         rotation = rope(self.architecture, positions)
@@ -185,7 +221,7 @@ class Transformer(nnx.Module):
         keys = Places(key_positions, jnp.ones_like(key_positions))
 
         def step(layer: Layer, carry: tuple[jax.Array, Cache], at: At) -> tuple[Any, Report | None]:
-            (x, cache), index = carry, at.layer
+            (x, cache), index = carry, self._entry(at.layer)
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Cache]:
                 new = {name: stored(x, cache[name].dtype) for name, x in (("k", k), ("v", v))}
@@ -193,25 +229,44 @@ class Transformer(nnx.Module):
                     own = {name: x[:, 0] for name, x in new.items()}
                     place = index, positions[:, 0]
                     both = lambda window: mesh_step(self.partitioner, q[:, 0], own, cache, *place, window)  # noqa: E731
-                    out, entries = self._by_window(index, both)
+                    out, entries = self._by_window(at.layer, both)
                     return out[:, None], entries
                 # Into the scan's carry, which XLA updates in place.
                 entries = {name: caches.write(cache[name], new[name], index, positions, fresh=fresh) for name in new}
                 if fresh:
-                    return self._by_window(index, lambda window: attention(q, k, v, queries, queries, window)), entries
+                    return self._by_window(
+                        at.layer, lambda window: attention(q, k, v, queries, queries, window)
+                    ), entries
                 if tokens.shape[1] == 1:
                     one = lambda window: mesh_decode(self.partitioner, q[:, 0], entries, index, positions[:, 0], window)  # noqa: E731
-                    return self._by_window(index, one)[:, None], entries
+                    return self._by_window(at.layer, one)[:, None], entries
                 k, v = (caches.of_layer(entries[name], index).astype(q.dtype) for name in "kv")
-                return self._by_window(index, lambda window: attention(q, k, v, queries, keys, window)), entries
+                return self._by_window(at.layer, lambda window: attention(q, k, v, queries, keys, window)), entries
+
+            def mix(mixer: Attention | GatedDeltaNet, x: jax.Array) -> tuple[jax.Array, Cache]:
+                if not isinstance(mixer, GatedDeltaNet):
+                    out, entries = attended(mixer, x, rotation, attend)
+                    return out, {**cache, **entries}
+                taken = tokens.shape[1] if counts is None else counts[:, None]
+                valid = jnp.broadcast_to(jnp.arange(tokens.shape[1]) < taken, tokens.shape)
+                held = Held(*(jax.lax.dynamic_index_in_dim(cache[n], index, keepdims=False) for n in Held._fields))
+                out, held = mixer(x, jnp.ones_like(positions), valid, held)
+                return out, {**cache, **{n: cache[n].at[index].set(part) for n, part in held._asdict().items()}}
 
             routed = Routed(jnp.ones(x.shape[:2], bool), None)
-            found, cache, report = layer.states(x, rotation, attend, routed)
+            found, cache, report = layer.states(x, mix, routed)
             return (self.partitioner.constrain(found["layer_out"], ("batch", None, None)), cache), report
 
         x = self.partitioner.constrain(self._embed(tokens), ("batch", None, None))
         (x, cache), reports = self._scan(step, (x, cache), None)
         return self.norm(x), cache, reports
+
+    def _entry(self, layer: jax.Array) -> jax.Array:
+        """Where the cache holds what a layer keeps: its number among the layers of its kind."""
+        kinds = self.architecture.recurrent
+        if not any(kinds):
+            return layer
+        return jnp.array([sum(other == kind for other in kinds[:i]) for i, kind in enumerate(kinds)])[layer]
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         # Gathered in float32, so that the gradient of a frequent token is summed in float32. Each device looks up its share

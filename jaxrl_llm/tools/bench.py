@@ -132,7 +132,9 @@ def sample(case: Case) -> dict[str, Any]:
         median, width = float(np.median(seconds[1:])), 2 if case.dtype == "bfloat16" else 4
         slots = min(case.slots, case.prompts * case.group)
         step = median * slots / tokens
-        entry = 2 * size.layers * size.kv_heads * size.head_width * (width if case.cache == "auto" else 1)
+        entry = (
+            2 * len(flops.attending(size)) * size.kv_heads * size.head_width * (width if case.cache == "auto" else 1)
+        )
         weights = sum(x.size for x in jax.tree.leaves(case.policy.abstract())) * width
         floor = weights + slots * (case.prompt_tokens + case.response_tokens / 2) * entry
         return {

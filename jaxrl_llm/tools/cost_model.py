@@ -91,7 +91,7 @@ class Setting:
 def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times: int = 1) -> dict[str, float]:
     """Seconds by part of one update of `times` micro-batches, each of `tokens` a device in sequences of `length` tokens."""
     size, n = setting.sizes, times * tokens
-    causal = 2 * size.layers * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
+    causal = 2 * len(flops.attending(size)) * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
     again = 1.0 if setting.remat in ("full", "offload") else 0.0
     moved = 1.0 * n * size.layers * (18 * setting.mlp_width + 90 * size.width)
     if not setting.unrolled:
@@ -126,7 +126,7 @@ def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
 def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> float:
     """Seconds to compute log-probs and entropies of `tokens` tokens a device, without gradient."""
     size = setting.sizes
-    causal = 2 * size.layers * tokens * length * size.heads * size.head_width
+    causal = 2 * len(flops.attending(size)) * tokens * length * size.heads * size.head_width
     moved = tokens * size.layers * (6 * setting.mlp_width + 36 * size.width) + 6 * setting.weights
     return (
         2 * setting.layer * size.layers * tokens / (chip.peak * RATES["products"])
@@ -141,7 +141,7 @@ def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, re
     """Seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache."""
     size = setting.sizes
     slots = max(min(slots, sequences), 1)
-    entry = 4 * size.layers * size.kv_heads * size.head_width
+    entry = 4 * len(flops.attending(size)) * size.kv_heads * size.head_width
     step = (2 * setting.weights + slots * (prompt + response / 2) * entry) / (chip.bandwidth * RATES["decode"])
     return math.ceil(sequences / slots) * response * step
 
@@ -151,7 +151,8 @@ def memory_bytes(setting: Setting, tokens: int) -> float:
     size = setting.sizes
     state = setting.weights / setting.fsdp * (4 + setting.moments + 4)  # parameters, moments, gradients
     working = tokens * (12 * setting.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
-    largest = max(flops.layer_weights(size, sparse=sparse, resident=True) for sparse in size.sparse)
+    kinds = set(zip(size.sparse, size.recurrent))
+    largest = max(flops.layer_weights(size, sparse=sparse, resident=True, recurrent=held) for sparse, held in kinds)
     gathered = 0 if setting.fsdp == 1 else 3 * 2 * largest + 4 * size.vocabulary_size * size.width
     return state + tokens * size.layers * setting.kept + working + gathered
 

@@ -173,7 +173,7 @@ def slowdown(choice: Choice, run: Any, policy: Policy) -> float:
     elif choice.op == "decode_attention":
         size, width = policy.architecture, jnp.dtype(choice.call.dtype).itemsize
         slots = min(run.sampler.slots, max(s.sequences for s in run.stages if s.samples))
-        entries = size.layers * slots * choice.call.length * size.kv_heads * size.head_width
+        entries = len(flops.attending(size)) * slots * choice.call.length * size.kv_heads * size.head_width
         part = 2.0 * entries * jnp.dtype(choice.call.cache_dtype).itemsize
         rest = float(width * (flops.product_weights(size) + size.vocabulary_size * size.width))
         slow = COPIES * part
@@ -186,12 +186,12 @@ def _attention_times(choice: Choice, run: Any, policy: Policy) -> tuple[float, f
     """Times for a token of an update, in FLOPs at the device's peak: of all but attention, of attention by its better backend and by `choice`."""
     size, rates, queries = policy.architecture, flops.RATES, choice.call.queries
     longest = max(min(s.max_prompt_tokens + s.settings.max_tokens, queries) for s in run.stages)
-    seen = sum(flops.attention_pairs(longest, window) / longest for window in size.windows)
+    seen = sum(flops.attention_pairs(longest, window) / longest for window in flops.attending(size))
     rest = 6.0 * flops.product_weights(size) / rates["products"]
     rest += 8.0 * size.vocabulary_size * size.width / rates["logprob update"]
     forward = 4.0 * size.heads * size.head_width * seen
     part = forward * (1 / rates["attention"] + 2.5 / rates["attention backward"])
-    scores = size.heads * (size.layers * queries if choice.backend == "reference" else seen)
+    scores = size.heads * (len(flops.attending(size)) * queries if choice.backend == "reference" else seen)
     moved = (FORWARD + BACKWARD) * SCORE_BYTES * scores
     return rest, part, moved * flops.intensity(dispatch.device().device_kind) / rates["memory"]
 

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.metrics import flops
-from jaxrl_llm.models import hf_format, hf_weights
+from jaxrl_llm.models import hf_config, hf_weights
 from jaxrl_llm.models.architecture import Experts
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Policy
@@ -102,14 +102,14 @@ PATTERNS = [(True,), (False, True), (True, True, False, True), (False, False, Tr
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_an_architecture_survives_config_json(pattern):
     model = Qwen3MoE(**SIZES, layers=12, experts=replace(EXPERTS, layers=pattern))
-    assert hf_format.read(json.loads(json.dumps(hf_format.write(model)))) == model
+    assert hf_config.read(json.loads(json.dumps(hf_config.write(model)))) == model
     assert model.period == len(pattern) and model.sparse == tuple(pattern[i % len(pattern)] for i in range(12))
 
 
 def test_config_keys_of_hub_files_are_read_as_transformers_reads_them():
-    config = hf_format.write(MODEL) | {"mlp_only_layers": [3], "decoder_sparse_step": 2}
+    config = hf_config.write(MODEL) | {"mlp_only_layers": [3], "decoder_sparse_step": 2}
     del config["norm_topk_prob"]
-    found = hf_format.read(config)
+    found = hf_config.read(config)
     assert found.sparse == (False, True, False, False) and not found.experts.normalised
     assert found.stacks == ("layers_0", "layers_1", "layers_2", "layers_3")
     for change, message in (
@@ -117,7 +117,7 @@ def test_config_keys_of_hub_files_are_read_as_transformers_reads_them():
         ({"num_experts": None}, "num_experts"),
     ):
         with pytest.raises(ValueError, match=message):
-            hf_format.read(config | change)
+            hf_config.read(config | change)
 
 
 def test_experts_refuse_what_cannot_be():

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
-from jaxrl_llm.models import hf_format, hf_weights
+from jaxrl_llm.models import hf_config, hf_format, hf_weights
 from jaxrl_llm.models.architecture import Llama3RopeScaling
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.mistral import Mistral
@@ -88,7 +88,7 @@ def test_every_leaf_has_one_checkpoint_tensor_a_layer_and_each_name_is_used_once
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: f"{type(a).__name__}_{a.window}_{len(a.sliding)}")
 def test_an_architecture_survives_config_json(architecture):
-    assert hf_format.read(json.loads(json.dumps(hf_format.write(architecture)))) == architecture
+    assert hf_config.read(json.loads(json.dumps(hf_config.write(architecture)))) == architecture
 
 
 def test_saved_parameters_load_bit_for_bit(saved):
@@ -220,19 +220,19 @@ def test_a_torn_or_absent_weight_file_is_named(saved, tmp_path):
 )
 def test_a_config_that_the_layers_do_not_implement_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        hf_format.read(hf_format.write(Qwen3(**SIZES)) | change, "config.json")
+        hf_config.read(hf_config.write(Qwen3(**SIZES)) | change, "config.json")
 
 
 def test_a_config_without_sizes_names_them():
     with pytest.raises(ValueError, match=r"config.json lacks hidden_size, num_hidden_layers, .*vocab_size"):
-        hf_format.read({"model_type": "qwen3"})
+        hf_config.read({"model_type": "qwen3"})
 
 
 def test_a_window_of_qwen_counts_only_where_it_is_switched_on():
-    config = hf_format.write(Qwen2(**SIZES)) | {"sliding_window": 4096, "max_window_layers": 1}
+    config = hf_config.write(Qwen2(**SIZES)) | {"sliding_window": 4096, "max_window_layers": 1}
     del config["layer_types"]
-    assert set(hf_format.read(config).windows) == {None}
-    assert hf_format.read(config | {"use_sliding_window": True}).windows == (None, 4096)
+    assert set(hf_config.read(config).windows) == {None}
+    assert hf_config.read(config | {"use_sliding_window": True}).windows == (None, 4096)
 
 
 def test_a_failed_save_leaves_nothing_behind(saved, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from test_cuda_ipc import HostMemory, manifest, on_devices
 from test_vllm_plugin import staged
 from transformers import AutoConfig
 
-from jaxrl_llm.models import hf_format
+from jaxrl_llm.models import hf_config
 from jaxrl_llm.publication import canary as canaries
 from jaxrl_llm.publication import vllm_plugin
 from jaxrl_llm.publication.cuda_ipc import share
@@ -120,7 +120,7 @@ RELEASED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", RELEASED)
 def test_learner_and_server_read_a_released_config_alike(tmp_path, name):
     """The server's is read by transformers, from the model's own file and from the one that the learner writes."""
-    learner = hf_format.write(hf_format.read(RELEASED[name]))
+    learner = hf_config.write(hf_config.read(RELEASED[name]))
     for content in (RELEASED[name], learner):
         (tmp_path / "config.json").write_text(json.dumps(content))
         server = AutoConfig.from_pretrained(tmp_path).to_dict()
@@ -136,5 +136,5 @@ def test_a_rotary_base_that_the_canary_does_not_see_in_bfloat16_is_seen_here(ver
     row = jnp.asarray(np.pad(TEXT, (0, 32), constant_values=-1))
     _, _, likely, spread = (np.asarray(x)[: len(TEXT) - 1] for x in scored(versions[1], row, policy=model()))
     assert 0 < found < canaries.limit(likely, spread, LAYERS, ("bfloat16",))
-    apart = differences(forward_of(hf_format.write(MODEL)), forward_of(hf_format.write(other)))
+    apart = differences(forward_of(hf_config.write(MODEL)), forward_of(hf_config.write(other)))
     assert apart == f"rope_theta is {1.5 * MODEL.rope_theta!r} here and {MODEL.rope_theta!r} there"

@@ -170,17 +170,27 @@ def empty(
     """Returns an empty cache and the table of seen tokens, [slots, V], or [slots, 0] where no slot is penalised."""
     vocabulary = policy.architecture.vocabulary_size if penalised else 0
     seen = policy.partitioner.constrain(jnp.zeros((slots, vocabulary), bool), ("batch", "vocabulary"))
-    return _constrained(policy, policy.cache(slots, length, dtype)), seen
+    return policy.constrained(policy.cache(slots, length, dtype)), seen
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype", "record"))
 def prefill(
-    params: Params, tokens: Int[Array, "N T"], *, policy: Policy, dtype: str | None = None, record: bool = False
+    params: Params,
+    tokens: Int[Array, "N T"],
+    counts: Int[Array, " N"] | None = None,
+    *,
+    policy: Policy,
+    dtype: str | None = None,
+    record: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
-    """Returns the keys and values of right-padded prompts; with `record`, the experts that their tokens went to, [N, T, L, k]."""
+    """Returns what a cache keeps of right-padded prompts; with `record`, the experts that their tokens went to, [N, T, L, k].
+
+    `counts` are the tokens of each prompt that enter a state, all but its last, which is fed once more (`decode`); None where no layer
+    holds a state.
+    """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
     cache = policy.cache(tokens.shape[0], tokens.shape[1], dtype)
-    _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True)
+    _, cache, report = policy.routed_extend(params, cache, tokens, positions, fresh=True, counts=counts)
     if report is None or not record:
         return cache, None
     routes = _chosen(report)
@@ -205,12 +215,16 @@ def place(
         filled = (*[slice(None)] * axis, slice(new.shape[axis]))
         return old.at[filled].set(jnp.where(fresh[:, None, None, None], new[:, rows], old[filled]))
 
-    cache = {name: copied(entries, block[name]) for name, entries in cache.items()}
+    def replaced(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(fresh.reshape(-1, *(1,) * (old.ndim - 2)), new[:, rows], old)
+
+    change = {"k": copied, "v": copied, "state": replaced, "conv": replaced}
+    cache = {name: change[name](entries, block[name]) for name, entries in cache.items()}
     width = seen.shape[1]
     index = jnp.where(tokens < 0, width, tokens)
     table = jnp.zeros((tokens.shape[0], width), bool).at[jnp.arange(len(tokens))[:, None], index].set(True, mode="drop")
     seen = policy.partitioner.constrain(jnp.where(fresh[:, None], table[rows], seen), ("batch", "vocabulary"))
-    return _constrained(policy, cache), seen
+    return policy.constrained(cache), seen
 
 
 @partial(jax.jit, static_argnames=("policy", "steps", "cut", "record"), donate_argnames=("cache", "seen"))
@@ -267,7 +281,7 @@ def decode(
     carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
     _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
-    return _constrained(policy, cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+    return policy.constrained(cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 
 
 def _chosen(report: Report) -> jax.Array:
@@ -286,11 +300,8 @@ def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
 
 def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
     """Returns what `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
-    partitioner, shape = policy.partitioner, policy.cache_shape(slots, length)
-    sharding = partitioner.sharding(caches.axes(), shape)
-    cache = {name: jax.ShapeDtypeStruct(shape, dtype or policy.compute_dtype, sharding=sharding) for name in ("k", "v")}
-    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=partitioner.sharding(("batch", None), (slots, 0)))
-    return cache, seen, Slots.empty(slots, 4)
+    seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=policy.partitioner.sharding(("batch", None), (slots, 0)))
+    return policy.cache_shapes(slots, length, dtype), seen, Slots.empty(slots, 4)
 
 
 def lowered(
@@ -303,10 +314,6 @@ def lowered(
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:
     """Returns the key of sample `sample` of a prefix with 64-bit seed (high, low); draw t folds t in."""
     return jax.vmap(lambda s, i: jax.random.fold_in(jax.random.wrap_key_data(s, impl="threefry2x32"), i))(seed, sample)
-
-
-def _constrained(policy: Policy, cache: Cache) -> Cache:
-    return {name: policy.partitioner.constrain(entries, caches.axes()) for name, entries in cache.items()}
 
 
 def check_shapes(policy: Policy, params: Params) -> None:

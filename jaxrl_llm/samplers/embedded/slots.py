@@ -1,6 +1,6 @@
 """A batch of slots: prompts are prefilled in blocks, copied into free slots and decoded a chunk at a time; how many slots fit.
 
-    taken = keys and values + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
+    taken = keys and values, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
 
 The rest is for a block of prompts being prefilled, workspaces of libraries and fragmentation.
 """
@@ -259,8 +259,10 @@ class SlotBatch:
 
     def _prefilled(self, params: Params, tokens: np.ndarray) -> tuple[Cache, Recorded | None]:
         self._programs.add(("prefill", tokens.shape))
+        holds = self.policy.architecture.delta is not None
+        counts = np.maximum(np.sum(tokens != decode.NO_TOKEN, axis=1) - 1, 0).astype(np.int32) if holds else None
         cache, routes = decode.prefill(
-            params, np.maximum(tokens, 0), policy=self.policy, dtype=self._dtype, record=self._record
+            params, np.maximum(tokens, 0), counts, policy=self.policy, dtype=self._dtype, record=self._record
         )
         return cache, None if routes is None else Recorded(routes)
 
@@ -323,11 +325,8 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
         return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
 
     logits = on_a_device(("batch", "vocabulary"), vocabulary)
-    cache = (
-        2
-        * on_a_device(caches.axes(), policy.cache_shape(slots, capacity.length))
-        * jnp.dtype(dtype or policy.compute_dtype).itemsize
-    )
+    parts = policy.cache_shapes(slots, capacity.length, dtype).values()
+    cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in parts)
     return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
 
 

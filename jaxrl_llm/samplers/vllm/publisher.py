@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.distributed.mesh import to_host
 from jaxrl_llm.distributed.tree_sums import word_sum
 from jaxrl_llm.kernels.token_stats.api import token_stats
-from jaxrl_llm.models import hf_format
+from jaxrl_llm.models import hf_config, hf_format
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.publication.canary import limit
 from jaxrl_llm.publication.cuda_ipc import Memory, share
@@ -198,7 +198,7 @@ class Publisher:
             name: TensorEntry(shape=tuple(x.shape), dtype=x.dtype.name, checksum=digits(int(found[name])))
             for name, x in tensors.items()
         }
-        config = hf_format.write(sizes)
+        config = hf_config.write(sizes)
         return Manifest(
             version=version, model_type=str(config["model_type"]), tied=sizes.tied, tensors=entries, forward=forward_of(config),
             canary=self._canary(params),

@@ -179,8 +179,13 @@ class VllmSampler:
 
         Raises:
           FileNotFoundError: no vLLM where local servers are to be started.
-          ValueError: lengths that the model does not have, or an API key's variable that is not set.
+          ValueError: a model that is not published to vLLM, lengths that it does not have, or an API key's variable that is not set.
         """
+        if policy.architecture.delta is not None:
+            raise ValueError(
+                f"a {type(policy.architecture).__name__}, whose layers hold a recurrent state, is not published to vLLM servers: "
+                "sample it with embedded.EmbeddedSampler"
+            )
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "

@@ -1,0 +1,131 @@
+"""The layer part that holds a recurrent state in place of attention: projections and a causal convolution around the gated delta rule.
+
+    (q, k, v) = silu(convolution(x W_input))     q = unit(q) / sqrt(dk)     k = unit(k)
+    beta = sigmoid(x W_strength)     g = -exp(log_decay) softplus(x W_rate + rate_bias)
+    y = (norm(rule(q, k, v, g, beta)) * silu(x W_gate)) W_output
+
+Convolution, norms, gates and the rule are float32. Padding changes neither state nor convolution.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.models import gated_delta
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.layers import QUERY, RMSNorm, named, parameter
+from jaxrl_llm.models.linear import linear
+
+_SMALL = 1e-6  # added to a squared length before its root
+
+
+class Held(NamedTuple):
+    """What a layer keeps of the tokens before: the state, float32, and the last inputs of the convolution."""
+
+    state: Float[Array, "B Hv dk dv"]
+    conv: Float[Array, "B reach channels"]
+
+
+class GatedDeltaNet(nnx.Module):
+    """The projections, the convolution and the rule of one layer."""
+
+    def __init__(self, architecture: Architecture, partitioner: Partitioner, *, rngs: nnx.Rngs):
+        assert architecture.delta is not None
+        self.sizes, self.partitioner = architecture.delta, partitioner
+        size, width, std = self.sizes, architecture.width, architecture.init_std
+        heads, wide = size.value_heads, ("embed", "heads", "head_width")
+        self.input = parameter(rngs, (width, size.channels), ("embed", "mlp"), std)
+        self.gate = parameter(rngs, (width, heads, size.value_width), wide, std)
+        self.strength = parameter(rngs, (width, heads), ("embed", "heads"), std)
+        self.rate = parameter(rngs, (width, heads), ("embed", "heads"), std)
+        self.taps = parameter(rngs, (size.channels, 1, size.taps), (None, None, None), size.taps**-0.5)
+        rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, minval=0.01, maxval=16.0)
+        self.log_decay = nnx.Param(jnp.log(rates), axes=(None,))
+        self.rate_bias = nnx.Param(jnp.ones(heads, jnp.float32), axes=(None,))
+        self.norm = RMSNorm(size.value_width, architecture.norm_epsilon)
+        self.output = parameter(rngs, (heads, size.value_width, width), ("heads", "head_width", "embed"), std)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        segments: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+        held: Held | None = None,
+    ) -> tuple[Float[Array, "B T D"], Held]:
+        """The outputs, and what is to be kept for the tokens that follow.
+
+        Args:
+          x: inputs.
+          segments: the segment of each token, in which padding counts to its neighbour (gated_delta.continued).
+          valid: which tokens are no padding; where `held` is used further they come first.
+          held: what was kept of the tokens before, or None where nothing came before.
+        """
+        size, f32 = self.sizes, jnp.float32
+        mixed = jnp.where(valid[..., None], named(linear(x, self.input[...]), QUERY), 0)
+        held = self.empty(x.shape[0], mixed.dtype) if held is None else held
+        gate = named(linear(x, self.gate[...]), QUERY)
+        strength, rate = (linear(x, kernel[...]).astype(f32) for kernel in (self.strength, self.rate))
+        beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength), 0.0)
+        decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate + self.rate_bias[...])
+        g = jnp.where(valid[..., None], decay, 0.0)
+        key = size.key_heads * size.key_width
+        flat = jax.nn.silu(gated_delta.convolved(mixed, self.taps[...][:, 0], segments, held.conv))
+        heads = (*x.shape[:2], -1)
+        q, k = (_unit(part.reshape(*heads, size.key_width)) for part in (flat[..., :key], flat[..., key : 2 * key]))
+        v = flat[..., 2 * key :].reshape(*heads, size.value_width)
+        out, state = self._rule(q * size.key_width**-0.5, k, v, g, beta, segments, held.state)
+        conv = gated_delta.last_inputs(mixed, valid, held.conv).astype(held.conv.dtype)
+        y = (self.norm(out) * jax.nn.silu(gate.astype(f32))).astype(x.dtype)
+        return linear(y, self.output[...], 2), Held(state, conv)
+
+    def empty(self, rows: int, dtype: jnp.dtype) -> Held:
+        """What is kept where no token came before."""
+        size = self.sizes
+        state = jnp.zeros((rows, *size.state_shape), jnp.float32)
+        return Held(state, jnp.zeros((rows, size.taps - 1, size.channels), dtype))
+
+    def _rule(
+        self,
+        q: Float[Array, "B T Hk dk"],
+        k: Float[Array, "B T Hk dk"],
+        v: Float[Array, "B T Hv dv"],
+        g: Float[Array, "B T Hv"],
+        beta: Float[Array, "B T Hv"],
+        segments: Int[Array, "B T"],
+        state: gated_delta.State,
+    ) -> tuple[Float[Array, "B T Hv dv"], gated_delta.State]:
+        """The rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
+        if q.shape[1] == 1:
+            out, state = gated_delta.recurrent(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+            return out[:, None], state
+        partitioner, heads = self.partitioner, self.sizes.value_heads
+        if partitioner.mesh.size == 1:
+            return gated_delta.chunked(q, k, v, g, beta, segments, state)
+        wanted = (*partitioner.rules["heads"], *partitioner.rules["length"])
+        axes = tuple(axis for axis in wanted if partitioner.axis_sizes[axis] > 1)
+        ways = math.prod(partitioner.axis_sizes[axis] for axis in axes)
+        if heads % ways:  # each device computes all heads of its rows
+            axes, ways = (), 1
+        if self.sizes.key_heads % ways:
+            q, k = (jnp.repeat(x, heads // self.sizes.key_heads, axis=2) for x in (q, k))
+        rows, split = partitioner.spec(("batch",), q.shape[:1])[0], axes or None
+        tokens, numbers = PartitionSpec(rows, None, split, None), PartitionSpec(rows, None, split)
+        kept = PartitionSpec(rows, split, None, None)
+        return jax.shard_map(
+            gated_delta.chunked,
+            mesh=partitioner.mesh,
+            in_specs=(tokens, tokens, tokens, numbers, numbers, PartitionSpec(rows, None), kept),
+            out_specs=(tokens, kept),
+            check_vma=False,  # a scan's carry is typed by its start, which may vary over fewer axes
+        )(q, k, v, g, beta, segments, state)
+
+
+def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
+    """`x` at length 1, or shorter where it is almost 0."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _SMALL)

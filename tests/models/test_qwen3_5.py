@@ -1,0 +1,325 @@
+"""A model with recurrent layers computes, differentiates, learns and decodes as transformers' Qwen3.5, and reads and writes its folders."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from safetensors.numpy import load_file, save_file
+from test_against_transformers import SIZES, one_device, random_model
+
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.models import hf_config, hf_format, hf_weights
+from jaxrl_llm.models.architecture import Capture
+from jaxrl_llm.models.policy import Policy
+
+HYBRID = {
+    **SIZES, "num_hidden_layers": 4, "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "max_position_embeddings": 512, "initializer_range": 0.1,
+}  # fmt: skip
+HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+MIXED = ["full_attention", "linear_attention"] * 2
+CONFIGS = {
+    "untied": transformers.Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=False),
+    "tied_half_rotated": transformers.Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True, rope_parameters=HALF),
+    "every_second": transformers.Qwen3_5TextConfig(**HYBRID, layer_types=MIXED),
+}
+LENGTHS = (150, 3, 70)  # more than two chunks of 64, less than the convolution sees, and more than one chunk
+WIDTH = 153
+RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-4, 0.1
+STILL = ("norm", "A_log", "dt_bias", "conv1d")  # parameters that do not decay
+
+
+def loaded(name, folder, partitioner=None, remat="none"):
+    theirs = random_model(CONFIGS[name])
+    theirs.save_pretrained(folder)
+    policy = Policy(hf_weights.architecture(folder), partitioner or one_device(), remat=remat)
+    return theirs, policy, hf_weights.load(policy, folder)
+
+
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def pair(request, tmp_path_factory):
+    return request.param, *loaded(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def rows(side="right", seed=0):
+    """Tokens, positions and segments of rows of one sequence, padded at a side."""
+    rng, shape = np.random.default_rng(seed), (len(LENGTHS), WIDTH)
+    tokens, segments = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+    for row, length in enumerate(LENGTHS):
+        place = slice(0, length) if side == "right" else slice(WIDTH - length, WIDTH)
+        tokens[row, place], segments[row, place] = rng.integers(1, 61, length), 1
+    positions = np.maximum(np.cumsum(segments, axis=1) - 1, 0)
+    return tuple(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
+
+
+@partial(jax.jit, static_argnums=0)
+def logits(policy, params, places):
+    return policy.hidden(params, *places) @ policy.head(params).T
+
+
+@partial(jax.jit, static_argnums=0)
+def nll(policy, params, places):
+    tokens, _, segments = places
+    logs = jax.nn.log_softmax(policy.hidden(params, *places) @ policy.head(params).T, axis=-1)
+    found = jnp.take_along_axis(logs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    counted = segments[:, 1:] * segments[:, :-1] > 0
+    return -jnp.sum(jnp.where(counted, found, 0.0)) / jnp.sum(counted)
+
+
+def their_logits(model, places):
+    tokens, positions, mask = (torch.tensor(np.asarray(x), dtype=torch.long) for x in places)
+    return model(input_ids=tokens, attention_mask=mask, position_ids=positions).logits
+
+
+def their_nll(model, places):
+    tokens, mask = (torch.tensor(np.asarray(x), dtype=torch.long) for x in (places[0], places[2]))
+    logs = their_logits(model, places).log_softmax(-1)
+    found = logs[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0]
+    counted = mask[:, 1:] * mask[:, :-1] > 0
+    return -(found * counted).sum() / counted.sum()
+
+
+def assert_close(ours, theirs, tolerance=1e-4):
+    ours = {name: np.asarray(x) for name, x in ours.items()}
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        np.testing.assert_allclose(ours[name], x, rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_logits_and_log_probs_equal_transformers_under_padding(pair, side):
+    _, theirs, policy, params = pair
+    with torch.no_grad():
+        want = their_logits(theirs, rows(side)).numpy()
+    real, got = np.asarray(rows(side)[2]) == 1, np.asarray(logits(policy, params, rows(side)))
+    assert np.abs(want).max() > 1
+    assert np.abs(got - want)[real].max() <= 1e-4
+    logs = [x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (got, want)]
+    assert np.abs(logs[0] - logs[1])[real].max() <= 1e-4
+
+
+def test_loss_and_every_gradient_equal_transformers(pair):
+    _, theirs, policy, params = pair
+    theirs.zero_grad()
+    want = their_nll(theirs, rows())
+    want.backward()
+    value, gradient = jax.jit(jax.value_and_grad(lambda p: nll(policy, p, rows())))(params)
+    np.testing.assert_allclose(float(value), want.item(), rtol=1e-5)
+    expected = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
+    found = hf_format.export(gradient)
+    assert found.keys() == expected.keys()
+    for name, x in expected.items():
+        assert np.abs(x).max() > 1e-6, name
+        assert np.abs(np.asarray(found[name]) - x).max() <= 1e-6 + 1e-4 * np.abs(x).max(), name
+
+
+def test_three_adamw_steps_equal_torch(pair):
+    name, _, policy, params = pair
+    theirs = random_model(CONFIGS[name])
+    named = list(theirs.named_parameters())
+    kinds = {still: [p for n, p in named if any(word in n for word in STILL) == still] for still in (True, False)}
+    groups = [{"params": p, "weight_decay": 0.0 if still else DECAY} for still, p in kinds.items()]
+    torch_adam = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPSILON)
+    optimizer = Optimizer(learning_rate=RATE, b1=BETAS[0], b2=BETAS[1], epsilon=EPSILON, weight_decay=DECAY)
+    transform = optimizer.transform(10)
+    state = transform.init(params)
+
+    @jax.jit
+    def step(params, state, places):
+        gradient = jax.grad(lambda p: nll(policy, p, places))(params)
+        changes, state = transform.update(gradient, state, params)
+        return optax.apply_updates(params, changes), state
+
+    for number in range(3):
+        torch_adam.zero_grad()
+        their_nll(theirs, rows(seed=number)).backward()
+        torch_adam.step()
+        params, state = step(params, state, rows(seed=number))
+    assert_close(hf_format.export(params), {n: p.detach().numpy() for n, p in theirs.named_parameters()})
+
+
+# -- packed rows -------------------------------------------------------------------------------------------------------
+
+PARTS = (21, 2, 41, 70)  # boundaries in a chunk, in the reach of the convolution, and at a chunk's edge
+FULL = sum(PARTS) + 5
+
+
+def packed(order=(0, 1, 2, 3)):
+    """A row of all parts in an order, and where each is."""
+    rng = np.random.default_rng(7)
+    parts = [rng.integers(1, 61, length) for length in PARTS]
+    tokens, positions, segments, places, start = *np.zeros((3, 1, FULL), np.int64), {}, 0
+    for number, part in enumerate(order, 1):
+        place = slice(start, start + PARTS[part])
+        tokens[0, place], positions[0, place], segments[0, place] = parts[part], np.arange(PARTS[part]), number
+        places[part], start = place, place.stop
+    return tuple(jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments)), places, parts
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 3, 1, 0)])
+def test_logits_of_packed_sequences_equal_transformers_on_each_alone(pair, order):
+    _, theirs, policy, params = pair
+    row, places, parts = packed(order)
+    got = np.asarray(logits(policy, params, row))[0]
+    for part, place in places.items():
+        alone = torch.tensor(parts[part][None])
+        with torch.no_grad():
+            want = theirs(input_ids=alone).logits[0].numpy()
+        assert np.abs(got[place] - want).max() <= 1e-4
+
+
+def test_gradients_of_a_packed_row_are_the_sum_of_those_of_its_sequences(pair):
+    _, _, policy, params = pair
+    row, _, parts = packed()
+
+    def own(params):
+        total = 0.0
+        for tokens in parts:
+            one = jnp.asarray(tokens[None], jnp.int32)
+            mean = nll(policy, params, (one, jnp.arange(len(tokens))[None], jnp.ones_like(one)))
+            total += (len(tokens) - 1) * mean
+        return total
+
+    def together(params):
+        tokens, _, segments = row
+        logs = jax.nn.log_softmax(policy.hidden(params, *row) @ policy.head(params).T, axis=-1)
+        found = jnp.take_along_axis(logs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+        return -jnp.sum(jnp.where((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), found, 0.0))
+
+    (want, one), (got, two) = (jax.jit(jax.value_and_grad(f))(params) for f in (own, together))
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
+        assert np.abs(x - y).max() <= 1e-5 * max(np.abs(np.asarray(y)).max(), 1.0)
+
+
+def test_padding_changes_no_bit(pair):
+    _, _, policy, params = pair
+    tokens, positions, segments = rows()
+    other = jnp.where(segments > 0, tokens, 7)
+    one, two = (np.asarray(logits(policy, params, (x, positions, segments))) for x in (tokens, other))
+    assert np.array_equal(one[np.asarray(segments) > 0], two[np.asarray(segments) > 0])
+
+
+def test_a_captured_state_is_that_of_its_layer(pair):
+    """After 2 of 4 layers, in the middle of a period, it is what a model of these 2 layers ends with."""
+    _, theirs, policy, params = pair
+    got = policy.hidden(params, *rows(), capture=Capture(layer=1))
+    with torch.no_grad():
+        tokens, positions, mask = (torch.tensor(np.asarray(x), dtype=torch.long) for x in rows())
+        found = theirs.model(input_ids=tokens, attention_mask=mask, position_ids=positions, output_hidden_states=True)
+    real = np.asarray(rows()[2]) == 1
+    assert np.abs(np.asarray(got)[real] - found.hidden_states[2].numpy()[real]).max() <= 1e-4
+
+
+@pytest.mark.parametrize("remat", ["full", "projections", "dots"])
+def test_rematerialisation_changes_no_gradient(remat, tmp_path):
+    _, policy, params = loaded("untied", tmp_path / "m")
+    other = Policy(policy.architecture, policy.partitioner, remat=remat)
+    want, got = (jax.jit(jax.grad(lambda p, model=model: nll(model, p, rows())))(params) for model in (policy, other))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.abs(x - y).max() <= 1e-5 * max(np.abs(np.asarray(y)).max(), 1.0)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}, {"tensor": 4}, {"tensor": 3}])
+def test_a_mesh_changes_neither_loss_nor_gradients(sizes, tmp_path):
+    _, alone, params = loaded("untied", tmp_path / "m")
+    places, devices = tuple(jnp.tile(x, (4, 1))[:4, :150] for x in rows()), int(np.prod(list(sizes.values())))
+    mesh = Partitioner.create(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
+    policy = Policy(alone.architecture, mesh)
+    spread = hf_weights.load(policy, tmp_path / "m")
+    (want, slope), (got, gradient) = (
+        jax.jit(jax.value_and_grad(lambda p, model=model: nll(model, p, places)))(x)
+        for model, x in ((alone, params), (policy, spread))
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(slope), strict=True):
+        assert np.abs(np.asarray(x) - np.asarray(y)).max() <= 1e-5 * max(np.abs(np.asarray(y)).max(), 1.0)
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_an_exported_folder_holds_the_same_bits_and_loads_in_transformers(name, tmp_path):
+    theirs, policy, params = loaded(name, tmp_path / "in")
+    hf_weights.save(policy, params, tmp_path / "out")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
+    assert type(again) is type(theirs)
+    own = dict(theirs.named_parameters())
+    assert own.keys() == dict(again.named_parameters()).keys()
+    assert all(torch.equal(x, own[n]) for n, x in again.named_parameters())
+    with torch.no_grad():
+        assert torch.equal(their_logits(theirs, rows()), their_logits(again, rows()))
+    assert hf_weights.architecture(tmp_path / "out") == policy.architecture
+    assert hf_config.read(json.loads(json.dumps(hf_config.write(policy.architecture)))) == policy.architecture
+
+
+def nested(folder, out):
+    """The folder as a vision-language model's: names and settings of the text nested, and tensors of other parts."""
+    tensors = load_file(folder / "model.safetensors")
+    found = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
+        for name, x in tensors.items()
+    }
+    found["model.visual.patch_embed.proj.weight"] = found["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
+    out.mkdir()
+    save_file(found, out / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    tied = config["tie_word_embeddings"]
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+    (out / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": tied, "vision_config": {"depth": 1}}))
+    return out
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_the_text_model_of_a_vision_language_folder_is_read(name, tmp_path):
+    _, policy, params = loaded(name, tmp_path / "in")
+    folder = nested(tmp_path / "in", tmp_path / "nested")
+    assert hf_weights.architecture(folder) == policy.architecture
+    for x, y in zip(jax.tree.leaves(hf_weights.load(policy, folder)), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_transformers_writes_a_vision_language_folder_of_that_form(tmp_path):
+    """The form above is that of a real folder: transformers' own small vision-language model."""
+    vision = {
+        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
+    }  # fmt: skip
+    text = CONFIGS["untied"].to_dict()
+    theirs = transformers.Qwen3_5ForConditionalGeneration(
+        transformers.Qwen3_5Config(text_config=text, vision_config=vision)
+    )
+    theirs.save_pretrained(tmp_path / "m")
+    policy = Policy(hf_weights.architecture(tmp_path / "m"), one_device())
+    names = load_file(tmp_path / "m" / "model.safetensors").keys()
+    assert any(n.startswith("model.visual.") for n in names) and "model.language_model.norm.weight" in names
+    params = hf_weights.load(policy, tmp_path / "m")
+    want = dict(theirs.model.language_model.named_parameters())
+    for name, x in hf_format.export(params).items():
+        if name != "lm_head.weight":
+            np.testing.assert_array_equal(x, want[name.removeprefix("model.")].detach().numpy())
+
+
+def test_other_tensors_and_settings_are_refused(tmp_path):
+    _, policy, _ = loaded("untied", tmp_path / "in")
+    folder = nested(tmp_path / "in", tmp_path / "nested")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"model.audio.weight": np.zeros((1, 1), np.float32)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model\.audio\.weight is unexpected"):
+        hf_weights.load(policy, folder)
+    config = hf_config.write(policy.architecture)
+    for change, message in (
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"layer_types": ["mamba"] * 4}, "mamba"),
+        ({"layer_types": ["full_attention"] * 4}, "full_attention alone"),
+        ({"linear_num_key_heads": None}, "lacks linear_num_key_heads"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hf_config.read(config | change)
