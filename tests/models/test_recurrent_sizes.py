@@ -94,6 +94,6 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="even number of dimensions"):
         replace(TINY, rotary_share=0.2)
     with pytest.raises(ValueError, match="not published to vLLM"):
-        VllmSampler(urls=("http://localhost:1",)).start(
+        VllmSampler(spawn=False, urls=("http://localhost:1",)).start(
             Policy(TINY, one_device()), None, max_length=8, run_dir=tmp_path
         )

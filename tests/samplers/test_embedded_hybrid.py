@@ -20,7 +20,7 @@ from jaxrl_llm.samplers.embedded.slots import COPIES, Capacity, taken_bytes
 CONFIG = transformers.Qwen3_5TextConfig(
     vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
-    initializer_range=0.2, pad_token_id=0, max_position_embeddings=256,
+    initializer_range=0.1, pad_token_id=0, max_position_embeddings=256,
 )  # fmt: skip
 LENGTH, COUNT = 128, 5
 
