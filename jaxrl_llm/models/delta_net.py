@@ -102,7 +102,7 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[Float[Array, "B T Hv dv"], gated_delta.State]:
         """The rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
         if q.shape[1] == 1:
-            out, state = gated_delta.recurrent(*(x[:, 0] for x in (q, k, v, g, beta)), state)
+            out, state = gated_delta.recurrent(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             return out[:, None], state
         partitioner, heads = self.partitioner, self.sizes.value_heads
         if partitioner.mesh.size == 1:

@@ -29,7 +29,10 @@ Params = dict[
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
 # The logical axes of the parts of a cache that hold a recurrent state; those of keys and values are the target's.
-STATE_AXES: dict[str, Axes] = {"state": ("layers", "batch", "heads", None, None), "conv": ("layers", "batch", None, None)}
+STATE_AXES: dict[str, Axes] = {
+    "state": ("layers", "batch", "heads", None, None),
+    "conv": ("layers", "batch", None, None),
+}
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,9 @@ class Policy:
         size, delta = self.architecture, self.architecture.delta
         holding = sum(size.recurrent)
         entries = caches.shape(size.layers - holding, slots, length, size.kv_heads, size.head_width)
-        parts = dict.fromkeys(("k", "v"), (entries, dtype or self.compute_dtype))
+        parts: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(
+            ("k", "v"), (entries, dtype or self.compute_dtype)
+        )
         if delta is not None:
             parts["state"] = ((holding, slots, *delta.state_shape), "float32")
             parts["conv"] = ((holding, slots, delta.taps - 1, delta.channels), self.compute_dtype)

@@ -19,9 +19,15 @@ class Sizes:
     mlp_width: int
     windows: tuple[int | None, ...]
     experts: None = None
+    delta: None = None
+    output_gate: bool = False
 
     @property
     def sparse(self) -> tuple[bool, ...]:
+        return (False,) * len(self.windows)
+
+    @property
+    def recurrent(self) -> tuple[bool, ...]:
         return (False,) * len(self.windows)
 
 
