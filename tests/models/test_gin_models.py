@@ -17,6 +17,15 @@ PARAMETERS = {
     "qwen3_tiny": 51_200 + 4 * (61_440 + 230_400 + 64 + 320) + 160,
     # 4 layers: attention, 8 experts of 3*160*144, router, norms.
     "qwen3_moe_tiny": 51_200 + 4 * (61_440 + 8 * 69_120 + 1_280 + 64 + 320) + 160,
+    # 4 layers: MLP, norms; one attends, with gates beside its queries; three hold a state: two projections, output, strengths and rates,
+    # convolution of 4 taps, decays, norm.
+    "qwen3_5_tiny": 51_200
+    + 4 * (230_400 + 320)
+    + (81_920 + 64)
+    + 3 * (61_440 + 2 * 20_480 + 1_280 + 4 * 384 + 8 + 32)
+    + 160,
+    # By hand: 24 MLPs of 3*1024*3584, 6 layers that attend of 7,340,544, and 18 with a state of 10,543,264.
+    "qwen3_5_0p8b": 254_279_680 + 24 * (11_010_048 + 2_048) + 6 * 7_340_544 + 18 * 10_543_264 + 1_024,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen2p5_0p5b": 494_032_768,
     "qwen2p5_1p5b": 1_543_714_304,
