@@ -31,11 +31,16 @@ _CYCLES = (
     re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'),
     re.compile(r'"estimated_cycles":"(\d+)"'),
 )
+_WHOLE = re.compile(r"[su]32\[\]")
 _SUMS = ("all-reduce", "reduce-scatter")
 # What runs a computation beside others; TPUs that have SparseCores exchange there by the second.
 _STARTS = ("async-start", "call-start")
 # Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
 _STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
+# Slices exchange over the network of their hosts, by transfers that TPU's runtime carries out.
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]*)\}')
 _BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 
 
@@ -88,6 +93,7 @@ class Collective:
       times: executions in the whole program.
       looped: whether it is inside a loop.
       name: the instruction.
+      network: whether it is between slices, which their hosts' network joins; `devices` are slices then.
     """
 
     kind: str
@@ -98,6 +104,7 @@ class Collective:
     times: int
     looped: bool
     name: str
+    network: bool = False
 
     @property
     def sent(self) -> float:
@@ -144,22 +151,30 @@ class Program:
         for instruction in self.computations[name].values():
             yield name, instruction, times, looped
             if instruction.opcode == "while":
-                yield from self._walk(_named("body", instruction), times * self.trips(instruction), True)
+                yield from self._walk(_named("body", instruction), times * self.trips(instruction, name), True)
             elif instruction.opcode in ("call", "conditional", *_STARTS):
                 for called in (*instruction.called, *instruction.branches):
                     yield from self._walk(called, times, looped)
 
-    def trips(self, loop: Instruction) -> int:
-        """How often a loop's body runs: what XLA knows, or the largest constant of the condition; 1 where there is neither."""
+    def trips(self, loop: Instruction, place: str) -> int:
+        """How often the body of a loop of the computation `place` runs: what XLA knows, or the largest constant of the condition, less
+        the number that the count begins at, since a loop's first turn may be taken out of it; 1 where there is neither."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
         condition = self.computations[_named("condition", loop)].values()
-        constants = [
-            int(c.rest.partition(")")[0])
-            for c in condition
-            if c.opcode == "constant" and re.match(r"[su]32\[\]", c.shape)
-        ]
-        return max(constants, default=1)
+        most = max((value for one in condition if (value := _number(one)) is not None), default=1)
+        counts = (one for one in condition if one.opcode == "get-tuple-element" and _WHOLE.match(one.shape))
+        indices = [int(i[1]) for one in counts if (i := re.search(r"\bindex=(\d+)", one.rest))]
+        return max(most - self._given(loop, place, indices[0]), 1) if indices else most
+
+    def _given(self, loop: Instruction, place: str, index: int) -> int:
+        """The number that a loop is given at an index of its state, 0 where it is no constant."""
+        around = self.computations[place]
+        state = around.get(loop.operands[0])
+        one = around.get(state.operands[index]) if state is not None and state.opcode == "tuple" else None
+        while one is not None and one.opcode in ("copy", "bitcast"):
+            one = around.get(one.operands[0])
+        return (_number(one) or 0) if one is not None else 0
 
     @cached_property
     def cycles(self) -> int:
@@ -176,7 +191,9 @@ class Program:
         found = []
         started = {c for _, i, _, _ in self.executed if i.opcode in _STARTS for c in i.called}
         for place, one, times, looped in self.executed:
-            if one.opcode != "fusion":
+            if one.opcode == "send" and (transfer := _TRANSFER.search(one.rest)):
+                found.append(self._between_slices(one, transfer[1], place, (times, looped)))
+            elif one.opcode != "fusion":
                 kind = one.opcode.removesuffix("-start")
                 if kind in KINDS:
                     asynchronous = one.opcode.endswith("-start") or place in started
@@ -202,6 +219,22 @@ class Program:
         return Collective(
             kind=kind, shape=one.shape, bytes=max(operands, result), devices=_group(one.rest),
             asynchronous=asynchronous and '"is_sync":true' not in one.rest, times=runs[0], looped=runs[1], name=one.name,
+        )  # fmt: skip
+
+    def _between_slices(self, one: Instruction, transfer: str, place: str, runs: tuple[int, bool]) -> Collective:
+        """An exchange between slices; it is asynchronous where the compiler placed computation before the wait for its answer."""
+        around = list(self.computations[place].values())
+        meeting = _MEETING.search(one.rest)
+        answers = {i.name for i in around if i.opcode == "recv" and meeting and meeting[0] in i.rest}
+        end = next(
+            (n for n, i in enumerate(around) if i.opcode == "recv-done" and answers & set(i.operands)), len(around)
+        )
+        slices = _SLICES.search(one.rest)
+        return Collective(
+            kind=transfer.lower().replace("_", "-"), shape=one.shape, bytes=max(bytes_of(one.shape), default=0),
+            devices=sum(map(_members, slices[1].split(","))) if slices else 2,
+            asynchronous=any(i.cycles for i in around[around.index(one) : end]),
+            times=runs[0], looped=runs[1], name=one.name, network=True,
         )  # fmt: skip
 
     @cached_property
@@ -263,6 +296,12 @@ def _closing(text: str, depth: int) -> int:
     return len(text)
 
 
+def _number(one: Instruction) -> int | None:
+    """The value of a whole number that is a constant, None of anything else."""
+    found = re.match(r"(-?\d+)\)", one.rest) if one.opcode == "constant" and _WHOLE.match(one.shape) else None
+    return int(found[1]) if found else None
+
+
 def _named(attribute: str, loop: Instruction) -> str:
     found = re.search(rf"\b{attribute}=%([\w.\-]+)", loop.rest)
     assert found is not None, f"a loop without {attribute}: {loop.rest[:200]}"
@@ -281,11 +320,17 @@ def _group(rest: str) -> int:
     return 2
 
 
+def _members(part: str) -> int:
+    """How many numbers a part of a list has, such as 4 or 0:3."""
+    first, _, last = part.partition(":")
+    return int(last) - int(first) + 1 if last else 1
+
+
 def summed(collectives: Sequence[Collective]) -> Mapping[tuple[str, bool], tuple[int, float, int]]:
-    """{(kind, whether asynchronous): (executions, bytes sent by a device, bytes of the largest)}."""
+    """{(kind, whether asynchronous): (executions, bytes sent by a device, bytes of the largest)}; the kind says what is between slices."""
     found: dict[tuple[str, bool], tuple[int, float, int]] = {}
     for one in collectives:
-        key = one.kind, one.asynchronous
+        key = one.kind + " between slices" * one.network, one.asynchronous
         times, sent, most = found.get(key, (0, 0.0, 0))
         found[key] = times + one.times, sent + one.sent, max(most, one.bytes)
     return found

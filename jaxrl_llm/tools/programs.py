@@ -193,11 +193,13 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
         "temporary_bytes": account.temporary,
         "products_s": model_flops / len(target.devices) / chip.peak,
         "memory_s": (account.arguments * readings + account.outputs) / chip.bandwidth,
-        "links_s": sum(one.sent for one in program.collectives) / chip.link,
+        "links_s": sum(one.sent for one in program.collectives if not one.network) / chip.link,
         "waited_bytes": program.waited,
         "narrow_sums": program.narrow_sums,
         "exchanges": [[*key, *value] for key, value in hlo.summed(program.collectives).items()],
     }  # fmt: skip
+    if between := [one for one in program.collectives if one.network]:
+        found["network_s"] = sum(one.sent for one in between) / chip.network
     if program.cycles:
         found |= {"cycles": program.cycles, "cycles_s": program.cycles / CLOCKS[target.kind]}
         found["kernels_s"] = stated_bytes(program) / chip.bandwidth
@@ -223,7 +225,11 @@ def described(
         f"  {name:<10} {found['peak_bytes'] / GIB:.2f} of {target.chip.memory / GIB:.2f} GiB a device ({sizes}), compiled in "
         f"{found['compile_s']:.0f} s"
     )
-    least = ", ".join(f"{part} {1e3 * found[f'{part}_s']:.3g} ms" for part in ("products", "memory", "links"))
+    least = ", ".join(
+        f"{part} {1e3 * found[f'{part}_s']:.3g} ms"
+        for part in ("products", "memory", "links", "network")
+        if f"{part}_s" in found
+    )
     cycles = (
         f"{found['cycles'] / 1e6:.4g} M cycles = {1e3 * found['cycles_s']:.3g} ms without exchanges"
         if "cycles" in found
