@@ -7,6 +7,7 @@ the mesh splits the tokens.
 The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxrl_llm.distributed import scatter
+from jaxrl_llm.distributed.mesh import STORED as GATHERED
 from jaxrl_llm.distributed.mesh import names
 
 
@@ -44,25 +46,32 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a mesh holds a weight whose gradient is summed over its devices.
+    """How a mesh holds a weight.
 
     Attributes:
       mesh: the device mesh.
-      rows: the mesh axes that split the batch and the length of activations.
+      rows: the mesh axes that split the batch and the length of activations, over which the weight's gradient is summed here; None
+        leaves that sum to XLA.
       spec: the mesh axes that split each dimension of the weight where it lies.
     """
 
     mesh: Mesh
-    rows: tuple[Any, Any]
+    rows: tuple[Any, Any] | None
     spec: PartitionSpec
+
+    def parts(self, dimensions: Sequence[int]) -> bool:
+        """Whether a product over these dimensions of the weight gives each device a part of a sum: it has no other share than its own."""
+        return any(axis != GATHERED for d in dimensions for axis in names(self.spec[d]))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["stored"])
 @dataclass(frozen=True)
 class Spread:
-    """A weight that a mesh divides: the gradient that a device finds with its rows is summed to where the weight lies.
+    """A weight that a mesh divides: the gradient that a device finds with its rows is summed to where the weight lies, and
+    products of which devices have parts are summed in float32, as one device's are.
 
-    Left to XLA, sums over many TPUs become all-reduces of the whole gradient, which are waited for.
+    Left to XLA, sums over many TPUs become all-reduces of the whole gradient, which are waited for, and parts are rounded to the
+    activations' dtype before they are summed.
 
     Attributes:
       weights: [*in, *out].
@@ -79,7 +88,7 @@ class Spread:
 
 def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
     """`product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
-    if stored is None:
+    if stored is None or stored.rows is None:
         return product(x, g)
     mesh, split = stored.mesh, [axis for part in stored.rows for axis in names(part)]
     kept = [tuple(axis for axis in names(part) if axis in split) for part in stored.spec]
@@ -151,14 +160,14 @@ def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array, stored: S
 def _gated_forward(
     gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return jnp.tensordot(_gated(gate, up), weights.astype(gate.dtype), 1), (gate, up, weights)
+    return _contracted(_gated(gate, up), weights, 1, stored, (0,)), (gate, up, weights)
 
 
 def _gated_backward(
     stored: Stored | None, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     gate, up, weights = saved
-    dtype, dh = gate.dtype, jnp.tensordot(g, weights.astype(g.dtype), ((2,), (1,)))
+    dtype, dh = gate.dtype, _contracted(g, weights, ((2,), (1,)), stored, (1,))
     # XLA computes results of the same inputs in one pass, but not where those inputs come straight from products.
     gate, up, dh = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((gate, up, dh)))
     share = jax.nn.sigmoid(gate)
@@ -170,6 +179,14 @@ def _gated_backward(
 _gated_product.defvjp(_gated_forward, _gated_backward)
 
 
+def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | None, over: Sequence[int]) -> jax.Array:
+    """tensordot in the dtype of `x`, where the dimensions `over` of the weights are contracted; parts are summed in float32."""
+    weights = weights.astype(x.dtype)
+    if stored is None or not stored.parts(over):
+        return jnp.tensordot(x, weights, axes)
+    return jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32).astype(x.dtype)
+
+
 def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
     """Contracts the first `count` axes of both, in float32."""
     rows = tuple(range(count))
@@ -178,14 +195,14 @@ def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
-    return jnp.tensordot(x, weights.astype(x.dtype), inputs)
+    return _contracted(x, weights, inputs, stored, range(inputs))
 
 
 def _forward(
     x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # This is a bare product instead of a call of `_product`: the remat policy "dots" recognises what to keep by its primitive.
-    return jnp.tensordot(x, weights.astype(x.dtype), inputs), (x, weights)
+    return _contracted(x, weights, inputs, stored, range(inputs)), (x, weights)
 
 
 def _backward(
@@ -194,7 +211,8 @@ def _backward(
     x, weights = saved
     outputs = weights.ndim - inputs
     last = lambda n, ndim: tuple(range(ndim - n, ndim))  # noqa: E731
-    dx = jnp.tensordot(g, weights.astype(g.dtype), (last(outputs, g.ndim), last(outputs, weights.ndim)))
+    over = last(outputs, weights.ndim)
+    dx = _contracted(g, weights, (last(outputs, g.ndim), over), stored, over)
     dw = _summed(partial(_rows_product, count=g.ndim - outputs), stored, x, g)
     return dx, dw.astype(weights.dtype)
 

@@ -230,7 +230,8 @@ class Policy:
         counts: Int[Array, " S"] | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Returns what `extend` does, and the report of the layers with experts, as `routed`."""
-        hidden, cache, report = self._model(params).extend(cache, tokens, positions, fresh=fresh, counts=counts)
+        model = self._model(self._spread(params, tokens.shape))
+        hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts)
         return hidden, self.constrained(cache), report
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
@@ -242,21 +243,24 @@ class Policy:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
 
     def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
-        """The parameters with how the mesh holds each matrix of the layers, where all its devices split activations of [B, T] `rows`.
+        """The parameters with how the mesh holds each matrix of the layers, for activations of [B, T] `rows`.
 
-        GPUs are left to XLA, whose sums there are reduce-scatters that overlap with products.
+        Gradients are summed there where all devices split the activations. GPUs are left to XLA, whose sums of them are
+        reduce-scatters that overlap with products.
         """
         split = self.partitioner.spec(("batch", "length"), rows)
         used = math.prod(self.partitioner.axis_sizes[axis] for part in split for axis in names(part))
         wanted = math.prod(self.partitioner.axis_sizes[axis] for axis in ROW_AXES)
-        if used < wanted or used == 1 or not scatter.by_hand(self.partitioner.mesh):
+        here = used == wanted and used > 1 and scatter.by_hand(self.partitioner.mesh)
+        if not here and self.partitioner.axis_sizes["tensor"] == 1:
             return params
+        over = tuple(split) if here else None
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
             # Frozen under its adapters; a norm's scale or a bias; experts, which sum their own gradients.
             if isinstance(leaf, Adapted) or "embed" not in axes or "experts" in axes:
                 return leaf
-            return Spread(leaf, Stored(self.partitioner.mesh, tuple(split), PartitionSpec(*like.sharding.spec[1:])))
+            return Spread(leaf, Stored(self.partitioner.mesh, over, PartitionSpec(*like.sharding.spec[1:])))
 
         shapes, axes = self.plain.abstract(), self.plain.axes()
         adapted = lambda x: isinstance(x, Adapted)  # noqa: E731

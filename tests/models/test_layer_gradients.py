@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import Projection, rotate
-from jaxrl_llm.models.linear import gated_linear
+from jaxrl_llm.models.linear import Spread, Stored, gated_linear, linear
 
 
 def gated_in_float64(gate, up, weights, g):
@@ -39,6 +39,40 @@ def test_a_gated_product_of_extreme_gates_has_finite_gradients():
     gate = jnp.array([[[-1e4, 1e4, 0.0]]])
     found = jax.grad(lambda a: gated_linear(a, jnp.ones((1, 1, 3)), jnp.ones((3, 1))).sum())(gate)
     np.testing.assert_allclose(found, [[[0.0, 1.0, 0.5]]], atol=1e-6)
+
+
+def whole_numbers(key, *shape):
+    """Numbers of -9 to 9 in bfloat16: float32 holds sums of hundreds of their products exactly, bfloat16 does not."""
+    return jax.random.randint(jax.random.key(key), shape, -9, 10).astype(jnp.bfloat16)
+
+
+def rounded(x):
+    return np.asarray(jnp.asarray(x, jnp.float32).astype(jnp.bfloat16), np.float32)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_sum_of_which_two_devices_hold_parts_is_rounded_once(backward):
+    mesh = Partitioner.create(MeshConfig(fsdp=1, tensor=2), jax.devices()[:2]).mesh
+    many, weights = whole_numbers(0, 1, 64, 512), whole_numbers(1, 512, 16).astype(jnp.float32)
+    exact = np.asarray(many, np.int64) @ np.asarray(weights, np.int64)
+    split = (None, "tensor") if backward else ("tensor", None)
+    place = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    stored, many = Stored(mesh, None, PartitionSpec(*split)), place(many, None, None, "tensor")
+
+    def forward(x, w):
+        return linear(x, Spread(w, stored))
+
+    if backward:  # of a product with 512 outputs, by its inputs
+        x = jnp.zeros((1, 64, 16), jnp.bfloat16)
+        found = jax.jit(lambda w, g: jax.vjp(forward, x, w)[1](g)[0])(place(weights.T, *split), many)
+    else:
+        found = jax.jit(forward)(many, place(weights, *split))
+    parts = [
+        np.asarray(many, np.int64)[..., h] @ np.asarray(weights, np.int64)[h] for h in (slice(256), slice(256, 512))
+    ]
+    twice = rounded(sum(map(rounded, parts)))
+    assert found.dtype == jnp.bfloat16 and (rounded(exact) != twice).mean() > 0.1
+    np.testing.assert_array_equal(np.asarray(found, np.float32), rounded(exact))
 
 
 BIASED = Architecture(
