@@ -97,6 +97,14 @@ class Partitioner:
         """How many ways the rows of a batch are split."""
         return math.prod(self.axis_sizes[a] for a in self.rules["batch"])
 
+    @property
+    def across_slices(self) -> dict[str, int]:
+        """{mesh axis: slices} of the axes but data along which TPUs of several slices lie, whose hosts' network joins them."""
+        number = np.vectorize(scatter.slice_of, otypes=[int])(self.mesh.devices)
+        lines = {axis: np.moveaxis(number, place, 0) for place, axis in enumerate(MESH_AXES) if axis != "data"}
+        reach = {axis: len(np.unique(line.reshape(len(line), -1)[:, 0])) for axis, line in lines.items()}
+        return {axis: slices for axis, slices in reach.items() if slices > 1}
+
     def spec(self, axes: Axes, shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of an array with logical `axes`; a mesh axis that does not divide a dimension is left out."""
         used: set[str] = set()

@@ -23,8 +23,12 @@ def in_lines(devices: Sequence[Any]) -> list[Any]:
     """The devices, those of a TPU sorted by their places in the torus and each slice by itself, so that neighbours are neighbours."""
     if any(device.platform != "tpu" for device in devices):
         return list(devices)
-    place = lambda d: (getattr(d, "slice_index", 0) or 0, *d.coords, getattr(d, "core_on_chip", 0))  # noqa: E731
-    return sorted(devices, key=place)
+    return sorted(devices, key=lambda d: (slice_of(d), *d.coords, getattr(d, "core_on_chip", 0)))
+
+
+def slice_of(device: Any) -> int:
+    """The number of a TPU's slice; 0 for devices of other kinds."""
+    return getattr(device, "slice_index", 0) or 0 if device.platform == "tpu" else 0
 
 
 def stages(places: Sequence[tuple[int, ...]]) -> list[Groups]:

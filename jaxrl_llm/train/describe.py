@@ -228,6 +228,11 @@ def _division(policy: Policy) -> Iterator[str]:
     if ways > 1:
         whole, times = whole_share(policy.plain.abstract())
         yield f"sharding     fsdp {ways} divides all parameters but {whole:.2%}; a device holds {times:.2f} times its share"
+    for axis, slices in policy.partitioner.across_slices.items():
+        yield (
+            f"slices       warning: {axis} reaches over {slices} slices, so their hosts' network carries the exchanges of every layer: set "
+            f"train.MeshConfig.data = {slices}, and the sizes of the other axes to those of one slice"
+        )
 
 
 def _check_division(run: Any, policy: Policy) -> None:

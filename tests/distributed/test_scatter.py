@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxrl_llm.distributed import hlo, scatter
-from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.distributed.mesh import MESH_AXES, MeshConfig, Partitioner
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
@@ -56,6 +56,23 @@ def test_chips_are_listed_line_by_line_and_slice_by_slice():
     found = scatter.in_lines([Chip(c, s) for s in (1, 0) for c in by_host])
     assert found == [Chip(c, s) for s in (0, 1) for c in torus(4, 2, 1)]
     assert scatter.in_lines(jax.devices()[::-1]) == jax.devices()[::-1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [
+        ({"data": 2}, {}),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, {}),
+        ({}, {"fsdp": 2}),
+        ({"fsdp": 2, "context": 4}, {"fsdp": 2}),
+        ({"fsdp": 1, "tensor": 8}, {"tensor": 2}),
+    ],
+)
+def test_axes_that_reach_over_slices_are_named(sizes, across):
+    chips = [Chip(c, s) for s in range(2) for c in torus(2, 2, 1)]
+    grid = np.array(chips, dtype=object).reshape(MeshConfig(**sizes).sizes(8))
+    assert Partitioner(Mesh(grid, MESH_AXES)).across_slices == across
+    assert Partitioner.create(MeshConfig(**sizes), jax.devices()[:8]).across_slices == {}
 
 
 @pytest.mark.parametrize("sizes", [(2, 4, 1), (2, 2, 2), (8, 1, 1)])
