@@ -1,6 +1,7 @@
 """Sizes of well-known models by name, for benchmarks with random weights."""
 
 from jaxrl_llm.models.architecture import Architecture, Experts
+from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
@@ -32,5 +33,8 @@ SHAPES: dict[str, Architecture] = {
         mlp_width=6144,
         max_positions=40960,
         experts=Experts(count=128, chosen=8, width=768, normalised=True),
+    ),
+    "llama3-70b": Llama3(
+        vocabulary_size=128256, width=8192, layers=80, heads=64, kv_heads=8, head_width=128, mlp_width=28672
     ),
 }

@@ -44,6 +44,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
     "decode_attention": (str, "auto", f"auto or one of {', '.join(decode_attention.BACKENDS)}: tried first"),
     "devices": (int, "0", "devices used; 0 takes all"),
+    "data": (int, "1", "devices of the data axis"),
     "fsdp": (int, "-1", "devices of the fsdp axis"),
     "tensor": (int, "1", "devices of the tensor axis"),
     "context": (int, "1", "devices of the context axis"),
@@ -87,7 +88,7 @@ class Case:
 
     @cached_property
     def policy(self) -> Policy:
-        mesh = MeshConfig(fsdp=self.fsdp, tensor=self.tensor, context=self.context)
+        mesh = MeshConfig(data=self.data, fsdp=self.fsdp, tensor=self.tensor, context=self.context)
         partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
         size = SHAPES[self.model]
         size = replace(size, layers=self.layers) if self.layers else size

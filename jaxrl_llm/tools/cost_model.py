@@ -162,7 +162,7 @@ def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, i
     width = {"float32": 4, "bfloat16": 2}
     moments = width[row["moments_dtype"]] + width[row.get("second_moment_dtype", "float32")]
     devices = row["devices"]
-    fsdp = devices // (row["tensor"] * row["context"]) if row["fsdp"] == -1 else row["fsdp"]
+    fsdp = devices // (row.get("data", 1) * row["tensor"] * row["context"]) if row["fsdp"] == -1 else row["fsdp"]
     setting = Setting(
         sizes=sizes, remat=row["remat"], unrolled=row["unroll"] >= sizes.layers, moments=moments, fsdp=fsdp
     )
