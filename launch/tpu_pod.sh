@@ -22,6 +22,7 @@
 #   WAIT_S           most seconds until the pod is ready (86400)
 #   ENVIRONMENT      names of variables to hand to the hosts (of those that are set here), such as "HF_HOME GSM8K_PATH"; not of
 #                    secrets: they go on a command line
+#   JAXRL_LLM_COMPILED  folder for compiled programs that every host sees, such as gs://BUCKET/compiled: a restart compiles nothing
 #   JAXRL_LLM_TOKEN  the samplers' token, where there are samplers; it is copied to a file that its owner alone can read
 #
 # RUN_DIR must be a place that every host sees: a mounted file system, or a bucket.
@@ -155,7 +156,7 @@ setup() {
 
 run() {
   local node name variables=()
-  for name in ${ENVIRONMENT:-}; do
+  for name in ${ENVIRONMENT:-} JAXRL_LLM_COMPILED; do
     if [ -n "${!name:-}" ]; then variables+=("$name=${!name}"); fi
   done
   for node in $(nodes); do

@@ -127,6 +127,31 @@ with joined(Hosts(wait_s=10, lost_s=30), coordinator_arguments(os.environ, False
 """
 
 
+# Compiles a program of all devices and one of its own device after JAX's key of where programs run was made that of a TPU pod, which
+# is one for all hosts: on CPUs each process has one of its own. Prints what it had to compile and what it found.
+COMPILING = """
+import collections, os, jax, numpy as np
+import jax._src.cache_key as keys
+keys._hash_accelerator_config = lambda total, devices: None
+from jaxrl_llm.distributed import compilation_cache
+from jaxrl_llm.distributed.processes import Hosts
+from jaxrl_llm.distributed.rendezvous import coordinator_arguments, joined
+compilation_cache.keep()
+said = collections.Counter()
+jax.monitoring.register_event_listener(lambda name, **more: said.update([name.rpartition("/")[2]]))
+with joined(Hosts(wait_s=60, lost_s=60), coordinator_arguments(os.environ, False)) as processes:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), "d")
+    rows = jax.NamedSharding(mesh, jax.P("d"))
+    x = jax.make_array_from_callback((8,), rows, lambda part: np.arange(8.0, dtype=np.float32)[part])
+    said.clear()
+    total = jax.jit(lambda x: (x * x).sum())(x)
+    processes.meet("a program is written")
+    assert float(total) == 140.0
+    found = processes.gathered([said["compile_requests_use_cache"] - said["cache_hits"], said["cache_hits"]])
+    print("misses and hits", found)
+"""
+
+
 def port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

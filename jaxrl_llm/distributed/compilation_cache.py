@@ -3,11 +3,16 @@
 Each folder is of one version of JAX and of its plugins on one kind of machine: programs for CPUs contain the instructions of
 the one that compiled them. JAX's own key adds the program, XLA's flags and the accelerator. The variables of JAX stand where
 they are set: JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+
+Of the processes of a run, JAX lets process 0 alone write, and the key of a program that spans them is the same in all. So the
+other hosts find programs in a folder that every host sees, and compile anew at each start in folders of their own. The variable
+JAXRL_LLM_COMPILED names such a folder, mounted or in object storage (gs://BUCKET/PATH).
 """
 
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import stat
@@ -15,9 +20,17 @@ import sys
 import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # it imports JAX, whose variables are set here first
+    from jaxrl_llm.distributed.processes import Processes
 
 DIR, ENABLE = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
+SHARED = "JAXRL_LLM_COMPILED"
 LEAST_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+FOLDERS = ("jaxrl_llm", "jax")
+LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}  # by which JAX reads object storage
+NOT_KEPT = "compiled programs are not kept between starts"
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNREAD_S = 30 * 24 * 3600.0  # after which a program is deleted
 OFF = ("0", "false", "no", "off", "n", "f")
@@ -31,7 +44,8 @@ def keep() -> None:
     jax = sys.modules.get("jax")
     if jax is not None and os.environ.get(DIR) != already:  # it read its variables when it was imported
         jax.config.update("jax_compilation_cache_dir", os.environ[DIR])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[LEAST_S]))
+        if LEAST_S in os.environ:
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", float(os.environ[LEAST_S]))
 
 
 def apply(environment: MutableMapping[str, str] | None = None) -> str:
@@ -43,6 +57,9 @@ def apply(environment: MutableMapping[str, str] | None = None) -> str:
     environment = os.environ if environment is None else environment
     if DIR in environment or environment.get(ENABLE, "true").strip().lower() in OFF:
         return ""
+    shared = environment.get(SHARED, "")
+    if "://" in shared:
+        return _in_storage(shared, environment)
     base = home(environment)
     folder = base / machine()
     try:
@@ -50,16 +67,55 @@ def apply(environment: MutableMapping[str, str] | None = None) -> str:
         _check_owner(base, folder)
         trim(base, time.time())
     except OSError as error:
-        return f"compiled programs are not kept between starts: {error}; set {DIR} to a folder of your own"
+        return f"{NOT_KEPT}: {error}; set {SHARED if shared else DIR} to a folder of your own"
     environment[DIR] = str(folder)
     environment.setdefault(LEAST_S, "0")  # small programs take most of a start
     return ""
 
 
+def alone(processes: "Processes") -> str:
+    """What the processes of a run lose that compile anew at each start, since they do not see the folder that process 0 writes to; "" where all see it.
+
+    All processes of the run call it together, each after its own `apply`.
+    """
+    folder = os.environ.get(DIR, "")
+    kept = bool(folder) and "://" not in folder and os.environ.get(ENABLE, "true").strip().lower() not in OFF
+    if kept and processes.main:
+        with contextlib.suppress(OSError):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        kept = os.access(folder, os.W_OK)
+    if not all(processes.gathered(kept)):
+        return ""  # in object storage, or each has said why, or was asked to keep nothing
+    blind = processes.blind(Path(folder))
+    if not blind:
+        return ""
+    return (
+        f"{len(blind)} of {processes.count} processes compile anew at each start ({', '.join(map(processes.named, blind[:4]))}"
+        f"{', ...' if blind[4:] else ''}): process 0 alone keeps compiled programs, and they do not see its {folder}; set {SHARED} on "
+        "all hosts to a folder that they share, mounted or in object storage (gs://BUCKET/PATH)"
+    )
+
+
+def _in_storage(address: str, environment: MutableMapping[str, str]) -> str:
+    """Keeps programs in object storage, those alone that took JAX's own threshold to compile: a request takes longer than most do."""
+    scheme = address.partition("://")[0]
+    library = LIBRARIES.get(scheme)
+    if library is None:
+        return f"{NOT_KEPT}: {SHARED}={address} is of no kind that is known: use {', '.join(f'{s}://' for s in LIBRARIES)} or a folder"
+    if not importlib.util.find_spec(library):
+        return f"{NOT_KEPT}: {SHARED}={address} is read by {library}, which is not installed: pip install {library}"
+    environment[DIR] = "/".join([address.rstrip("/"), *FOLDERS, machine()])
+    return ""
+
+
 def home(environment: Mapping[str, str]) -> Path:
     """Where the folders of all machines lie."""
-    base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or Path.home()) / ".cache"
-    return Path(base) / "jaxrl_llm" / "jax"
+    base = (
+        environment.get(SHARED)
+        or environment.get("XDG_CACHE_HOME")
+        or Path(environment.get("HOME") or Path.home()) / ".cache"
+    )
+    return Path(base).joinpath(*FOLDERS)
 
 
 def machine() -> str:

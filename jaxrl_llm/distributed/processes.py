@@ -129,6 +129,13 @@ class Processes:
         Raises:
           OSError: some process sees another folder.
         """
+        if others := ", ".join(self.named(i) for i in self.blind(folder)):
+            raise OSError(
+                f"{others} does not see the {folder} of {self.named(0)}: set RUN_DIR to a folder that all hosts share"
+            )
+
+    def blind(self, folder: Path) -> list[int]:
+        """The processes that do not see the folder of process 0 where each gives its own path to it."""
         mark = folder / ".shared"
         word = self.broadcast(secrets.token_hex(8))
         if self.main and self.count > 1:
@@ -137,10 +144,7 @@ class Processes:
         seen = self.gathered(self.count == 1 or (mark.is_file() and mark.read_text() == word))
         if self.main:
             mark.unlink(missing_ok=True)
-        if others := ", ".join(self.named(i) for i, same in enumerate(seen) if not same):
-            raise OSError(
-                f"{others} does not see the {folder} of {self.named(0)}: set RUN_DIR to a folder that all hosts share"
-            )
+        return [i for i, same in enumerate(seen) if not same]
 
     def meet(self, what: str) -> None:
         """Waits until all processes have called it; `what` names the occasion in errors.

@@ -8,6 +8,7 @@ between devices have no time limit of their own, and a process that waits in one
 import atexit
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -19,8 +20,10 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxrl_llm.distributed import xla_flags
+from jaxrl_llm.distributed import compilation_cache, xla_flags
 from jaxrl_llm.distributed.processes import AGAIN, Absent, Hosts, Processes, client
+
+_log = logging.getLogger(__name__)
 
 LOST = 76  # exit status: another process of the run was lost; start the same command on every host again
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -65,6 +68,8 @@ def joined(limits: Hosts, arguments: Mapping[str, Any] | None) -> Iterator[Proce
     processes = _together(limits, arguments)
     watch = _Watch(processes)
     try:
+        if (loss := compilation_cache.alone(processes)) and processes.main:
+            _log.warning(loss)
         with contextlib.nullcontext() if processes.main else contextlib.redirect_stdout(None):
             yield processes
         processes.meet("the end of the run")

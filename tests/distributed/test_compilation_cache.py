@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import several_hosts
 import tiny_run
 
 from jaxrl_llm.distributed import compilation_cache
@@ -123,6 +124,63 @@ def test_a_second_start_compiles_nothing_and_one_that_finds_broken_programs_comp
     third = plan(environment)
     assert (third.returncode, third.stdout) == (0, first.stdout)
     assert "Error reading persistent compilation cache entry" in third.stderr
+
+
+def test_a_folder_of_all_hosts_is_taken_in_place_of_the_users_own(tmp_path):
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "own"), "JAXRL_LLM_COMPILED": str(tmp_path / "shared")}
+    assert compilation_cache.apply(environment) == ""
+    folder = Path(environment["JAX_COMPILATION_CACHE_DIR"])
+    assert folder == tmp_path / "shared" / BASE / compilation_cache.machine() and folder.is_dir()
+    assert not (tmp_path / "own").exists()
+    (tmp_path / "file").write_text("")
+    said = compilation_cache.apply({"JAXRL_LLM_COMPILED": str(tmp_path / "file")})
+    assert "not kept between starts" in said and "set JAXRL_LLM_COMPILED to a folder of your own" in said
+
+
+def test_object_storage_takes_programs_that_took_long_where_its_library_is_there(monkeypatch):
+    there: list[str] = []
+    monkeypatch.setattr(compilation_cache.importlib.util, "find_spec", lambda name: name if name in there else None)
+    for address, library in (("gs://bucket/compiled/", "gcsfs"), ("s3://bucket/compiled", "s3fs")):
+        environment = {"JAXRL_LLM_COMPILED": address}
+        assert f"is read by {library}, which is not installed: pip install {library}" in compilation_cache.apply(
+            environment
+        )
+        there.append(library)
+        assert compilation_cache.apply(environment) == ""
+        at = f"{address.rstrip('/')}/jaxrl_llm/jax/{compilation_cache.machine()}"
+        assert environment == {"JAXRL_LLM_COMPILED": address, "JAX_COMPILATION_CACHE_DIR": at}
+    said = compilation_cache.apply({"JAXRL_LLM_COMPILED": "ftp://host/compiled"})
+    assert "ftp://host/compiled is of no kind that is known: use gs://, s3:// or a folder" in said
+
+
+def starts(folders, **more):
+    """What two processes, each with a home of its own, say of a program of them both: [[misses, hits] of each], and all output."""
+    own = [[f"XDG_CACHE_HOME={folder}", *(f"{n}={v}" for n, v in more.items())] for folder in folders]
+    unset = ["-u", "JAX_COMPILATION_CACHE_DIR", "-u", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]
+    command = [sys.executable, "-c", several_hosts.COMPILING]
+    both = several_hosts.ended(several_hosts.start(command, 2, 1, prefixes=[["env", *unset, *one] for one in own]))
+    assert [status for status, _ in both] == [0, 0], both
+    said = both[0][1]
+    return ast.literal_eval(said.partition("misses and hits ")[2].partition("\n")[0]), said
+
+
+def test_the_second_start_of_two_hosts_compiles_nothing_where_they_share_a_folder(tmp_path):
+    homes = [tmp_path / "first", tmp_path / "second"]
+    found, said = starts(homes, JAXRL_LLM_COMPILED=tmp_path / "shared")
+    assert found == [[1, 0], [1, 0]] and "compile anew" not in said
+    found, _ = starts(homes, JAXRL_LLM_COMPILED=tmp_path / "shared")
+    assert found == [[0, 1], [0, 1]]
+
+
+def test_hosts_that_share_no_folder_are_told_that_all_but_one_compile_anew(tmp_path):
+    homes = [tmp_path / "first", tmp_path / "second"]
+    starts(homes)
+    found, said = starts(homes)
+    assert found == [[0, 1], [1, 0]]
+    assert (
+        "1 of 2 processes compile anew at each start (process 1 (" in said
+        and "set JAXRL_LLM_COMPILED on all hosts" in said
+    )
 
 
 # The commands that compile programs, with words that each accepts; `launch` is tested above.

@@ -108,6 +108,13 @@ def test_slices_are_nodes_of_one_queued_resource_and_all_hosts_are_told(machine)
     words = shlex.split(option.removeprefix("--command="))
     start = ["launch/background.sh", "start", "learner", "launch/learner.sh", *GIN]
     assert words == ["cd", "jaxrl_llm", "&&", "env", "HF_HOME=/mnt/my hub", *start]
+    machine.run("tpu_pod.sh", "run", *GIN, JAXRL_LLM_COMPILED="gs://bucket/compiled")
+    (option,) = [word for word in changes(machine)[0] if word.startswith("--command=")]
+    assert shlex.split(option.removeprefix("--command="))[3:6] == [
+        "env",
+        "JAXRL_LLM_COMPILED=gs://bucket/compiled",
+        start[0],
+    ]
     machine.run("tpu_pod.sh", "delete", TPU_SLICES="2")
     machine.calls()
     machine.run("tpu_pod.sh", "create", TPU_SLICES="2")
