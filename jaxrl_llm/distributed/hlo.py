@@ -93,6 +93,7 @@ class Collective:
       times: executions in the whole program.
       looped: whether it is inside a loop.
       name: the instruction.
+      operands: their shapes, of which sums are taken; TPUs round a sum as they write it, where the result is narrower.
       network: whether it is between slices, which their hosts' network joins; `devices` are slices then.
     """
 
@@ -104,6 +105,7 @@ class Collective:
     times: int
     looped: bool
     name: str
+    operands: str = ""
     network: bool = False
 
     @property
@@ -212,13 +214,15 @@ class Program:
         self, one: Instruction, kind: str, place: str, asynchronous: bool, runs: tuple[int, bool]
     ) -> Collective:
         around = self.computations[place]
-        operands = sum(sum(bytes_of(around[name].shape)) for name in one.operands if name in around)
+        shapes = [around[name].shape for name in one.operands if name in around]
+        operands = sum(map(sum, map(bytes_of, shapes)))
         results = bytes_of(one.shape)
         # The result of a start holds its operands too.
         result = max(results, default=0) if one.opcode.endswith("-start") else sum(results)
         return Collective(
             kind=kind, shape=one.shape, bytes=max(operands, result), devices=_group(one.rest),
             asynchronous=asynchronous and '"is_sync":true' not in one.rest, times=runs[0], looped=runs[1], name=one.name,
+            operands=" ".join(shapes),
         )  # fmt: skip
 
     def _between_slices(self, one: Instruction, transfer: str, place: str, runs: tuple[int, bool]) -> Collective:
@@ -250,7 +254,7 @@ class Program:
         results are parts of one sum.
         """
         narrow = re.compile(r"\b(bf16|f16)\[")
-        found = [one.name for one in self.collectives if one.kind in _SUMS and narrow.search(one.shape)]
+        found = [one.name for one in self.collectives if one.kind in _SUMS and narrow.search(one.operands or one.shape)]
         for loop in (i for _, i, _, _ in self.executed if i.opcode == "while"):
             body = list(self.computations[_named("body", loop)].values())
             if any(i.opcode.startswith("collective-permute") for i in body):
