@@ -102,10 +102,15 @@ def divisible(
         repeats = ways // math.gcd(kv_heads, ways)
         # Where repeats do not share the query heads evenly, each query head gets a key head of its own.
         repeats = repeats if heads % (kv_heads * repeats) == 0 else heads // kv_heads
-        return (q, k, v) if repeats == 1 else (q, jnp.repeat(k, repeats, axis=2), jnp.repeat(v, repeats, axis=2))
-    k, v = (jnp.repeat(x, heads // kv_heads, axis=2) for x in (k, v))
+        return (q, k, v) if repeats == 1 else (q, _repeated(k, repeats), _repeated(v, repeats))
+    k, v = (_repeated(x, heads // kv_heads) for x in (k, v))
     more = ((0, 0), (0, 0), (0, -heads % ways), (0, 0))
     return jnp.pad(q, more), jnp.pad(k, more), jnp.pad(v, more)
+
+
+def _repeated(x: Float[Array, "B S K C"], times: int) -> Float[Array, "B S heads C"]:
+    """Each head so many times; its gradient is their sum, which devices take in float32."""
+    return jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
 def mesh_decode(
