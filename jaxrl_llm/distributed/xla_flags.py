@@ -48,7 +48,9 @@ ON_SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": ON_SPARSE_CORES}
+# Sums of shares over the axes data and context, which are whole on all devices, were compiled so for v6e alone.
+WHOLE_SUMS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
+TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": {**ON_SPARSE_CORES, **WHOLE_SUMS}}
 
 
 def gpus() -> int:
