@@ -115,7 +115,9 @@ with joined(Hosts(wait_s=10, lost_s=30), coordinator_arguments(os.environ, False
     own = np.random.default_rng(i).integers(0, 2**32, size // 4, dtype=np.uint32)
     other = np.random.default_rng(1 - i).integers(0, 2**32, size // 4, dtype=np.uint32)
     assert (processes.broadcast(own) == (other if i else own)).all()
-    first, second = processes.gathered({"x": own})
+    text = "\u00e9" * 3000
+    first, second = processes.gathered({"text": text, "x": own})
+    assert first["text"] == second["text"] == text
     assert ((first if i else second)["x"] == other).all() and ((second if i else first)["x"] == own).all()
     first, second = processes.gathered(own if i else "small")
     assert first == "small" and (second == (own if i else other)).all()

@@ -9,7 +9,7 @@ waits in one for a process that is lost.
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from jaxrl_llm.distributed import serialization
 
 SMALL = 2**20  # most bytes of a value that travels over the coordination service
 PART = 8 * 2**20  # bytes that travel between devices at a time
+Pieces = Sequence[bytes | memoryview]  # of a message, which follow each other
 _HERE, _BETWEEN_DEVICES = b"\0", b"\1"  # first byte of a message: the value follows, or its length alone
 
 AGAIN = "start the same command on every host again: the run goes on from its last checkpoint"
@@ -90,14 +91,14 @@ class Processes:
         """
         if self.count == 1:
             return value
-        (data,) = self._exchanged("said", serialization.packed(value) if self.main else b"", [0])
+        (data,) = self._exchanged("said", serialization.pieces(value) if self.main else [], [0])
         return value if self.main else serialization.unpacked(data)
 
     def gathered(self, value: Any) -> list[Any]:
         """Returns the values of all processes in order of their index; raises as `broadcast` does."""
         if self.count == 1:
             return [value]
-        found = self._exchanged("all", serialization.packed(value), range(self.count))
+        found = self._exchanged("all", serialization.pieces(value), range(self.count))
         return [value if i == self.index else serialization.unpacked(data) for i, data in enumerate(found)]
 
     def summed(self, counts: Mapping[str, int]) -> dict[str, int]:
@@ -172,10 +173,10 @@ class Processes:
         self._round += 1
         return f"jaxrl_llm/{kind}/{self._round}"
 
-    def _exchanged(self, kind: str, own: bytes, owners: Sequence[int]) -> list[bytes | memoryview]:
-        """The messages of the processes `owners` on all processes; `own` is this one's."""
-        key = self._key(kind)
-        note = _HERE + own if len(own) <= SMALL else _BETWEEN_DEVICES + str(len(own)).encode()
+    def _exchanged(self, kind: str, own: Pieces, owners: Sequence[int]) -> list[bytes | memoryview]:
+        """The messages of the processes `owners` on all processes, but for a large one of this process; `own` are this one's pieces."""
+        key, size = self._key(kind), sum(map(len, own))
+        note = b"".join([_HERE, *own]) if size <= SMALL else _BETWEEN_DEVICES + str(size).encode()
         if self.index in owners:
             client().key_value_set_bytes(f"{key}/{self.index}", note)
         notes = [note if i == self.index else self._read(f"{key}/{i}", i) for i in owners]
@@ -188,18 +189,16 @@ class Processes:
         self._forget(key)
         return found
 
-    def _between_devices(self, own: bytes, size: int, owner: int) -> bytes | memoryview:
-        """The message of `owner`, of `size` bytes, on all processes; its parts have one length, for which one program is compiled."""
-        sends = self.index == owner
-        data = np.frombuffer(own, np.uint8) if sends else np.empty(size, np.uint8)
-        part = np.zeros(PART, np.uint8)
+    def _between_devices(self, own: Pieces, size: int, owner: int) -> bytes | memoryview:
+        """The message of `owner`, of `size` bytes, on the others; its parts have one length, for which one program is compiled."""
+        if self.index == owner:
+            for part in _parts(own):
+                multihost_utils.broadcast_one_to_all(part, is_source=True)
+            return b""
+        data, nothing = np.empty(size, np.uint8), np.zeros(PART, np.uint8)
         for begin in range(0, size, PART):
             here = data[begin : begin + PART]
-            if sends:
-                part[: len(here)] = here
-            sent = multihost_utils.broadcast_one_to_all(part, is_source=sends)
-            if not sends:
-                here[:] = sent[: len(here)]
+            here[:] = multihost_utils.broadcast_one_to_all(nothing, is_source=False)[: len(here)]
         return data.data
 
     def _read(self, key: str, owner: int) -> bytes:
@@ -218,6 +217,22 @@ class Processes:
         self.meet(key)
         if self.main:
             client().key_value_delete(key)
+
+
+def _parts(pieces: Pieces) -> Iterator[np.ndarray]:
+    """Yields the bytes of the pieces in parts of PART bytes; the last one ends in what was there before."""
+    part, filled = np.zeros(PART, np.uint8), 0
+    for piece in pieces:
+        rest = np.frombuffer(piece, np.uint8)
+        while len(rest):
+            taken = rest[: PART - filled]
+            part[filled : filled + len(taken)] = taken
+            filled, rest = filled + len(taken), rest[len(taken) :]
+            if filled == PART:
+                yield part
+                filled = 0
+    if filled:
+        yield part
 
 
 def client() -> Any:

@@ -1,7 +1,8 @@
 """Host values as bytes, for exchange between the processes of a run and for checkpoints: JSON followed by raw arrays, and no pickle.
 
-A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays. An object that
-occurs several times, such as the prompt of a group, travels once.
+A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays and long texts, each at a
+multiple of 8 bytes. An object that occurs several times, such as the prompt of a group, travels once. A large message is never
+whole in memory beside its value: its pieces are views of the value's arrays, and what is read from a writable buffer are views of it.
 msgpack knows no such references and no array over 4 GiB, so that it would replace the smaller part of this module.
 """
 
@@ -16,6 +17,8 @@ from jaxrl_llm.experience import Branch, Completion, Group, Prompt, Rollout, Sco
 
 _TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Turn, Branch, Rollout, Group, Scores)}
 _LENGTH = 8  # bytes
+_ALIGN = 8  # bytes: where arrays begin in a message; in one without an entry about it they follow each other
+_LONG = 1024  # characters: texts from this length on travel beside the header, whose JSON would escape them
 _DEFERRED = "deferred"  # names the number of a deferred value in what `split` returns
 
 
@@ -66,21 +69,38 @@ def packed(value: Any) -> bytes:
     Raises:
       TypeError: the value holds anything else.
     """
+    return b"".join(pieces(value))
+
+
+def pieces(value: Any) -> list[bytes | memoryview]:
+    """The message of `packed` in parts that follow each other; those of large arrays are views of them. Raises as `packed` does."""
     message = _Message()
     root = message.add(value)
-    header = json.dumps({"root": root, "objects": message.objects, "arrays": message.arrays}).encode()
-    return b"".join([len(header).to_bytes(_LENGTH, "little"), header, *message.blobs])
+    content = {"root": root, "objects": message.objects, "arrays": message.arrays, "align": _ALIGN}
+    header = json.dumps(content).encode()
+    found: list[bytes | memoryview] = [len(header).to_bytes(_LENGTH, "little"), header]
+    end = _LENGTH + len(header)
+    for blob in message.blobs:
+        found += [bytes(-end % _ALIGN), blob]
+        end += -end % _ALIGN + len(blob)
+    return found
 
 
 def unpacked(data: bytes | memoryview) -> Any:
-    """Returns the value that `packed` wrote; tuples become lists but in rollouts, and NumPy's numbers become Python's."""
+    """Returns the value that `packed` wrote; tuples become lists but in rollouts, and NumPy's numbers become Python's.
+
+    Arrays are views of `data` where it may be written to, and copies of it else.
+    """
     data = memoryview(data)  # its slices are no copies
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
     header = json.loads(bytes(data[_LENGTH:end]))
+    align = header.get("align", 1)
     arrays = []
     for dtype, shape in header["arrays"]:
+        end += -end % align
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        arrays.append(np.frombuffer(data[end : end + size], dtype).reshape(shape).copy())
+        array = np.frombuffer(data[end : end + size], dtype).reshape(shape)
+        arrays.append(array.copy() if data.readonly else array)
         end += size
     objects: list[Any] = []
 
@@ -91,6 +111,8 @@ def unpacked(data: bytes | memoryview) -> Any:
             return node
         if "array" in node:
             return arrays[node["array"]]
+        if "text" in node:
+            return bytes(arrays[node["text"]]).decode(errors="surrogatepass")
         if "object" in node:
             return objects[node["object"]]
         return {name: read(x) for name, x in node["map"].items()}
@@ -116,6 +138,8 @@ class _Message:
         """Adds `value` to the message and returns what stands for it in the header."""
         if isinstance(value, np.generic):
             value = value.item()
+        if isinstance(value, str) and len(value) >= _LONG:
+            return {"text": self._array(np.frombuffer(value.encode(errors="surrogatepass"), np.uint8))}
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if isinstance(value, list | tuple):
@@ -123,14 +147,17 @@ class _Message:
         if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
             return {"map": {name: self.add(x) for name, x in value.items()}}
         if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            self.arrays.append((value.dtype.str, list(value.shape)))
-            self.blobs.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
-            return {"array": len(self.arrays) - 1}
+            return {"array": self._array(value)}
         if type(value).__name__ in _TYPES:
             return {"object": self._object(value)}
         raise TypeError(
             f"a value of {type(value).__name__} does not travel between processes (got {str(value)[:80]!r})"
         )
+
+    def _array(self, value: np.ndarray) -> int:
+        self.arrays.append((value.dtype.str, list(value.shape)))
+        self.blobs.append(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        return len(self.arrays) - 1
 
     def _object(self, value: Any) -> int:
         if id(value) not in self._known:
