@@ -18,9 +18,12 @@ from jax import Array
 from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner import router as routers
-from jaxrl_llm.learner.optimizer import Optimizer, Trainable, keep, state_shardings
+from jaxrl_llm.learner.bfloat16_weights import Compensated, Stochastic
+from jaxrl_llm.learner.optimizer import Optimizer, Rule, Trainable, keep, rested, state_shardings
 from jaxrl_llm.learner.score import NO_BASES, Bases, Scorer
 from jaxrl_llm.protocols import Params
+
+RULES: Mapping[str, type[Rule]] = {"float32": Rule, "stochastic": Stochastic, "compensated": Compensated}
 
 SUMS = "router"  # the sums over tokens that metrics of routers are made of, among a micro-batch's metrics
 
@@ -67,12 +70,32 @@ class Learner(Scorer):
     trainable: Trainable | None = None
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name, optimizer in self.optimizers.items():
+            backbone = getattr(self.models[name], "backbone", self.models[name])
+            dtypes = {optimizer.weights_dtype, optimizer.slopes_dtype}
+            if dtypes != {"float32"} and backbone.plain is not backbone:
+                raise ValueError(
+                    f"the {name} trains adapters, which are small and rest in float32 with float32 gradients: leave train.Optimizer.weights "
+                    f"and gradients_dtype as they are (got {optimizer.weights!r}, {optimizer.gradients_dtype!r}), or train all weights"
+                )
+            if dtypes == {"float32", "bfloat16"} and optimizer.weights == backbone.compute_dtype == "float32":
+                raise ValueError(
+                    f"train.Optimizer.gradients_dtype = 'bfloat16' rounds float32 weights in the forward pass, which the {name} computes in "
+                    "float32: set sources.PolicySource.compute_dtype = 'bfloat16', or leave gradients_dtype"
+                )
+
     # -- state ---------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def transforms(self) -> dict[str, optax.GradientTransformation]:
+    def rules(self) -> dict[str, Rule]:
+        """How the weights of each trained model begin and change."""
         late = {"policy": self.warmup}
-        return {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
+        transforms = {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
+        return {
+            name: RULES[self.optimizers[name].weights](transform=transform, name=name, seed=self.seed)
+            for name, transform in transforms.items()
+        }
 
     def trained(self, params: Mapping[str, Params]) -> dict[str, Params]:
         """The parameters of the models that an update changes."""
@@ -82,21 +105,22 @@ class Learner(Scorer):
         """The state that training starts from; it owns `params` from here on."""
         shardings = self.shardings
         scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
-        moments = {}
-        for n, t in self.transforms.items():
+        held, moments = dict(params), {}
+        for n, rule in self.rules.items():
             if self.optimizers[n].offload:  # moments begin at 0, which the host makes in its own memory
                 zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
                 moments[n] = jax.tree.map(zeros, self.abstract.moments[n])
             else:
-                moments[n] = jax.jit(t.init, out_shardings=shardings.moments[n])(params[n])
-        return TrainState(step=scalar(), skipped=scalar(), params=dict(params), moments=moments)
+                moments[n] = jax.jit(rule.init, out_shardings=shardings.moments[n])(params[n])
+            held[n], moments[n] = rule.begun(rested(params[n], "float32"), moments[n])
+        return TrainState(step=scalar(), skipped=scalar(), params=held, moments=moments)
 
     @cached_property
     def shardings(self) -> TrainState:
         """The sharding of every leaf of the state."""
         one = self.partitioner.replicated
         abstract = {n: m.abstract() for n, m in self.models.items()}
-        moments = {n: state_shardings(t, abstract[n], one) for n, t in self.transforms.items()}
+        moments = {n: state_shardings(rule.init, abstract[n], one) for n, rule in self.rules.items()}
         away = {n: jax.tree.map(offload.on_host, moments[n]) for n, o in self.optimizers.items() if o.offload}
         return TrainState(
             step=one,  # type: ignore[arg-type]
@@ -110,9 +134,15 @@ class Learner(Scorer):
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
         params = {n: m.abstract() for n, m in self.models.items()}
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
-        moments = {n: jax.eval_shape(t.init, params[n]) for n, t in self.transforms.items()}
+        moments = {n: jax.eval_shape(rule.init, params[n]) for n, rule in self.rules.items()}
+        params |= {n: rule.shapes(params[n]) for n, rule in self.rules.items()}
         state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
         return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+
+    @property
+    def gradients(self) -> dict[str, Any]:
+        """Shapes and shardings of the gradient that is summed over micro-batches."""
+        return {n: rested(params, "float32") for n, params in self.trained(self.abstract.params).items()}
 
     # -- update --------------------------------------------------------------------------------------------------------
 
@@ -142,12 +172,23 @@ class Learner(Scorer):
                 loss, more["router/loss"] = loss + self.router.balance * share, share
         return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics), **more})
 
+    def _slopes(
+        self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
+    ) -> tuple[Any, dict[str, Array]]:
+        """A micro-batch's gradient, in the dtype that its optimizer asks for, and its share of the metrics."""
+        objective = jax.value_and_grad(self._objective, has_aux=True)
+        trained = {
+            name: rested(tree, self.optimizers[name].slopes_dtype) for name, tree in self.trained(params).items()
+        }
+        (_, scalars), gradient = objective(trained, batch, bases, place)
+        return gradient, scalars
+
     def _gradient(
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Any, dict[str, Array]]:
-        objective = jax.value_and_grad(self._objective, has_aux=True)
-        (_, scalars), gradient = objective(self.trained(params), batch, bases, place)
-        return gradient, scalars
+        """`_slopes`, the gradient in float32, as gradients of other micro-batches are added to it."""
+        gradient, scalars = self._slopes(params, batch, bases, place)
+        return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), scalars
 
     def _loaded(
         self, params: Mapping[str, Params], batches: Sequence[MicroBatch], bases: Bases
@@ -189,7 +230,7 @@ class Learner(Scorer):
     @cached_property
     def _accumulate(self) -> Any:
         def accumulate(total: Any, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: Any) -> Any:
-            return jax.tree.map(jnp.add, total, self._gradient(params, batch, bases, place))
+            return jax.tree.map(jnp.add, total, self._slopes(params, batch, bases, place))
 
         return jax.jit(accumulate, donate_argnums=0, out_shardings=self._total_shardings)
 
@@ -211,7 +252,7 @@ class Learner(Scorer):
         """Gradient and update in one program, for a minibatch of one micro-batch: no gradient is ever stored."""
 
         def whole(state: TrainState, batch: MicroBatch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
-            gradient, scalars = self._gradient(state.params, batch, bases, (state.step, 0))
+            gradient, scalars = self._slopes(state.params, batch, bases, (state.step, 0))
             state, norms = self._applied(state, gradient)
             return state, {**scalars, **norms}
 
@@ -221,17 +262,17 @@ class Learner(Scorer):
         """Makes one optimizer step of every trained model; a gradient that is not finite changes nothing and is counted."""
         counters, how, metrics = self._judged(state.step, state.skipped, gradient)
         params, moments = dict(state.params), {}
-        for name in self.transforms:
+        for name in self.rules:
             updated = self._updated(name, how[name], params[name], gradient[name], state.moments[name])
             params[name], moments[name] = updated
         return TrainState(**counters, params=params, moments=moments), metrics
 
     def _judged(self, step: Array, skipped: Array, gradient: dict[str, Any]) -> tuple[dict[str, Array], Any, Any]:
         """The state's counters after the update, {model: (factor of its gradient, whether it learns)}, and metrics."""
-        norms = {name: optax.global_norm(g) for name, g in gradient.items()}
+        norms = {name: optax.global_norm(rested(g, "float32")) for name, g in gradient.items()}
         finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
         how = {}
-        for name in self.transforms:
+        for name in self.rules:
             limit = self.optimizers[name].max_grad_norm
             scale = jnp.minimum(1.0, limit / jnp.maximum(norms[name], 1e-30)) if limit else jnp.float32(1.0)
             how[name] = scale, finite & (step >= self.warmup) if self.warmup and name == "policy" else finite
@@ -244,10 +285,10 @@ class Learner(Scorer):
     ) -> tuple[Any, Any]:
         """Parameters and moments of a model, or of some of its leaves, after the update."""
         scale, learns = how
-        clipped = jax.tree.map(lambda g: g * scale, gradient)
-        changes, new = self.transforms[name].update(clipped, moments, params)
+        clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradient)
+        changed, new = self.rules[name].updated(params, clipped, moments)
         mask = jax.tree.map(lambda m: learns & m, self._mask(name, params))
-        return keep(optax.apply_updates(params, changes), params, mask), keep(new, moments, mask)
+        return keep(changed, params, mask), keep(new, moments, mask)
 
     @cached_property
     def _judge(self) -> Any:
@@ -262,7 +303,7 @@ class Learner(Scorer):
         """Does what `_applied` does where moments are in host memory, for one group of leaves at a time."""
         counters, how, metrics = self._judge(state.step, state.skipped, gradient)
         params, moments = dict(state.params), {}
-        for name in self.transforms:
+        for name in self.rules:
 
             def apply(part: Any, g: Any, own: Any, name: str = name) -> tuple[Any, Any]:
                 key = name, jax.tree.structure(part), offload.at(own)
@@ -324,9 +365,9 @@ class Learner(Scorer):
         if microbatches > 1:
             scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
             shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
-            total = (self.trained(state.params), jax.tree.map(shaped, scalars))
+            total = (self.gradients, jax.tree.map(shaped, scalars))
             found["accumulate"] = self._accumulate.lower(total, state.params, batch, bases, place)
-        return found if away else found | {"apply": self._apply.lower(state, self.trained(state.params))}
+        return found if away else found | {"apply": self._apply.lower(state, self.gradients)}
 
     @property
     def compilations(self) -> int:

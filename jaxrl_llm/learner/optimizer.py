@@ -1,6 +1,6 @@
 """The optimizer: AdamW with a schedule, a step count for each layer and sharded moments; and the choice of parameters that learn."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +10,10 @@ import numpy as np
 import optax
 
 from jaxrl_llm import components
-from jaxrl_llm.models.architecture import stack_of
+from jaxrl_llm.models.architecture import PRECISE, stack_of
+from jaxrl_llm.models.value import HEAD
+
+DTYPES = ("float32", "bfloat16")  # of weights and of their gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,11 @@ class Optimizer:
       second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
         https://arxiv.org/abs/2412.19437, section 3.3.3).
       offload: keep the moments in the host's pinned memory; they move to the device for one group of parameters at a time.
+      weights: how the trained weights rest: "float32"; "stochastic", bfloat16 that a change is rounded to at random, without a bias;
+        or "compensated", bfloat16 with 16 bits beside it among the moments, which make the float32 weight whole in each update.
+        Norms' scales, routers and heads of value models are float32 whatever it is. A stage that follows begins from the bfloat16 alone.
+      gradients_dtype: dtype of the gradient of a micro-batch, "float32" or "bfloat16"; gradients of several micro-batches are summed
+        in float32 whatever it is, and so is each product's. None takes the dtype that the weights rest in.
     """
 
     learning_rate: float = 1e-6
@@ -71,10 +79,23 @@ class Optimizer:
     moments_dtype: str = "float32"
     second_moment_dtype: str = "float32"
     offload: bool = False
+    weights: Literal["float32", "stochastic", "compensated"] = "float32"
+    gradients_dtype: str | None = None
 
     def __post_init__(self) -> None:
         components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps")
         components.choices(self)
+        components.one_of(self, (None, *DTYPES), "gradients_dtype")
+
+    @property
+    def weights_dtype(self) -> str:
+        """The dtype that the weights rest in, norms' scales and the like apart."""
+        return "float32" if self.weights == "float32" else "bfloat16"
+
+    @property
+    def slopes_dtype(self) -> str:
+        """The dtype of the gradient of a micro-batch."""
+        return self.gradients_dtype or self.weights_dtype
 
     def rate(self, updates: int) -> optax.Schedule:
         """Learning rate by update, for a run of `updates` updates."""
@@ -97,6 +118,56 @@ class Optimizer:
             optax.add_decayed_weights(self.weight_decay, decays),
             optax.scale_by_learning_rate(self.rate(updates)),
         )
+
+
+def precise(path: tuple[Any, ...]) -> bool:
+    """Whether the leaf at a path of a model's parameters stays float32: a norm's scale, a router, the head of a value model."""
+    return path[-1].key in PRECISE or path[0].key == HEAD
+
+
+def rested(params: Any, dtype: str) -> Any:
+    """Parameters, arrays or their shapes, in `dtype`, those apart that are `precise`."""
+
+    def leaf(path: tuple[Any, ...], x: Any) -> Any:
+        if precise(path) or x.dtype == dtype:
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+        return x.astype(dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rule:
+    """How the weights of a model begin and change, for weights that rest in float32; see bfloat16_weights for the others.
+
+    Attributes:
+      transform: the optax chain.
+      name: the model's name.
+      seed: seed of random rounding.
+    """
+
+    transform: optax.GradientTransformation
+    name: str
+    seed: int
+
+    def shapes(self, params: Any) -> Any:
+        """Shapes and shardings of the weights as they rest, from those in float32."""
+        return params
+
+    def init(self, params: Any) -> Any:
+        """The optimizer's state before the first update, which is 0 everywhere; only shapes of `params` matter."""
+        return self.transform.init(params)
+
+    def begun(self, params: Any, state: Any) -> tuple[Any, Any]:
+        """The weights as they rest, from float32 arrays, and the state with what is left of them; the state lies where it did."""
+        return params, state
+
+    def updated(self, params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
+        """The weights and the optimizer's state after an update by a float32 gradient; of all leaves, or of some."""
+        changes, state = self.transform.update(gradient, state, params)
+        return optax.apply_updates(params, changes), state
 
 
 def scale_by_adam(
@@ -188,10 +259,11 @@ def decays(params: Any) -> Any:
     )
 
 
-def state_shardings(transform: optax.GradientTransformation, params: Any, replicated: Any) -> Any:
+def state_shardings(init: Callable[[Any], Any], params: Any, replicated: Any) -> Any:
     """Shardings of the optimizer's state: moments are sharded as their parameters are, everything else is replicated.
 
     Args:
+      init: makes the state from the parameters.
       params: tree of ShapeDtypeStruct with shardings.
       replicated: sharding of scalars.
     """
@@ -201,5 +273,5 @@ def state_shardings(transform: optax.GradientTransformation, params: Any, replic
         return isinstance(node, dict) and jax.tree.map(lambda x: x.shape, node) == shapes
 
     own = jax.tree.map(lambda x: x.sharding, params)
-    state = jax.eval_shape(transform.init, params)
+    state = jax.eval_shape(init, params)
     return jax.tree.map(lambda node: own if moments(node) else replicated, state, is_leaf=moments)

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import STORED as GATHERED
@@ -136,6 +136,26 @@ def _biased_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Arra
 
 # The bias is kept for its dtype alone.
 biased.defvjp(lambda y, bias: (biased(y, bias), bias), _biased_backward)
+
+
+def looked_up(table: Float[Array, "V D"], tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Returns the rows of the table; its gradient is summed in float32 whatever its dtype is, and rounded once."""
+    return table[tokens] if table.dtype == jnp.float32 else _rows_of(table, tokens)
+
+
+@jax.custom_vjp
+def _rows_of(table: jax.Array, tokens: jax.Array) -> jax.Array:
+    return table[tokens]
+
+
+def _rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, None]:
+    table, tokens = saved
+    total = jnp.zeros(table.shape, jnp.float32).at[tokens].add(g.astype(jnp.float32))
+    return total.astype(table.dtype), None
+
+
+# The table is kept for its shape and its dtype alone.
+_rows_of.defvjp(lambda table, tokens: (_rows_of(table, tokens), (table, tokens)), _rows_backward)
 
 
 def gated_linear(

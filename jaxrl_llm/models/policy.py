@@ -24,7 +24,7 @@ from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
 
 Params = dict[
     str, Any
-]  # nested dictionaries with float32 arrays at the leaves; leaves under `Architecture.stacks` are stacked [L, ...]
+]  # nested dictionaries with float32 or bfloat16 arrays at the leaves; leaves under `Architecture.stacks` are stacked [L, ...]
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
@@ -42,7 +42,7 @@ class Policy:
     Attributes:
       architecture: sizes and switches of the model.
       partitioner: the mesh and its axis table.
-      compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32.
+      compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32, but where `Optimizer.weights` says otherwise.
       remat: name of what the backward pass recomputes: "none", "dots", "gate", "projections", "attention", "full" or
         "offload"; see models/layers.py.
       unroll: layers in one step of the scan over layers.

@@ -31,6 +31,7 @@ from jaxrl_llm.models.layers import (
     parameter,
     rope,
 )
+from jaxrl_llm.models.linear import looked_up
 
 # "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of those with a state "state" [L, S, Hv, dk, dv]
 # and "conv" [L, S, taps - 1, channels].
@@ -269,10 +270,10 @@ class Transformer(nnx.Module):
         return jnp.array([sum(other == kind for other in kinds[:i]) for i, kind in enumerate(kinds)])[layer]
 
     def _embed(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        # Gathered in float32, so that the gradient of a frequent token is summed in float32. Each device looks up its share
+        # Gathered before it is cast, so that the gradient of a frequent token is summed in float32. Each device looks up its share
         # of the width for all rows and they exchange activations, fewer bytes than the table and its gradient have.
         table = self.partitioner.constrain(self.embedding[...], ("vocabulary", "embed"))
-        found = table[self.partitioner.constrain(tokens, ("lookup", "length"))]
+        found = looked_up(table, self.partitioner.constrain(tokens, ("lookup", "length")))
         return self.partitioner.constrain(found.astype(self.dtype), ("lookup", "length", "embed"))
 
     def _by_window(self, index: jax.Array, attend: Callable[[int | None], Any]) -> Any:

@@ -79,10 +79,8 @@ def beside(run: Run, stage: Stage, policy: Any) -> int:
     sampler = run.sampler
     if not (stage.samples and isinstance(sampler, EmbeddedSampler)):
         return 0
-    copied = policy.compute_dtype != "float32" or not sampler.share_weights
     slots = Capacity(slots=policy.partitioner.batch_shards, length=run.max_length, stop_ids=0, penalised=False)
-    copy = memory.size(memory.cast(policy.plain, policy.compute_dtype)) if copied else 0
-    return copy + taken_bytes(policy.plain, slots, sampler.cache)
+    return memory.copy(policy.plain, sampler, stage) + taken_bytes(policy.plain, slots, sampler.cache)
 
 
 def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:

@@ -20,6 +20,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.batch import Batch, filled, packed_axes
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
+from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
@@ -96,9 +97,9 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
     )
 
 
-def streaming(params: Mapping[str, Any], moments: Any) -> int:
+def streaming(params: Mapping[str, Any], moments: Any, gradient: Any) -> int:
     """The peak bytes of gradients and of moments brought to the device while an offloaded optimizer works (`offload.streamed`)."""
-    slopes = [size(offload.pruned(params, paths)) for paths in offload.groups(params)]
+    slopes = [size(offload.pruned(gradient, paths)) for paths in offload.groups(params)]
     return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
 
 
@@ -112,9 +113,9 @@ def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Ba
     found = {n: account(p, 0 if n in ("whole", "apply") else moments) for n, p in programs.items()}
     away = [n for n, o in learner.optimizers.items() if o.offload]
     if away and microbatches:
-        state, trained = learner.abstract, learner.trained(learner.abstract.params)
-        visiting = max(streaming(trained[n], state.moments[n]) for n in away)
-        kept = size([gradient for n, gradient in trained.items() if n not in away])
+        state, gradients = learner.abstract, learner.gradients
+        visiting = max(streaming(state.params[n], state.moments[n], gradients[n]) for n in away)
+        kept = size([gradient for n, gradient in gradients.items() if n not in away])
         found["apply"] = Account(resident=moments, arguments=size(state.params), outputs=0, temporary=kept + visiting)
     return found
 
@@ -124,8 +125,24 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
     served = cast(policy, policy.compute_dtype)
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
-    copied = policy.compute_dtype != "float32" or not sampler.share_weights
-    return size(served) if copied else 0, account(program)
+    return copy(policy, sampler, stage), account(program)
+
+
+def copy(policy: Policy, sampler: EmbeddedSampler, stage: Stage) -> int:
+    """Bytes of the sampler's weights where they are a copy; they are the learner's own where these rest in the dtype of computing."""
+    shared = sampler.share_weights and policy.compute_dtype == stage.optimizer.weights_dtype
+    return 0 if shared else size(cast(policy, policy.compute_dtype))
+
+
+def summed(stage: Stage) -> bool:
+    """Whether a minibatch may take several micro-batches, whose gradients are summed."""
+    tokens = stage.sequences // stage.minibatches * longest(stage)
+    return tokens > stage.packing.rows * stage.packing.row_tokens
+
+
+def longest(stage: Stage) -> int:
+    """The most positions that a sequence of the stage takes in a row."""
+    return min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
 
 
 def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> Account:
@@ -195,8 +212,11 @@ def cast(policy: Policy, dtype: str) -> Any:
 def state(stage: Stage, policy: Policy) -> dict[str, int]:
     """Bytes of a stage's state on one device, by kind."""
     learner = learner_of(stage, policy, 0)
+    gradients = learner.gradients
+    if not (summed(stage) or stage.optimizer.offload):  # then they are never stored in float32
+        gradients = {n: rested(tree, learner.optimizers[n].slopes_dtype) for n, tree in gradients.items()}
     trees = {
-        "weights": learner.abstract.params, "gradients": learner.trained(learner.abstract.params),
+        "weights": learner.abstract.params, "gradients": gradients,
         "moments": learner.abstract.moments, "frozen base": frozen(learner),
     }  # fmt: skip
     found = {name: size(tree) for name, tree in trees.items()} | {"reference": reference(stage, policy)}

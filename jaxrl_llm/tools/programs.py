@@ -113,9 +113,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
     """The account of each program of a stage, and the peak bytes of each phase."""
     learner = learner_of(stage, policy, 0)
     batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
-    tokens = stage.sequences // stage.minibatches * longest(stage)
-    several = tokens > stage.packing.rows * stage.packing.row_tokens
-    accounts = memory.of_learner(learner, batch, 2 if several else 1, bases)
+    accounts = memory.of_learner(learner, batch, 2 if memory.summed(stage) else 1, bases)
     phases: dict[str, float] = {"update": max(account.peak for account in accounts.values())}
     if stage.samples:
         accounts |= memory.of_learner(learner, batch, 0, bases)
@@ -140,15 +138,11 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
     return accounts, {name: peak + also for name, peak in phases.items()}
 
 
-def longest(stage: Stage) -> int:
-    """The most positions that a sequence of the stage takes in a row."""
-    return min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
-
-
 def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]]:
     """{program: (model FLOPs on all devices, readings of its arguments)} of a stage's programs, at full rows of the longest sequences."""
     size, packing = policy.architecture, stage.packing
-    lengths = [longest(stage)] * (packing.rows * packing.row_tokens // longest(stage))
+    longest = memory.longest(stage)
+    lengths = [longest] * (packing.rows * packing.row_tokens // longest)
     found = {name: (flops.update(size, lengths), 1) for name in ("whole", "first", "accumulate")}
     found["score"] = flops.forward(size, lengths), 1
     if stage.samples and isinstance(run.sampler, EmbeddedSampler):

@@ -34,6 +34,7 @@ from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.distributed.mesh import STORED, whole_share
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.dispatch import Choice
+from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
@@ -252,7 +253,10 @@ def _check_division(run: Any, policy: Policy) -> None:
 
 
 def _dtypes(run: Any, policy: Policy) -> Iterator[str]:
-    yield "weights and gradients float32"
+    optimizers = [
+        o for s in run.stages for o in (s.optimizer, s.critic_optimizer if "critic" in s.value_models else None) if o
+    ]
+    yield " or ".join(dict.fromkeys(_held(o) for o in optimizers))
     if isinstance(policy, AdaptedPolicy):
         yield f"frozen base {policy.lora.base_dtype}"
     yield f"compute {policy.compute_dtype}"
@@ -263,6 +267,14 @@ def _dtypes(run: Any, policy: Policy) -> Iterator[str]:
     yield "moments " + " or ".join(" and ".join(dict.fromkeys(kind)) for kind in sorted(kinds))
     if isinstance(run.sampler, EmbeddedSampler):
         yield f"cache {run.sampler.cache or policy.compute_dtype}"
+
+
+def _held(optimizer: Optimizer) -> str:
+    """How trained weights rest, and the dtype of their gradients."""
+    if optimizer.weights_dtype == optimizer.slopes_dtype == "float32":
+        return "weights and gradients float32"
+    how = "float32" if optimizer.weights == "float32" else f"{optimizer.weights_dtype} ({optimizer.weights})"
+    return f"weights {how} and gradients {optimizer.slopes_dtype}"
 
 
 def _sampling(sampler: Any) -> str:

@@ -95,7 +95,7 @@ class FrozenModels:
         """Copies the policy's parameters at the beginning of a stage."""
         if self.refers:
             self.refer(params, shared=True)
-        self.params |= {name: jax.tree.map(jnp.copy, params) for name in self.following}
+        self.params |= {name: self._copied(params) for name in self.following}
 
     def refer(self, params: Params, *, shared: bool = False) -> None:
         """Takes parameters as the reference, in its dtype and memory; those that are `shared` with the learner are copied."""
@@ -109,12 +109,16 @@ class FrozenModels:
 
         self.params[REFERENCE] = jax.tree.map(kept, params, reference_shapes(self.policy, self.dtype))
 
+    def _copied(self, params: Params) -> Params:
+        """A copy of the policy's parameters in the dtypes of `abstract`, whatever dtype they are trained in."""
+        return jax.tree.map(lambda x, like: jnp.copy(x).astype(like.dtype), params, self.policy.abstract())
+
     async def refresh(self, params: Params, steps: int) -> None:
         """Gives the auxiliary models the weights that are due after `steps` steps of the stage."""
         for name, model in self.following.items():
             due = steps > 0 and model.refresh_every > 0 and steps % model.refresh_every == 0
             if due:
-                self.params[name] = jax.tree.map(jnp.copy, params)
+                self.params[name] = self._copied(params)
             if due or name not in self._held:
                 self._held[name] = steps
                 await model.publish(self.policy.merged(self.params[name], self.base), steps)

@@ -297,7 +297,7 @@ def _local_backward(
 
     gradients = (
         jnp.zeros_like(hidden),
-        _buffer(head, call, head.dtype if tokens is None else jnp.float32),
+        _buffer(head, call, head.dtype if tokens is None and parts == 1 else jnp.float32),
         None if bias is None else jnp.zeros(bias.shape, jnp.float32),
     )
     dhidden, dhead, dbias = jax.lax.fori_loop(0, parts, add, gradients) if parts > 1 else add(0, gradients)

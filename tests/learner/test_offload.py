@@ -94,7 +94,7 @@ def test_the_account_of_a_streamed_update_frees_each_gradient_and_holds_moments_
     ends = [4 * sum(sizes[i:]) + held[i] for i in range(len(sizes))]
     assert ahead != 40_000 or (any(both <= ahead for both in pairs[:-1]) and any(both > ahead for both in pairs))
     counts = 2 * sum(x.dtype.itemsize * x.size for x in jax.tree.leaves(moments) if x.dtype == np.int32)
-    assert max(ends) <= memory.streaming(params, moments) <= max(ends) + counts
+    assert max(ends) <= memory.streaming(params, moments, params) <= max(ends) + counts
 
 
 def test_a_streamed_update_uses_up_its_gradient_and_the_moments_before_it():

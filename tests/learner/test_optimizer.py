@@ -84,7 +84,7 @@ def test_matrices_are_decayed_and_norms_and_biases_are_not(kind):
 def test_moments_lie_as_their_parameters_do_in_the_dtype_asked_for():
     split = policy(mesh=MeshConfig(fsdp=2, tensor=2), devices=4)
     transform = Optimizer(moments_dtype="bfloat16").transform(10)
-    shardings = state_shardings(transform, split.abstract(), split.partitioner.replicated)
+    shardings = state_shardings(transform.init, split.abstract(), split.partitioner.replicated)
     want = jax.tree.map(lambda x: x.sharding, split.abstract())
     adam = shardings[0]
     assert adam.mu == want and adam.nu == want

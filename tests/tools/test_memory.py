@@ -128,6 +128,42 @@ def test_the_plan_counts_the_state_that_lies_on_a_device():
     assert memory.state(away, policy) == {"weights": whole, "gradients": whole}
 
 
+def test_the_plan_counts_weights_in_bfloat16_and_what_lies_beside_them():
+    policy = replace(make_learner(GRPO_CASE).policy, compute_dtype="bfloat16")
+    leaves = jax.tree_util.tree_leaves_with_path(policy.abstract())
+    scales = sum(math.prod(x.shape) for path, x in leaves if path[-1].key == "scale")
+    all_of_them = sum(math.prod(x.shape) for _, x in leaves)
+    halved = 2 * all_of_them + 2 * scales  # norms' scales stay float32
+    beside = {"stochastic": 4, "compensated": 2 * all_of_them}  # the number of updates, or a rest of 16 bits for each
+    for kind, more in beside.items():
+        several = replace(stage(), optimizer=Optimizer(weights=kind))
+        found = memory.state(several, policy)
+        counts = found["moments"] - 8 * all_of_them - more
+        assert found["weights"] == halved and 0 <= counts < 100
+        assert memory.summed(several) and found["gradients"] == 4 * all_of_them
+        one = replace(several, prompts_per_step=2)
+        assert not memory.summed(one) and memory.state(one, policy)["gradients"] == halved
+        assert memory.copy(policy, EmbeddedSampler(slots=8), one) == 0, "the learner's weights are served as they are"
+        assert memory.copy(policy, EmbeddedSampler(slots=8, share_weights=False), one) == halved
+    assert memory.copy(policy, EmbeddedSampler(slots=8), stage()) == halved
+
+
+@pytest.mark.parametrize("kind", ["stochastic", "compensated"])
+def test_the_account_of_an_update_of_weights_in_bfloat16_is_that_of_its_arrays(kind):
+    plain = make_learner(GRPO_CASE)
+    policy = replace(plain.policy, compute_dtype="bfloat16")
+    optimizer = replace(plain.optimizers["policy"], weights=kind)
+    learner = replace(plain, models={"policy": policy}, optimizers={"policy": optimizer})
+    batch = memory.batch_of(stage(), learner)
+    arrays = sum(x.nbytes for x in jax.tree.leaves(fresh_state(learner)))
+    assert memory.size(learner.abstract) == arrays
+    found = memory.of_learner(learner, batch, 1)["whole"]
+    assert found.arguments == pytest.approx(arrays + batch_bytes(batches_of(learner, make_batch())[0]), rel=0.01)
+    assert found.outputs < 1000, "the state comes back in its own place"
+    total = learner.lowered(batch, 2)["accumulate"].out_info[0]
+    assert {x.dtype for x in jax.tree.leaves(total)} == {np.dtype("float32")}
+
+
 def test_a_backend_without_an_account_of_its_programs_leaves_the_plan_and_says_so(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(jax.stages.Compiled, "memory_analysis", lambda _: None)
     with pytest.raises(memory.NoAccount, match="'cpu' gives no account"):

@@ -153,6 +153,23 @@ def test_the_dtypes_of_every_part_are_named():
     )
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weights": "stochastic"}, "weights bfloat16 (stochastic) and gradients bfloat16"),
+        (
+            {"weights": "compensated", "gradients_dtype": "float32"},
+            "weights bfloat16 (compensated) and gradients float32",
+        ),
+        ({"gradients_dtype": "bfloat16"}, "weights float32 and gradients bfloat16"),
+    ],
+)
+def test_weights_and_gradients_in_bfloat16_are_named(fields, said):
+    run, policy = run_of(row_tokens=1024)
+    run.stages = [replace(run.stages[0], optimizer=Optimizer(**fields))]
+    assert describe.describe(run, policy)[1].startswith(f"dtypes       {said}, compute bfloat16, ")
+
+
 def test_rewards_that_evaluate_what_the_model_wrote_say_how_it_is_shut_in(monkeypatch):
     tests = CodeTests(service=Service(urls=["http://127.0.0.1:1"]))
     run, policy = run_of(row_tokens=1024, reward=Weighted(parts={"a": Maths(), "b": tests}))
