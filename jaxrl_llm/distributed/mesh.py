@@ -12,21 +12,21 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed import scatter
 
-MESH_AXES = ("data", "fsdp", "tensor", "context")
+MESH_AXES = ("data", "fsdp", "expert", "tensor", "context")
 
 # Activations have the axes batch and length; lookup is the batch of arrays that are split over their width too. Parameters have the axes
-# vocabulary, embed, heads, kv_heads and mlp. The axes layers, experts and head_width are never split.
+# vocabulary, embed, heads, kv_heads, mlp and experts. The axes layers and head_width are never split.
 RULES: Mapping[str, tuple[str, ...]] = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": ("context",),
     "lookup": ("data",),
     "vocabulary": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "expert"),  # the mesh axis expert where no axis `experts` of the same array has it
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "mlp": ("tensor",),
     "layers": (),
-    "experts": (),
+    "experts": ("expert",),
     "head_width": (),
 }
 
@@ -42,6 +42,8 @@ class MeshConfig:
     Attributes:
       data: replicas of the model; -1 takes the devices that the other axes leave.
       fsdp: shards of parameters, gradients and optimizer state; splits the batch too.
+      expert: shards of the experts of a layer, and of their gradients and optimizer state: a device computes its own experts for the tokens
+        of all devices of the axis, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
       tensor: shards of heads, MLP and vocabulary.
       context: shards of the tokens of a row.
       undivided: True lets a run go on whose parameters mostly have no dimension that `fsdp` divides, and so lie whole on
@@ -50,13 +52,14 @@ class MeshConfig:
 
     data: int = 1
     fsdp: int = -1
+    expert: int = 1
     tensor: int = 1
     context: int = 1
     undivided: bool = False
 
     def sizes(self, devices: int) -> tuple[int, ...]:
         """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
-        sizes = [self.data, self.fsdp, self.tensor, self.context]
+        sizes = [self.data, self.fsdp, self.expert, self.tensor, self.context]
         if any(s == 0 or s < -1 for s in sizes) or sizes.count(-1) > 1:
             raise ValueError(
                 f"mesh sizes must be positive, with at most one -1 (got {dict(zip(MESH_AXES, sizes))}): set train.MeshConfig"
@@ -74,7 +77,7 @@ class Partitioner:
     """A mesh with the table of logical axes; every sharding of a run is made here.
 
     Attributes:
-      mesh: the device mesh with axes data, fsdp, tensor, context.
+      mesh: the device mesh with axes data, fsdp, expert, tensor, context.
       rules: the mesh axes of each logical axis.
     """
 

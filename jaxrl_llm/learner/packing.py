@@ -31,10 +31,10 @@ class Packing:
 
     Attributes:
       row_tokens: positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
-      rows: rows of a micro-batch over all devices, a multiple of data x fsdp; "auto" lets a launch choose them, with rematerialisation and
+      rows: rows of a micro-batch over all devices, a multiple of data x fsdp x expert; "auto" lets a launch choose them, with rematerialisation and
         the place and dtype of moments, by the device's memory. A resumed run keeps what was chosen.
       sequences_per_row: most sequences of one row.
-      tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp. 0
+      tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp x expert. 0
         gives every micro-batch the same shape.
     """
 

@@ -7,7 +7,10 @@ Router, weights and the sum over j are float32 whatever the compute dtype is; th
 Experts that were recorded for a token take the place of c, and w is computed from the live p at them (replay of routes,
 https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
 
-Each device sends its own tokens to all experts: the weights are gathered where they are used, and split over `tensor` by their width.
+On a mesh the weights are gathered over `fsdp` where they are used, and split over `tensor` by their width. Over `expert` each device keeps
+its own experts. It routes its own tokens, takes those of all devices of the axis with the experts that they go to, computes what its experts
+add to them, and these parts are summed where the tokens lie: (ways - 1) n D numbers each way for the n tokens of a device, whatever the
+number of chosen experts, in place of all experts' weights. Every token reaches every expert that it goes to; none has a capacity.
 """
 
 import math
@@ -70,6 +73,31 @@ class Report(NamedTuple):
     chosen: Integer[Array, "B T k"]
 
 
+class Over(NamedTuple):
+    """The mesh axes that divide a layer of experts; on one device none do.
+
+    Attributes:
+      tokens: those that divide the tokens.
+      experts: those that divide the experts.
+      width: those that divide each expert's width.
+    """
+
+    tokens: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
+    width: tuple[str, ...] = ()
+
+
+def check_division(architecture: Architecture, partitioner: Partitioner) -> None:
+    """Raises ValueError where the mesh axis `expert` does not divide the experts of a layer."""
+    ways = partitioner.axis_sizes["expert"]
+    if architecture.experts is not None and architecture.experts.count % ways:
+        count = architecture.experts.count
+        fitting = [n for n in range(2, count + 1) if count % n == 0]
+        raise ValueError(
+            f"train.MeshConfig.expert = {ways} does not divide the {count} experts of a layer: set it to 1 or one of {fitting}"
+        )
+
+
 class ExpertMLP(nnx.Module):
     """The router and the experts of one layer."""
 
@@ -86,17 +114,17 @@ class ExpertMLP(nnx.Module):
         """The experts' weighted outputs, 0 for tokens that are not valid, and what was done."""
         weights = (self.router[...], self.gate_up[...], self.down[...])
         if self.partitioner.mesh.size == 1:
-            return self._local((), (), x, *weights, routed)
+            return self._local(Over(), x, *weights, routed)
         rows = self.partitioner.spec(("batch", "length"), x.shape[:2])
-        (split,) = self.partitioner.spec(("mlp",), (self.sizes.width,))
-        devices = tuple(axis for part in rows for axis in names(part))
+        held, split = self.partitioner.spec(("experts", "mlp"), (self.sizes.count, self.sizes.width))
         tokens, whole = PartitionSpec(*rows, None), PartitionSpec()
+        over = Over(tokens=names(rows[0]) + names(rows[1]), experts=names(held), width=names(split))
         given = replace(routed, valid=rows, routes=None if routed.routes is None else tokens)
-        of_weights = (whole, PartitionSpec(None, None, None, split), PartitionSpec(None, split, None))
+        of_weights = (whole, PartitionSpec(held, None, None, split), PartitionSpec(held, split, None))
         of_report: dict[str, Any] = dict.fromkeys(Report._fields, whole) | {"chosen": tokens}
 
         def local(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, routed: Routed) -> tuple:
-            return self._local(devices, names(split), x, router, gate_up, down, routed)
+            return self._local(over, x, router, gate_up, down, routed)
 
         return jax.shard_map(
             local,
@@ -108,15 +136,14 @@ class ExpertMLP(nnx.Module):
 
     def _local(
         self,
-        devices: tuple[str, ...],
-        split: tuple[str, ...],
+        over: Over,
         x: Float[Array, "B T D"],
         router: Float[Array, "D E"],
-        gate_up: Float[Array, "E D 2 M"],
-        down: Float[Array, "E M D"],
+        gate_up: Float[Array, "own D 2 M"],
+        down: Float[Array, "own M D"],
         routed: Routed,
     ) -> tuple[Float[Array, "B T D"], Report]:
-        """The layer for a device's own tokens; its report is summed over the mesh axes `devices`, its output over `split`."""
+        """The layer for a device's own tokens, by its own experts and those of the devices that share them; the report is of all tokens."""
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision="highest")
         p = jax.nn.softmax(logits, axis=-1)
         live = jax.lax.top_k(jax.lax.stop_gradient(p), self.sizes.chosen)[1]
@@ -131,9 +158,7 @@ class ExpertMLP(nnx.Module):
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
         ids = jnp.where(routed.valid[..., None], chosen, self.sizes.count)
         flat = (math.prod(x.shape[:2]), -1)
-        y = expert_mlp(x.reshape(flat), gate_up, down, ids.reshape(flat), weights.reshape(flat)).reshape(x.shape)
-        if split:
-            y = jax.lax.psum(y.astype(jnp.float32), split).astype(x.dtype)
+        y = _computed(over, x.reshape(flat), gate_up, down, ids.reshape(flat), weights.reshape(flat)).reshape(x.shape)
         fields = self._counted(p, weights, ids, routed.valid)
         shared = jnp.sum(jnp.any(live[..., None] == record[..., None, :], axis=-1), axis=-1)
         fields |= {
@@ -141,8 +166,8 @@ class ExpertMLP(nnx.Module):
             "differs": jnp.sum((recorded & (shared < self.sizes.chosen)).astype(jnp.int32)),
             "overlap": jnp.sum(jnp.where(recorded, shared / self.sizes.chosen, 0.0)),
         }
-        if devices:
-            fields = {name: jax.lax.psum(total, devices) for name, total in fields.items()}
+        if over.tokens:
+            fields = {name: jax.lax.psum(total, over.tokens) for name, total in fields.items()}
         return y, Report(**fields, chosen=chosen.astype(self.sizes.record_dtype))
 
     def _counted(
@@ -163,3 +188,32 @@ class ExpertMLP(nnx.Module):
             "entropy": total(-jnp.sum(constant * logs, axis=-1), valid),
             "top": total(jnp.max(w, axis=-1), valid),
         }
+
+
+def _computed(
+    over: Over,
+    x: Float[Array, "n D"],
+    gate_up: Float[Array, "E D 2 M"],
+    down: Float[Array, "E M D"],
+    ids: Int[Array, "n k"],
+    weights: Float[Array, "n k"],
+) -> Float[Array, "n D"]:
+    """The weighted outputs of all experts for a device's own tokens, of which it computes those of its own E experts; under shard_map.
+
+    Where the axis that divides the experts divides the tokens too, they are gathered over it, and their sums are scattered back; where the
+    devices of the axis have the same tokens, as of a batch that it does not divide, only the sums remain.
+    """
+    gathered = tuple(axis for axis in over.experts if axis in over.tokens)
+    if gathered:
+        x, ids, weights = (jax.lax.all_gather(part, gathered, tiled=True) for part in (x, ids, weights))
+    if over.experts:
+        ids = ids - jax.lax.axis_index(over.experts) * len(down)  # ids of other devices' experts are outside of [0, E)
+    y = expert_mlp(x, gate_up, down, ids, weights)
+    if not over.experts and not over.width:
+        return y
+    total = y.astype(jnp.float32)
+    if gathered:
+        total = jax.lax.psum_scatter(total, gathered, tiled=True)
+    if others := tuple(axis for axis in (*over.experts, *over.width) if axis not in gathered):
+        total = jax.lax.psum(total, others)
+    return total.astype(x.dtype)

@@ -18,7 +18,7 @@ from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
-from jaxrl_llm.models.experts import Report
+from jaxrl_llm.models.experts import Report, check_division
 from jaxrl_llm.models.linear import Adapted, Spread, Stored
 from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
 
@@ -27,7 +27,7 @@ Params = dict[
 ]  # nested dictionaries with float32 or bfloat16 arrays at the leaves; leaves under `Architecture.stacks` are stacked [L, ...]
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
-ROW_AXES = ("data", "fsdp", "context")  # mesh axes that may split the tokens of a batch
+ROW_AXES = ("data", "fsdp", "expert", "context")  # mesh axes that may split the tokens of a batch
 # The logical axes of the parts of a cache that hold a recurrent state; those of keys and values are the target's.
 STATE_AXES: dict[str, Axes] = {
     "state": ("layers", "batch", "heads", None, None),
@@ -66,6 +66,7 @@ class Policy:
             )
         if self.unroll < 1:
             raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set sources.PolicySource.unroll")
+        check_division(self.architecture, self.partitioner)
 
     @property
     def plain(self) -> "Policy":

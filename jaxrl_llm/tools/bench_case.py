@@ -46,6 +46,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "devices": (int, "0", "devices used; 0 takes all"),
     "data": (int, "1", "devices of the data axis"),
     "fsdp": (int, "-1", "devices of the fsdp axis"),
+    "expert": (int, "1", "devices of the expert axis"),
     "tensor": (int, "1", "devices of the tensor axis"),
     "context": (int, "1", "devices of the context axis"),
     "prompts": (int, "128", "prompts sampled"),
@@ -88,7 +89,9 @@ class Case:
 
     @cached_property
     def policy(self) -> Policy:
-        mesh = MeshConfig(data=self.data, fsdp=self.fsdp, tensor=self.tensor, context=self.context)
+        mesh = MeshConfig(
+            data=self.data, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor, context=self.context
+        )
         partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
         size = SHAPES[self.model]
         size = replace(size, layers=self.layers) if self.layers else size

@@ -40,6 +40,7 @@ class Setting:
       moments: bytes a parameter of both moments together.
       fsdp: number of shards of parameters and state.
       data: number of replicas.
+      expert: number of shards of the experts; parameters and state of all else are divided by it too, as by `fsdp`.
     """
 
     sizes: Architecture
@@ -48,6 +49,23 @@ class Setting:
     moments: int = 8
     fsdp: int = 1
     data: int = 1
+    expert: int = 1
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that hold the parameters once."""
+        return self.fsdp * self.expert
+
+    @property
+    def experts(self) -> int:
+        """Number of weights of all experts of a layer, 0 without any."""
+        size = self.sizes.experts
+        return 0 if size is None else 3 * size.count * size.width * self.sizes.width
+
+    @property
+    def crowd(self) -> int:
+        """Tokens of other devices for each own that a device's experts may have to take: their buffers hold the worst case."""
+        return self.expert if self.experts else 1
 
     @property
     def layer(self) -> float:
@@ -84,7 +102,7 @@ class Setting:
             "attention": attention,
             "projections": projections,
         }
-        known["gate"] = projections + 2 * self.mlp_width
+        known["gate"] = projections + 2 * self.mlp_width * self.crowd
         return known.get(self.remat, 18 * size.width + 4 * self.mlp_width)
 
 
@@ -97,7 +115,7 @@ def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times
     if not setting.unrolled:
         moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # they are written and read once more
     casts = 12 if setting.repeated == 0 else 18
-    moved += setting.weights / setting.fsdp * (2 * (4 + setting.moments) + 12) + times * setting.weights * casts
+    moved += setting.weights / setting.shards * (2 * (4 + setting.moments) + 12) + times * setting.weights * casts
     launches = times * (size.layers * (70 if setting.unrolled else 125) + 200)
     return {
         "products": (3 + setting.repeated) * 2 * setting.layer * size.layers * n / (chip.peak * RATES["products"]),
@@ -106,21 +124,40 @@ def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times
         + 2.5 * causal / (chip.peak * RATES["attention backward"]),
         "memory": moved / (chip.bandwidth * RATES["memory"]),
         "launches": launches * RATES["launch"],
-        "exchange": (1 - HIDDEN) * exchange_seconds(chip, setting, times),
+        "exchange": (1 - HIDDEN) * exchange_seconds(chip, setting, times) + token_seconds(chip, setting, n),
     }
 
 
 def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
     """Seconds of an update's exchanges if none overlapped with computation: weights in bfloat16, gradients in float32."""
-    weights, ways = setting.weights, setting.fsdp
+    kept = sum(setting.sizes.sparse) * setting.experts * (setting.expert > 1)  # are gathered over fsdp alone
     gathers = 2 if setting.repeated == 0 else 3
-    over = (ways - 1) / ways
-    link = chip.link if ways <= chip.group else chip.network
-    seconds = times * weights * over * (2 * gathers + 4) / link
+    link = chip.link if setting.shards <= chip.group else chip.network
+    sent = (setting.weights - kept) * _others(setting.shards) + kept / setting.expert * _others(setting.fsdp)
+    seconds = times * sent * (2 * gathers + 4) / link
     if setting.data > 1:
-        across = chip.network if ways * setting.data > chip.group else chip.link
-        seconds += 2 * 4 * weights / ways * (setting.data - 1) / setting.data / across
+        across = chip.network if setting.shards * setting.data > chip.group else chip.link
+        seconds += 2 * 4 * setting.weights / setting.shards * _others(setting.data) / across
     return seconds
+
+
+def token_seconds(chip: Chip, setting: Setting, tokens: int) -> float:
+    """Seconds of an update's exchanges of `tokens` tokens a device over the shards of the experts, which nothing overlaps with.
+
+    Forward, a device takes each token of the others in bfloat16 and gives back a float32 sum; backward the same, with the forward's
+    tokens once more where they are computed again.
+    """
+    if not setting.experts or setting.expert == 1:
+        return 0.0
+    link = chip.link if setting.expert <= chip.group else chip.network
+    again = 2 if setting.repeated else 0
+    layers = sum(setting.sizes.sparse)
+    return layers * (setting.expert - 1) * tokens * setting.sizes.width * (2 * (2 + 4) + again) / link
+
+
+def _others(ways: int) -> float:
+    """The share of the other devices, of `ways` that hold equal shares."""
+    return (ways - 1) / ways
 
 
 def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> float:
@@ -149,11 +186,12 @@ def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, re
 def memory_bytes(setting: Setting, tokens: int) -> float:
     """The peak bytes of a device in an update of micro-batches of `tokens` tokens."""
     size = setting.sizes
-    state = setting.weights / setting.fsdp * (4 + setting.moments + 4)  # parameters, moments, gradients
-    working = tokens * (12 * setting.mlp_width + 8 * size.width) + 2 * size.vocabulary_size * size.width
+    state = setting.weights / setting.shards * (4 + setting.moments + 4)  # parameters, moments, gradients
+    working = tokens * (12 * setting.mlp_width * setting.crowd + 8 * size.width) + 2 * size.vocabulary_size * size.width
     kinds = set(zip(size.sparse, size.recurrent))
-    largest = max(flops.layer_weights(size, sparse=sparse, resident=True, recurrent=held) for sparse, held in kinds)
-    gathered = 0 if setting.fsdp == 1 else 3 * 2 * largest + 4 * size.vocabulary_size * size.width
+    largest: float = max(flops.layer_weights(size, sparse=sparse, resident=True, recurrent=held) for sparse, held in kinds)
+    largest -= setting.experts * _others(setting.expert)
+    gathered = 0 if setting.shards == 1 else 3 * 2 * largest + 4 * size.vocabulary_size * size.width
     return state + tokens * size.layers * setting.kept + working + gathered
 
 
@@ -162,10 +200,11 @@ def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, i
     width = {"float32": 4, "bfloat16": 2}
     moments = width[row["moments_dtype"]] + width[row.get("second_moment_dtype", "float32")]
     devices = row["devices"]
-    fsdp = devices // (row.get("data", 1) * row["tensor"] * row["context"]) if row["fsdp"] == -1 else row["fsdp"]
-    setting = Setting(
-        sizes=sizes, remat=row["remat"], unrolled=row["unroll"] >= sizes.layers, moments=moments, fsdp=fsdp
-    )
+    expert = row.get("expert", 1)
+    others = row.get("data", 1) * row["tensor"] * row["context"] * expert
+    fsdp = devices // others if row["fsdp"] == -1 else row["fsdp"]
+    unrolled = row["unroll"] >= sizes.layers
+    setting = Setting(sizes=sizes, remat=row["remat"], unrolled=unrolled, moments=moments, fsdp=fsdp, expert=expert)
     return setting, row["rows"] * row["row_tokens"] // devices, row["row_tokens"] // row["segments"]
 
 

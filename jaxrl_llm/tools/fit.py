@@ -85,7 +85,7 @@ def beside(run: Run, stage: Stage, policy: Any) -> int:
 
 def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
     """Bytes of an update's activations and working memory for `tokens` tokens a device."""
-    without = setting.weights / setting.fsdp * (8 + setting.moments)
+    without = setting.weights / setting.shards * (8 + setting.moments)
     return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
 
 
@@ -95,8 +95,8 @@ def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
     widths = (optimizer.moments_dtype, optimizer.second_moment_dtype)
     moments = 0 if optimizer.offload else sum({"float32": 4, "bfloat16": 2}[w] for w in widths)
     unrolled = policy.unroll >= policy.architecture.layers
-    fsdp = policy.partitioner.axis_sizes.get("fsdp", 1)
-    return cost_model.Setting(sizes=policy.architecture, remat=remat, unrolled=unrolled, moments=moments, fsdp=fsdp)
+    ways = {axis: policy.partitioner.axis_sizes[axis] for axis in ("fsdp", "expert")}
+    return cost_model.Setting(sizes=policy.architecture, remat=remat, unrolled=unrolled, moments=moments, **ways)
 
 
 def needed(run: Run, policy: Any) -> float:

@@ -334,5 +334,5 @@ class Stage:
         if self.packing.rows % batch_shards or self.packing.tail % batch_shards:
             raise ValueError(
                 f"train.Packing.rows ({self.packing.rows}) or tail ({self.packing.tail}) of stage {self.name!r} does not divide over the {batch_shards} shards of "
-                f"data x fsdp: set them to multiples of {batch_shards}"
+                f"data x fsdp x expert: set them to multiples of {batch_shards}"
             )

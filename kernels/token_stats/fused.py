@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.kernels.token_stats.definition import Call
 
-TOKEN_AXES = ("data", "fsdp", "context")
+TOKEN_AXES = ("data", "fsdp", "expert", "context")
 VOCABULARY_AXIS = "tensor"
 # Splits the head's width too where it lies, so its gradient is scattered over this axis.
 WIDTH_AXIS = "fsdp"

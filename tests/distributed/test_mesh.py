@@ -18,12 +18,13 @@ def partitioner(devices: int, **sizes: int) -> Partitioner:
 @pytest.mark.parametrize(
     ("config", "devices", "sizes"),
     [
-        (MeshConfig(), 8, (1, 8, 1, 1)),
-        (MeshConfig(data=-1, fsdp=2), 8, (4, 2, 1, 1)),
-        (MeshConfig(tensor=2, context=2), 8, (1, 2, 2, 2)),
-        (MeshConfig(data=2, fsdp=1, context=-1), 6, (2, 1, 1, 3)),
-        (MeshConfig(data=2, fsdp=1, tensor=3), 6, (2, 1, 3, 1)),
-        (MeshConfig(), 1, (1, 1, 1, 1)),
+        (MeshConfig(), 8, (1, 8, 1, 1, 1)),
+        (MeshConfig(expert=4), 8, (1, 2, 4, 1, 1)),
+        (MeshConfig(data=-1, fsdp=2), 8, (4, 2, 1, 1, 1)),
+        (MeshConfig(tensor=2, context=2), 8, (1, 2, 1, 2, 2)),
+        (MeshConfig(data=2, fsdp=1, context=-1), 6, (2, 1, 1, 1, 3)),
+        (MeshConfig(data=2, fsdp=1, tensor=3), 6, (2, 1, 1, 3, 1)),
+        (MeshConfig(), 1, (1, 1, 1, 1, 1)),
     ],
 )
 def test_one_axis_takes_the_devices_that_the_others_leave(config, devices, sizes):
@@ -49,8 +50,8 @@ def test_sizes_that_are_no_sizes_are_refused(sizes):
 
 def test_devices_fill_the_mesh_in_order_with_context_innermost():
     mesh = partitioner(8, fsdp=2, tensor=2, context=2).mesh
-    assert mesh.axis_names == MESH_AXES == ("data", "fsdp", "tensor", "context")
-    assert [d.id for d in mesh.devices[0, 0, 0]] == [0, 1] and [d.id for d in mesh.devices[0, :, 0, 0]] == [0, 4]
+    assert mesh.axis_names == MESH_AXES == ("data", "fsdp", "expert", "tensor", "context")
+    assert [d.id for d in mesh.devices[0, 0, 0, 0]] == [0, 1] and [d.id for d in mesh.devices[0, :, 0, 0, 0]] == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,9 @@ def test_devices_fill_the_mesh_in_order_with_context_innermost():
         ({"fsdp": 2, "tensor": 4}, ("embed", "kv_heads", "head_width"), (8, 2, 8), P("fsdp", None, None)),
         ({"fsdp": 8}, ("heads", "mlp"), (8, 8), P(None, None)),
         ({"fsdp": 4, "tensor": 2}, ("heads", "mlp"), (8, 8), P("tensor", None)),  # a mesh axis splits one dimension
+        ({"fsdp": 2, "expert": 4}, ("experts", "embed", None, "mlp"), (8, 16, 2, 8), P("expert", "fsdp", None, None)),
+        ({"fsdp": 2, "expert": 4}, ("embed", "mlp"), (16, 8), P(("fsdp", "expert"), None)),  # a dense matrix
+        ({"fsdp": 2, "expert": 4}, ("batch", "length"), (8, 8), P(("fsdp", "expert"), None)),
     ],
 )  # fmt: skip
 def test_the_spec_of_an_array_by_its_logical_axes(sizes, axes, shape, spec):
@@ -89,8 +93,9 @@ def test_a_parameter_that_fsdp_does_not_divide_as_the_table_says_is_stored_by_an
     assert partitioner(8, **sizes).stored(axes, shape).spec == spec
 
 
-def test_the_rows_of_a_batch_are_split_over_data_and_fsdp():
+def test_the_rows_of_a_batch_are_split_over_data_fsdp_and_expert():
     assert partitioner(8, data=2, fsdp=2, tensor=2).batch_shards == 4
+    assert partitioner(8, fsdp=2, expert=2, tensor=2).batch_shards == 4
     assert partitioner(1).batch_shards == 1
     assert {axis for axes in RULES.values() for axis in axes} == set(MESH_AXES)
 

@@ -237,9 +237,10 @@ def test_the_first_layers_alone_learn_where_kinds_of_layers_take_turns():
     assert [x.tolist() for x in state.moments["policy"][0].count.values()] == [0, [1, 1], [1, 0], 0]
 
 
-def test_an_update_on_a_mesh_is_the_update_on_one_device():
+@pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2}, {"fsdp": 2, "expert": 2}])
+def test_an_update_on_a_mesh_is_the_update_on_one_device(mesh):
     alone, _ = updated(learner_of(balance=0.5), make_batch())
-    spread, told = updated(learner_of(mesh=MeshConfig(data=2, fsdp=2), devices=4, balance=0.5), make_batch())
+    spread, told = updated(learner_of(mesh=MeshConfig(**mesh), devices=4, balance=0.5), make_batch())
     for path, x in alone.items():
         np.testing.assert_allclose(spread[path], x, rtol=1e-4, atol=2e-6, err_msg=path)
     assert PACKING.rows % 4 == 0 and PROMPT and told["router/unused"] <= 1

@@ -76,7 +76,7 @@ def test_each_expert_is_a_tensor_of_its_own_and_both_forms_load_bit_for_bit(save
     assert_same(hf_weights.load(policy, other), params)
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("mesh", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"expert": 2, "fsdp": 2}])
 def test_both_forms_load_and_save_bit_for_bit_on_a_mesh(saved, mesh, tmp_path):
     _, params, folder = saved
     policy = policy_of(devices=4, **mesh)

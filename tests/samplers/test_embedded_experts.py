@@ -111,6 +111,20 @@ def test_what_a_stop_string_drops_has_no_record_and_nothing_is_recorded_unasked(
     assert [one.tokens.tolist() for one in plain] == [one.tokens.tolist() for one in group]
 
 
+def test_experts_divided_over_devices_draw_the_same_tokens_and_record_the_same_experts(models):
+    _, policy, params = models
+    spread = replace(policy, partitioner=Partitioner.create(MeshConfig(fsdp=1, expert=2), jax.devices()[:2]))
+    placed = jax.tree.map(lambda x, like: jax.device_put(np.asarray(x), like.sharding), params, spread.abstract())
+    settings = SamplingParams(max_tokens=12, temperature=0)
+    alone, divided = (
+        drawn(p, w, prefixes_of(3), 1, settings, slots=2) for p, w in ((policy, params), (spread, placed))
+    )
+    for (one,), (other,) in zip(alone, divided):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-5)
+        assert np.array_equal(np.sort(one.routes, -1), np.sort(other.routes, -1))
+
+
 def test_a_dense_model_records_nothing(models):
     _, policy, _ = models
     from jaxrl_llm.models.qwen3 import Qwen3
