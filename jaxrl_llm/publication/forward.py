@@ -33,7 +33,19 @@ def forward_of(config: Mapping[str, Any]) -> dict[str, Any]:
     found["partial_rotary_factor"] = 1.0 if partial is None else partial
     if found["rope_type"] != "default":
         found |= {name: rope.get(name) for name in _SCALING}
-    return found | _windows(config)
+    return found | _windows(config) | _experts(config)
+
+
+def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How tokens are sent to experts, and the layers that have none; nothing of a model without experts."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    if not count:
+        return {}
+    found = {name: config.get(name) for name in ("num_experts_per_tok", "moe_intermediate_size")}
+    step, plain = config.get("decoder_sparse_step") or 1, config.get("mlp_only_layers") or ()
+    layers = range(config.get("num_hidden_layers") or 0)
+    dense = [layer for layer in layers if layer in plain or (layer + 1) % step]
+    return found | {"num_experts": count, "norm_topk_prob": bool(config.get("norm_topk_prob")), "dense_layers": dense}
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class _Weights:
 
 
 def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None = None) -> Any:
-    """Returns what a part of a tensor, of one or two axes, adds to the tensor's checksum: `manifest.partial_sum` in torch.
+    """Returns what a part of a tensor, of one axis or more, adds to the tensor's checksum: `manifest.partial_sum` in torch.
 
     Args:
       part: the part, in `dtype` or a wider type whose values are all of `dtype`.
@@ -118,8 +118,7 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None =
     columns = target.box[-1]
     by_column = weights(columns.start, columns.stop - columns.start, 1, part.device)
     rows = part.reshape(-1, part.shape[-1]) if part.numel() else part.reshape(0, 1)
-    first = target.box[0].start if part.ndim > 1 else 0
-    by_row = weights(first, len(rows), 0, part.device)
+    by_row = _row_weights(target, len(rows), weights, part.device)
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     exact = torch.ones((), dtype=torch.bool, device=part.device)
     step = max(1, _ELEMENTS // max(1, rows.shape[-1]))
@@ -133,6 +132,18 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None =
         of_rows = (words * by_column).sum(dim=1, dtype=torch.int32)  # int32 wraps around, as sums modulo 2^32 do
         total = total + (of_rows * by_row[begin : begin + step]).sum(dtype=torch.int32)
     return torch.where(exact, total % (1 << 32), torch.full_like(total, -1))
+
+
+def _row_weights(target: Target, rows: int, weights: _Weights, device: Any) -> Any:
+    """The weights of a part's rows by their numbers in the whole tensor, whose axes but the last are counted through."""
+    import torch
+
+    if len(target.box) < 3:
+        return weights(target.box[0].start if len(target.box) == 2 else 0, rows, 0, device)
+    numbers: Any = np.zeros((), np.uint32)
+    for size, axis in zip(target.shape[:-1], target.box[:-1]):
+        numbers = numbers[..., None] * np.uint32(size) + np.arange(axis.start, axis.stop, dtype=np.uint32)
+    return torch.from_numpy(weights_of(numbers.reshape(-1) * np.uint32(2)).view(np.int32)).to(device)
 
 
 def _words(block: Any) -> Any:

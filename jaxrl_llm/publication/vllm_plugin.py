@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.publication import cuda_ipc, held_weights
+from jaxrl_llm.publication import cuda_ipc, held_weights, vllm_experts
 from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.held_weights import Held, WrongWeights
 from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums, whole_box
@@ -135,6 +135,7 @@ class OrbaxWorkerExtension:
         try:
             self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
             repack_tied_head(model)
+            vllm_experts.repack(model)
             wait_for(self.device)  # type: ignore[attr-defined]
         except Exception as failure:
             with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
@@ -288,12 +289,15 @@ def whole_tensors(
 ) -> Iterator[tuple[str, Any]]:
     """Yields torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
 
-    Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all.
+    Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all. Experts are taken apart.
     """
     import torch
 
     for name, part in parts.items():
         tensor, target = torch_tensor(part), targets[name]
+        if vllm_experts.of_experts(name):
+            yield from vllm_experts.from_host(name, tensor, target)
+            continue
         if not target.whole:
             whole = torch.empty(target.shape, dtype=tensor.dtype, device=device)
             whole[target.box] = tensor.to(device)
@@ -346,14 +350,21 @@ def reached_tensors(
     cuda_ipc.check(weights, targets, forward)
     bases = stack.enter_context(cuda_ipc.opened(weights, driver))
 
-    def tensors() -> Iterator[tuple[str, Any]]:
+    def copied(tensor: cuda_ipc.RemoteTensor) -> Any:
         import torch
 
+        whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
+        wait_for(device)  # the memory may have been another tensor's, whose work is still queued
+        cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+        return whole
+
+    def tensors() -> Iterator[tuple[str, Any]]:
         for name, target in targets.items():
             tensor = weights.tensors[name]
-            whole = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device=device)
-            wait_for(device)  # the memory may have been another tensor's, whose work is still queued
-            cuda_ipc.copy_into(whole.data_ptr(), tensor, bases, driver)
+            if vllm_experts.of_experts(name):
+                yield from vllm_experts.from_learner(name, tensor, target, copied, published)
+                continue
+            whole = copied(tensor)
             published[name] = (tensor.dtype, _sum_of_part(name, whole, tensor, target))
             yield name, whole
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from jaxrl_llm.publication import vllm_experts
 from jaxrl_llm.publication.reader import Target, whole_box
 
 
@@ -33,6 +34,9 @@ def held_by(model: Any) -> dict[str, Any | None]:
     found: dict[str, Any | None] = {}
     first: dict[int, int] = {}  # the next part's first row in each parameter
     for name, target, parameter in _parts(model):
+        if vllm_experts.of_experts(name):
+            found[name] = parameter
+            continue
         rows, *columns = (axis.stop - axis.start for axis in target.box)
         begin = first.get(id(parameter), 0)
         first[id(parameter)] = begin + rows
@@ -42,7 +46,7 @@ def held_by(model: Any) -> dict[str, Any | None]:
 
 
 def _parts(model: Any) -> Iterator[tuple[str, Target, Any]]:
-    """Each tensor's name and target, with the parameter that holds it."""
+    """Each tensor's name and target, with the parameter that holds it; of experts with the part of it, or None."""
     fused = getattr(model, "packed_modules_mapping", {})
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     seen: set[int] = set()
@@ -57,6 +61,9 @@ def _parts(model: Any) -> Iterator[tuple[str, Target, Any]]:
 def _parts_of_layer(
     path: str, layer: Any, own: Mapping[str, Any], fused: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, Target, Any]]:
+    if vllm_experts.is_experts(layer):
+        yield from vllm_experts.parts(path, layer, own)
+        return
     kind = type(layer).__name__
     unknown = sorted(own.keys() - {"weight", "bias"})
     if unknown:
@@ -138,6 +145,7 @@ _PARTS = {
     "ColumnParallelLinear": _column_parallel,
     "RowParallelLinear": _row_parallel,
     "ReplicatedLinear": _replicated,
+    "GateLinear": _replicated,
     "VocabParallelEmbedding": _vocabulary,
     "ParallelLMHead": _vocabulary,
 }

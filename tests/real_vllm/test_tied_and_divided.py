@@ -28,7 +28,7 @@ def found(tmp_path_factory) -> dict:
     paths.append(write_version(folder, 2, damaged, weights(2, tied=True), config=config(True)))
     program = Path(__file__).parent / "two_ranks.py"
     done = subprocess.run(
-        [sys.executable, str(program), str(model), *paths, json.dumps(TOKENS)],
+        [sys.executable, str(program), str(model), *paths, json.dumps([[0, 1, 2], TOKENS])],
         env=environment(**ON_TWO_CORES), capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -1,9 +1,12 @@
-"""A server's engine on two tensor-parallel ranks with tied heads, run as a program: prints what it computes as JSON.
+"""A server's engine on two tensor-parallel ranks, or as ENGINE (JSON) says, run as a program: prints what it computes as JSON.
 
-python two_ranks.py MODEL GOOD_0 GOOD_1 DAMAGED_2 TOKENS
+python two_ranks.py MODEL PATH ... [VERSIONS, TOKENS]
+
+Each path is staged and committed in turn, as the version of that place in VERSIONS.
 """
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -14,19 +17,21 @@ EXTENSION = "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"
 
 
 def main() -> None:
-    model, *versions, tokens = sys.argv[1:]
+    model, *paths, asked = sys.argv[1:]
+    versions, tokens = json.loads(asked)
+    settings = {"tensor_parallel_size": 2} | json.loads(os.environ.get("ENGINE", "{}"))
     llm = LLM(
-        model, tensor_parallel_size=2, dtype="float32", enforce_eager=True, load_format="dummy", max_model_len=512,
+        model, **settings, dtype="float32", enforce_eager=True, load_format="dummy", max_model_len=512,
         max_num_seqs=4, kv_cache_memory_bytes=1 << 25, worker_extension_cls=EXTENSION, enable_prefix_caching=False,
     )  # fmt: skip
     found: dict[str, Any] = {"logprobs": [], "statuses": [], "commits": []}
-    for version, path in enumerate(versions):
+    for version, path in zip(versions, paths, strict=True):
         llm.collective_rpc("stage", args=(path, str(version)))
         while any(status["state"] == "staging" for status in llm.collective_rpc("stage_status")):
             time.sleep(0.01)
         found["statuses"].append(llm.collective_rpc("stage_status"))
         found["commits"].append(llm.collective_rpc("commit", args=(str(version),)))
-        found["logprobs"].append(scored(llm, json.loads(tokens)))
+        found["logprobs"].append(scored(llm, tokens))
     found["after"] = llm.collective_rpc("stage_status")
     found["published"] = llm.collective_rpc("published_version")
     print("FOUND " + json.dumps(found), flush=True)

@@ -259,11 +259,26 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
+def named(params: Params) -> dict[str, Array]:
+    """Returns every tensor in Hugging Face's layout; the experts of a layer fused: gate and up [E, 2, M, D], down [E, D, M]."""
+    found: dict[str, Array] = {}
+    for tensor in hf_format.tensors(params):
+        leaf = hf_format.leaf_of(params, tensor.path)
+        if tensor.fused is None:
+            found[tensor.name] = tensor.to_hf(tensor.of(leaf))
+        elif tensor.fused not in found:
+            found[tensor.fused] = jnp.moveaxis(leaf[tensor.layer], 1, -1)
+    return found
+
+
 @partial(jax.jit, static_argnames=("policy", "dtype"))
 def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
-    """Returns every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (publication.manifest)."""
+    """Returns every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (publication.manifest).
+
+    The experts of a layer are two tensors, in the layout of `publication.vllm_experts`.
+    """
     del policy  # two policies of one shape compile apart
-    tensors = {name: x.astype(dtype) for name, x in hf_format.export(params).items()}
+    tensors = {name: x.astype(dtype) for name, x in named(params).items()}
     return tensors, {name: word_sum(x) for name, x in tensors.items()}
 
 
