@@ -34,7 +34,6 @@ class DPO(Pairwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        components.choices(self)
         components.within(self, "[0, 0.5)", "label_smoothing")
         if self.form == "hinge" and self.label_smoothing > 0:
             components.refuse(self, "label_smoothing", "0 with form 'hinge', which has no use for it")

@@ -65,6 +65,8 @@ class PolicyGradient(ABC):
       rejections: tests that tokens must all pass to be learned from.
       kl_coef: weight of the divergence from the reference policy; 0 needs no reference.
       kl_estimator: "k1", "abs", "k2", "k3", or "k1+", "abs+", "k3+" with k2's gradient.
+      kl_by_ratio: multiply the divergence in the loss by rho, so that its gradient is unbiased where the policy has moved since it
+        sampled (DeepSeek-V3.2, https://arxiv.org/abs/2512.02556, equation 7).
       kl_in: "loss" adds the divergence to the loss; "reward" subtracts it, under the policy before the update, from
         each token's reward.
       kl_by_source: pairs of a data source's name and the factor of kl_coef there; other sources have 1.
@@ -80,6 +82,7 @@ class PolicyGradient(ABC):
     rejections: tuple[Rejection, ...] = ()
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
+    kl_by_ratio: bool = False
     kl_in: Literal["loss", "reward"] = "loss"
     kl_by_source: tuple[tuple[str, float], ...] = ()
     kl_controller: AdaptiveKL | None = None
@@ -92,6 +95,8 @@ class PolicyGradient(ABC):
         components.choices(self)
         components.at_least(self, 1, "constant_length")
         components.at_least(self, 0, "kl_coef")
+        if self.kl_by_ratio and self.kl_in == "reward":
+            components.refuse(self, "kl_by_ratio", "False with kl_in='reward', where the policy has not moved yet")
         if self.kl_controller is not None and self.kl_coef == 0:
             components.refuse(self, "kl_coef", "> 0 where kl_controller multiplies it")
         names = [name for name, _ in self.kl_by_source]
@@ -250,6 +255,7 @@ class PolicyGradient(ABC):
         if "kl_coef" in tokens.aux:
             kl = divergence(tokens.logprob, _clean(given(batch.ref_logprobs, "reference"), mask), self.kl_estimator)
             streams["kl/reference"] = kl
+            kl = kl * tokens.ratio if self.kl_by_ratio else kl
             terms["kl"] = self._aggregate(tokens.aux["kl_coef"] * kl, batch)
         metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
         metrics |= {f"loss/{name}": term for name, term in terms.items()}

@@ -3,7 +3,8 @@
     s_i = exp(mean_t l_t)        L_i = max(-A s_i, -A clip(s_i, 1 - clip_low, 1 + clip_high))
 
 https://arxiv.org/abs/2507.18071. Each token carries the gradient of its own log-prob, which for equal advantages in a
-sequence is the gradient of s_i (the paper's GSPO-token). Sequences weigh the same, as in the paper's objective.
+sequence is the gradient of s_i (the paper's GSPO-token). Sequences weigh the same, as in the paper's objective; with
+aggregation="seq-mean-token-sum" each weighs by its length, which is LUSPO (https://arxiv.org/abs/2602.05261).
 """
 
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ class GSPO(GRPO):
     """Group sequence policy optimisation.
 
     Attributes:
+      aggregation: "seq-mean-token-mean", or "seq-mean-token-sum" for LUSPO.
       clip_low: how far below 1 the sequence's ratio still has a gradient.
       clip_high: how far above 1 the sequence's ratio still has a gradient.
     """
@@ -31,8 +33,8 @@ class GSPO(GRPO):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.aggregation != "seq-mean-token-mean":
-            components.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one ratio")
+        if self.aggregation not in ("seq-mean-token-mean", "seq-mean-token-sum"):
+            components.refuse(self, "aggregation", "'seq-mean-token-mean' (GSPO) or 'seq-mean-token-sum' (LUSPO)")
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
         ratio = surrogate.sequence_ratio(tokens)

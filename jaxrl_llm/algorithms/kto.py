@@ -63,7 +63,8 @@ class KTO(Preference):
         term = (jnp.sum(jnp.where(present, losses, 0.0)), "sequences")
         right = jnp.sum(jnp.where(present & (sign * gain > 0), 1.0, 0.0))
         pairing = rejected_of(batch.group, batch.side, present)
-        partner = jnp.dot(pairing, answers.log_ratio, precision=jax.lax.Precision.HIGHEST)
-        apart = jnp.sum(jnp.where(jnp.any(pairing > 0, axis=1) & (answers.log_ratio > partner), 1.0, 0.0))
+        right_order = pairing * (answers.log_ratio[:, None] > answers.log_ratio[None, :])
+        held = jnp.where(batch.group[:, None] == batch.group[None, :], jnp.sum(pairing, axis=1), 0.0).sum(axis=1)
+        apart = jnp.sum(right_order / jnp.maximum(held, 1.0)[:, None])  # a prompt counts 1, however many pairs it has
         metrics = {"kto/accuracy": (right, "sequences"), "pairs/accuracy": (apart, "pairs")}
         return {"policy": term}, {"loss/policy": term, **metrics}

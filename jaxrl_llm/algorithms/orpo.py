@@ -31,8 +31,8 @@ class ORPO(Pairwise):
     beta: float = 0.1
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
+    def refers(self) -> bool:
+        return False
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
         return log_odds(chosen.mean) - log_odds(rejected.mean)

@@ -9,7 +9,7 @@ invalid is left out whole.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,20 +71,30 @@ class Preference(Objective):
 
     Attributes:
       beta: scale of the implicit reward, which is beta x the log-prob or the log-ratio.
+      answers_of: "data" learns from the pairs of a dataset, "policy" from the policy's own samples, which `Stage.pairing` prefers
+        and rejects.
     """
 
     beta: float = 0.1
+    answers_of: Literal["data", "policy"] = "data"
 
     def __post_init__(self) -> None:
+        components.choices(self)
         components.above(self, 0, "beta")
 
     @property
     def learns_from(self) -> Learns:
-        return "pairs"
+        return "pairs" if self.answers_of == "data" else "samples"
+
+    @property
+    def refers(self) -> bool:
+        """Whether the loss has a reference policy."""
+        return True
 
     @property
     def needs(self) -> frozenset[str]:
-        return frozenset({"reference"})
+        sides = {"sides"} if self.answers_of == "policy" else set()
+        return frozenset(sides | ({"reference"} if self.refers else set()))
 
     @property
     def group_size_at_least(self) -> int:
@@ -95,7 +105,7 @@ class Preference(Objective):
         total = lambda x: sequence_sum(x, batch.sequence, batch.mask, batch.sequences)  # noqa: E731
         logprob = outputs["policy"]["logprob"]
         reference = jnp.zeros_like(logprob)
-        if "reference" in self.needs:
+        if self.refers:
             reference = given(batch.ref_logprobs, "reference")
         return Answers(total(logprob), total(reference), total(jnp.ones_like(logprob)))
 

@@ -30,8 +30,8 @@ class SimPO(Pairwise):
         components.at_least(self, 0, "gamma")
 
     @property
-    def needs(self) -> frozenset[str]:
-        return frozenset()
+    def refers(self) -> bool:
+        return False
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
         return self.beta * (chosen.mean - rejected.mean)

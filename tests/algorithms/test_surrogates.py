@@ -13,11 +13,13 @@ from jaxrl_llm.algorithms.dppo import DPPO
 from jaxrl_llm.algorithms.dro import DRO
 from jaxrl_llm.algorithms.gmpo import GMPO
 from jaxrl_llm.algorithms.gpg import GPG
+from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.gspo import GSPO
 from jaxrl_llm.algorithms.kl_cov import KLCov
 from jaxrl_llm.algorithms.ppo import PPO
 from jaxrl_llm.algorithms.reinforce import Reinforce
 from jaxrl_llm.algorithms.sapo import SAPO
+from jaxrl_llm.algorithms.vespo import VESPO
 
 
 class Streams:
@@ -82,6 +84,14 @@ def dppo_kl(s, new):
     return -s.a * np.minimum(np.exp(s.at - s.old), 20) * new * keep
 
 
+def vespo(s, new):
+    whole = np.exp(np.where(s.mask, s.at - s.old, 0).sum(1, keepdims=True))
+    weight = np.where(
+        s.a >= 0, np.exp(3.0) * whole**2 * np.exp(-3.0 * whole), np.exp(2.0) * whole**3 * np.exp(-2.0 * whole)
+    )
+    return -weight * s.a * new
+
+
 def dro(s, new):
     return -(s.a * new - 0.25 * (new - s.old) ** 2)
 
@@ -89,6 +99,8 @@ def dro(s, new):
 CASES = {
     "gspo": (GSPO(clip_low=0.1, clip_high=0.1), gspo),
     "gspo with a dual clip": (GSPO(clip_low=0.1, clip_high=0.1, clip_dual=1.11), dual_clipped(gspo, 1.11)),
+    "luspo": (GSPO(clip_low=0.1, clip_high=0.1, aggregation="seq-mean-token-sum"), gspo),
+    "vespo": (VESPO(), vespo),
     "sapo": (SAPO(), sapo),
     "cispo": (CISPO(clip_high=0.3), cispo),
     "cispo with both bounds": (CISPO(clip_low=0.1, clip_high=0.3), lambda s, new: cispo(s, new, 0.1)),
@@ -115,7 +127,7 @@ def test_loss_and_gradient_follow_the_definition(name):
         losses = np.where(s.mask, s.w * rule(s, np.where(s.mask, new, 0)), 0)
         if algorithm.aggregation == "seq-mean-token-mean":
             return (losses.sum(1) / np.maximum(s.length[:, 0], 1)).sum() / s.mask.any(1).sum()
-        return losses.sum() / s.mask.sum()
+        return losses.sum() / (s.mask.any(1) if algorithm.aggregation == "seq-mean-token-sum" else s.mask).sum()
 
     batch = make_batch(sequences, credit, algorithm.constant)
 
@@ -136,6 +148,40 @@ def test_the_bounds_of_the_cases_bind_on_some_tokens_and_not_on_others():
         credit = algorithm.advantages(sequences)
         _, metrics = algorithm.loss(make_outputs(sequences), make_batch(sequences, credit, 1.0))
         assert 0 < float(metrics["ratio/clip_fraction"][0]) < int(np.asarray(credit.loss_mask).sum()), name
+
+
+def test_vespo_keeps_a_sequences_ratio_within_its_bounds():
+    sequences = make_view(11)
+    algorithm = VESPO()
+    credit = algorithm.advantages(sequences)
+    for distance in (-30.0, 30.0):
+        outputs = {"policy": {"logprob": sequences.old_logprobs + distance}}
+        value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+        assert np.isfinite(value) and np.abs(gradient).max() < 1e-12  # the weight of such a sequence is 0
+
+
+def test_the_divergence_times_the_ratio_is_that_of_the_policy_now():
+    sequences = make_view(11)
+    algorithm = GRPO(kl_coef=0.5, kl_by_ratio=True)
+    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    s, mask = Streams(sequences, credit, outputs), np.asarray(credit.loss_mask)
+    ref, batch = np.where(mask, np.asarray(sequences.ref_logprobs, np.float64), 0), make_batch(sequences, credit, 1.0)
+
+    def expected(new):
+        k3 = np.exp(ref - new) - (ref - new) - 1
+        return 0.5 * np.where(mask, np.exp(new - s.old) * k3, 0).sum() / mask.sum()
+
+    def kl_term(logprob):
+        total, count = algorithm.loss({**outputs, "policy": {**outputs["policy"], "logprob": logprob}}, batch)[0]["kl"]
+        return total / batch.counts[count]
+
+    value, gradient = jax.value_and_grad(kl_term)(outputs["policy"]["logprob"])
+    np.testing.assert_allclose(value, expected(s.at), rtol=2e-5)
+    np.testing.assert_allclose(gradient, numeric_gradient(expected, s.at, mask), rtol=2e-4, atol=2e-6)
+    plain = GRPO(kl_coef=0.5).loss(outputs, batch)[0]["kl"][0]
+    assert abs(float(plain) / mask.sum() / expected(s.at) - 1) > 0.02
+    with pytest.raises(ValueError, match=r"grpo\.GRPO\.kl_by_ratio"):
+        GRPO(kl_coef=0.5, kl_by_ratio=True, kl_in="reward")
 
 
 @pytest.mark.parametrize("limit", [0.1, None])

@@ -136,12 +136,13 @@ def rows_for(name: str, folder: Path) -> dict[str, object]:
     }  # fmt: skip
     offline = {"packed_sft": "documents", "sft": "demonstrations", "kto": "labelled"}
     offline |= dict.fromkeys(
-        ("dpo", "cdpo", "cpo", "hinge", "ipo", "orpo", "robust_dpo", "simpo", "reward_model", "pair_classifier"), "pairs"
+        ("dpo", "cdpo", "cpo", "hinge", "ipo", "orpo", "robust_dpo", "simpo", "reward_model", "pair_classifier", "apo_zero", "apo_down",
+         "bco_pair", "discopop", "exo_pair", "nca_pair", "sppo_hard"), "pairs"
     )  # fmt: skip
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in kinds.get(offline.get(name, ""), PAIRS)))
     settings: dict[str, object] = {"model": "tiny", "data": str(data), "steps": 2, "run_dir": str(folder / "run")}
-    if name == "distill":
+    if name == "distill" or name.startswith("gkd"):
         settings["teacher_path"] = str(folder)
     if name not in offline:
         settings["reward"] = "exact"
