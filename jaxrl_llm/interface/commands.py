@@ -36,6 +36,7 @@ COMMANDS = {
     "bench": ("jaxrl_llm.tools.bench", "Measures updates, scoring, sampling and whole steps here."),
     "chat": ("jaxrl_llm.tools.chat", "Chats with a Hugging Face folder or a run folder."),
     "export": ("jaxrl_llm.tools.export", "Writes a run's model as a Hugging Face folder."),
+    "import": ("jaxrl_llm.tools.import_verl", "Writes a Hugging Face folder from a checkpoint of verl's."),
     "view": ("jaxrl_llm.eval.viewer.__main__", "Shows runs and results in a browser."),
 }
 

@@ -6,7 +6,6 @@ import math
 import os
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from functools import partial
 from pathlib import Path
@@ -17,21 +16,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.experimental import multihost_utils
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl_llm.data.tokenizer import stop_ids
 from jaxrl_llm.models import hf_config, hf_format
 from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.hf_files import INDEX, Checkpoint
 from jaxrl_llm.models.hf_format import Tensor
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.value import ValueModel
 
-READABLE = ("F32", "BF16", "F16")
 WRITABLE = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 WANTED_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-INDEX = "model.safetensors.index.json"
 PEFT_PREFIX = "base_model.model."
 
 
@@ -130,7 +127,7 @@ def read(
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
     for tensor in hf_format.tensors(abstract):
         by_leaf.setdefault(tensor.path, []).append(tensor)
-    checkpoint = _Checkpoint(folder, prefix, nested)
+    checkpoint = Checkpoint(folder, prefix, nested)
     checkpoint.check([t for group in by_leaf.values() for t in group], unread)
 
     def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -240,84 +237,7 @@ def _written(folder: Path, dtype: str) -> Iterator[Path | None]:
         multihost_utils.sync_global_devices(f"saved {folder}")
 
 
-class _Checkpoint:
-    """The safetensors files of a folder, opened lazily; `prefix` is removed from the names, and what a text model nests in."""
-
-    def __init__(self, folder: Path, prefix: str = "", nested: bool = False):
-        self.folder = folder
-        index = folder / INDEX
-        if index.is_file():
-            self._file_of = {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-        else:
-            files = sorted(folder.glob("*.safetensors"))
-            self._file_of = {name.removeprefix(prefix): file for file in files for name in _open(file).keys()}  # noqa: SIM118
-        for file in sorted(set(self._file_of.values())):
-            if not file.is_file():
-                raise FileNotFoundError(f"{index} names {file.name}, which is not in the folder: download it")
-        if not self._file_of:
-            raise FileNotFoundError(
-                f"{folder} has no safetensors weights: save the model with transformers' save_pretrained"
-            )
-        self._handles = {file: _open(file) for file in set(self._file_of.values())}
-        self._stored = hf_format.unnested(self._file_of) if nested else {n: prefix + n for n in self._file_of}
-        if nested:
-            self._file_of = {name: self._file_of[stored] for name, stored in self._stored.items()}
-
-    def slices(self, name: str) -> Any:
-        """The tensor as a slice object that reads lazily."""
-        return self._handles[self._file_of[name]].get_slice(self._stored[name])
-
-    def holder(self, tensor: Tensor) -> str:
-        """The name of the tensor here that holds its values: its own, or that of all experts of the layer."""
-        whole = tensor.name not in self._file_of and tensor.fused in self._file_of
-        return str(tensor.fused) if whole else tensor.name
-
-    def part(self, tensor: Tensor, slices: tuple[slice, ...]) -> np.ndarray:
-        """The values of a tensor at `slices` of its layout in the checkpoint."""
-        name = self.holder(tensor)
-        if name == tensor.name:
-            return np.asarray(self.slices(name)[slices])
-        out, inner = slices
-        first, expert = (tensor.part or 0) * tensor.hf_shape[0], tensor.expert or 0
-        rows = slice(first + out.start, first + out.stop)
-        return np.asarray(self.slices(name)[slice(expert, expert + 1), rows, inner])[0]
-
-    def check(self, expected: Sequence[Tensor], unread: Set[str] | None) -> None:
-        """Raises ValueError where names, shapes or dtypes are not the expected ones, or a tensor is neither expected nor in `unread`."""
-        wanted = {self.holder(t): t for t in expected}
-        known = wanted.keys() | (self._file_of.keys() if unread is None else unread)
-        problems = [f"{name} is missing" for name in wanted if name not in self._file_of]
-        problems += [
-            f"{name} is unexpected"
-            for name in sorted(self._file_of)
-            if name not in known and not name.endswith("rotary_emb.inv_freq")  # buffers of old releases
-        ]
-        experts = Counter(tensor.fused for tensor in expected if tensor.part in (None, 0))
-        for name, tensor in wanted.items():
-            if name in self._file_of:
-                found, asked = self.slices(name), tensor.hf_shape
-                if name != tensor.name:  # the last expert's last part
-                    asked = (experts[name], ((tensor.part or 0) + 1) * asked[0], asked[1])
-                shape, dtype = tuple(found.get_shape()), found.get_dtype()
-                if shape != asked:
-                    problems.append(f"{name} has shape {shape}, config.json asks for {asked}")
-                if dtype not in READABLE:
-                    problems.append(f"{name} has dtype {dtype}, only {', '.join(READABLE)} are read")
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise ValueError(f"the weights in {self.folder} do not fit their config.json: {shown}")
-
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="numpy")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is no complete safetensors file ({error}): download it again") from error
-
-
-def _shard_reader(
-    checkpoint: _Checkpoint, group: Sequence[Tensor], shape: tuple[int, ...]
-) -> Callable[..., np.ndarray]:
+def _shard_reader(checkpoint: Checkpoint, group: Sequence[Tensor], shape: tuple[int, ...]) -> Callable[..., np.ndarray]:
     """Returns the callback that reads one shard of a leaf; `group` holds the leaf's tensors in layer order."""
     done: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas request the same shard again
 

@@ -1,9 +1,13 @@
 """Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
 
+--upload OWNER/NAME puts the folder on the hub as a model, which is private unless --public is given; `hf auth login` or HF_TOKEN says who.
+
 Adapters are merged into the model's weights; --adapters writes them alone in PEFT's format. --model reward_model writes
 the reward model that a stage trained, as a sequence classifier with one label.
 """
 
+import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -77,6 +81,33 @@ def write(
     return out
 
 
+def upload(folder: Path, model: str, *, public: bool = False) -> str:
+    """Puts a folder's files on the hub as the model OWNER/NAME, which is made where there is none; returns its address.
+
+    A model that is there keeps its visibility. The hub is that of HF_ENDPOINT.
+
+    Raises:
+      OSError: the hub cannot be reached or refuses, for want of a token too.
+      ValueError: `model` is no OWNER/NAME.
+    """
+    from huggingface_hub import HfApi
+
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        raise ValueError(f"--upload needs OWNER/NAME of a model on the hub (got {model!r})")
+    hub = HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    try:
+        hub.create_repo(model, private=not public, exist_ok=True)
+        hub.upload_folder(repo_id=model, folder_path=folder, commit_message=f"Add {folder.name}")
+    except (
+        Exception
+    ) as error:  # those of the hub, and of the client's transport, which is another package in other versions
+        raise OSError(
+            f"{folder} is written, and could not be uploaded to {model} ({' '.join(str(error).split())}): log in with `hf auth login`, or try again with "
+            f"`hf upload {model} {folder}`"
+        ) from error
+    return f"{hub.endpoint}/{model}"
+
+
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
     parser = command_line.parser("tools.export", __doc__)
@@ -89,10 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--adapters", action="store_true", help="write the LoRA adapters alone, in PEFT's format")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--upload", metavar="OWNER/NAME", help="model on the hub to upload the folder to")
+    parser.add_argument("--public", action="store_true", help="let everybody see a model that --upload makes")
+    arguments = vars(parser.parse_args(argv))
+    model, public = arguments.pop("upload"), arguments.pop("public")
     compilation_cache.keep()
-    write(**vars(arguments))
-    print(f"wrote {arguments.out}")
+    write(**arguments)
+    print(f"wrote {arguments['out']}")
+    if model is not None:
+        print(f"uploaded to {upload(arguments['out'], model, public=public)}")
     return 0
 
 

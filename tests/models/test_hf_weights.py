@@ -278,3 +278,37 @@ def test_a_tokenizer_is_saved_with_its_special_ids(saved, tmp_path):
     several.stop_ids = (5, 7)
     hf_weights.save(saved[0], saved[1], tmp_path / "several", several)
     assert json.loads((tmp_path / "several" / "generation_config.json").read_text())["eos_token_id"] == [5, 7]
+
+
+WRAPPERS = {
+    "a wrapper's": lambda name: f"module.{name}",
+    "a compiler's": lambda name: f"_orig_mod.{name}",
+    "a model around it": lambda name: name.replace("model.", "language_model.model.", 1).replace(
+        "lm_head", "language_model.lm_head"
+    ),
+    "the newer one of these": lambda name: name.replace("model.", "model.language_model.", 1),
+    "none": lambda name: name.removeprefix("model."),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_tensors_under_other_prefixes_are_read_and_this_is_said(saved, tmp_path, kind, caplog):
+    policy, params, _ = saved
+
+    def rename(tensors):
+        found = {WRAPPERS[kind](name): x for name, x in tensors.items()}
+        assert len(found) == len(tensors) and found.keys() != tensors.keys()
+        tensors.clear()
+        tensors.update(found)
+
+    folder = edited(saved, tmp_path / "renamed", rename)
+    assert_bitwise_equal(hf_weights.load(policy, folder), params)
+    assert "other names alike" in caplog.text
+
+
+def test_two_embeddings_leave_the_names_as_they_are(saved, tmp_path):
+    def add(tensors):
+        tensors["encoder.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    with pytest.raises(ValueError, match=r"encoder\.embed_tokens\.weight is unexpected"):
+        hf_weights.load(saved[0], edited(saved, tmp_path / "two", add))
