@@ -15,7 +15,7 @@ def seed_of(*numbers: int) -> int:
 
 
 Finish = Literal["stop", "length", "aborted"]
-Role = Literal["sample", "greedy"]
+Role = Literal["sample", "greedy", "given"]
 CallStatus = Literal["ok", "bad_json", "unclosed", "unknown_tool"]
 
 
@@ -190,7 +190,7 @@ class Rollout:
       finish: why the response ended, as in `Completion`.
       text: the decoded response.
       spans: named token ranges, bool [T] each, for algorithms whose advantages differ between parts of a response.
-      role: "sample" or "greedy"; greedy rollouts are scored but left out of statistics and loss.
+      role: "sample"; "greedy" rollouts are scored but left out of statistics and loss; "given" ones are a dataset's, preferred to a sample.
       branches: all branches in the order of their calls, of which the last one's arrays are the rollout's own; () for that one alone.
       turns: the calls of the sampler in `tokens`; () where all of it is one.
       valid: False where the environment or the agent failed; such a rollout has no reward, not even 0, and is not learned from.

@@ -32,11 +32,13 @@ NEEDS = frozenset(
         "critic",
         "reward_model",
         "teacher",
+        "teacher_divergence",
         "greedy",
         "sum_p2",
         "uniform_logprob",
         "noise_logprob",
         "entropy",
+        "sides",
     }
 )
 
@@ -81,6 +83,22 @@ class Filter(Protocol):
     max_draws: int
 
     def keep(self, group: Group) -> bool: ...
+
+
+@runtime_checkable
+class Pairing(Protocol):
+    """Prefers and rejects samples of a prompt, for losses of preferences that learn from the policy's own samples.
+
+    Attributes:
+      demonstrates: whether the response that the dataset gives is the preferred one.
+    """
+
+    @property
+    def demonstrates(self) -> bool: ...
+
+    def sides(self, rewards: np.ndarray) -> np.ndarray:
+        """int [G] of the samples with these rewards, float64 [G], G >= 1: 1 preferred, -1 rejected, 0 left out."""
+        ...
 
 
 @runtime_checkable
@@ -317,6 +335,18 @@ class Needing(Protocol):
 
     @property
     def needs(self) -> frozenset[str]: ...
+
+
+@runtime_checkable
+class Distilling(Protocol):
+    """An algorithm that draws the policy's distribution to a teacher's, and so needs "teacher_divergence".
+
+    Attributes:
+      mixture: of the divergence, in [0, 1]; see kernels.teacher_divergence.
+    """
+
+    @property
+    def mixture(self) -> float: ...
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jaxrl_llm
 from jaxrl_llm.eval.reports import learning_table
+from jaxrl_llm.eval.reports.learning_runs import TAUGHT
 from jaxrl_llm.eval.reports.learning_table import Result
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
@@ -39,12 +40,19 @@ def component(file: Path) -> Path:
     return PACKAGE / "algorithms" / f"{found[1]}.py"
 
 
+def equation(file: Path) -> str:
+    """The equation of the paper that the file's opening comment names, as ", equation 7"; "" where it names none."""
+    opening = " ".join(line.lstrip("# ") for line in file.read_text().partition("\nfrom ")[0].splitlines())
+    found = re.search(r"equations? [\d.]*\d(?: and [\d.]*\d)?", opening)
+    return "" if found is None else f", {found[0]}"
+
+
 def measured(rows: Sequence[Result], teacher: Result | None) -> str:
     """Summarises the measurements of one algorithm's runs in a few words."""
     if not rows:
         return "-"
     each = lambda values: " ".join(f"{v:.2f}" for v in values)  # noqa: E731
-    if rows[0]["algorithm"] == "distill" and teacher is not None:
+    if rows[0]["algorithm"] in TAUGHT and teacher is not None:
         return f"closed {each(learning_table.closed(rows, teacher, 'sampled'))} of the gap"
     if "pairs_after" in rows[0]:
         return f"pairs {each(r['pairs_after'] for r in rows)}"
@@ -58,7 +66,12 @@ def page(found: Sequence[Result]) -> str:
     lines = []
     for file in sorted((PACKAGE / "gin" / "algorithms").glob("*.gin")):
         title, paper = learning_table.header(file)
-        cells = [title, f"`{file.name}`", f"`{component(file).name}`", f"[paper]({paper})" if paper else "-"]
+        cells = [
+            title,
+            f"`{file.name}`",
+            f"`{component(file).name}`",
+            f"[paper]({paper}){equation(file)}" if paper else "-",
+        ]
         lines.append(f"| {' | '.join(cells)} | {measured(groups.get(file.stem, []), teacher)} |\n")
     return OPENING + "".join(lines)
 

@@ -17,6 +17,7 @@ from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, run_job
 
 PREPARED = ("start", "teacher")  # runs from which other runs start
+TAUGHT = ("gkd_forward_kl", "gkd_jsd", "gkd_reverse_kl", "distill")  # those that learn from the run `teacher`
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
 
 
@@ -26,9 +27,9 @@ def algorithm_file(name: str) -> Path:
 
 
 def names() -> list[str]:
-    """Returns the algorithms that have a run: the best known first, and last the one that waits for a teacher."""
+    """Returns the algorithms that have a run: the best known first, and last those that wait for a teacher."""
     found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if (GIN / "learning" / p.name).is_file())
-    return [*FIRST, *(n for n in found if n not in (*FIRST, "distill")), "distill"]
+    return [*FIRST, *(n for n in found if n not in (*FIRST, *TAUGHT)), *TAUGHT]
 
 
 def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequence[str]) -> list[Job]:
@@ -41,10 +42,10 @@ def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequ
     start = [f"START={str(runs / 'start-0' / 'model')!r}"]
     teacher = [f"TEACHER_PATH={str(runs / 'teacher-0')!r}"]
     made = [job("start", 0, [], [], exported=True)]
-    if "distill" in wanted:
+    if not set(TAUGHT).isdisjoint(wanted):
         made.append(job("teacher", 0, [], []))
     for name in wanted:
-        taught = name == "distill"
+        taught = name in TAUGHT
         for seed in seeds:
             after = ["start-0", "teacher-0"] if taught else ["start-0"]
             made.append(job(name, seed, [*start, *(teacher if taught else [])], after))

@@ -13,6 +13,7 @@ from jax import Array
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.experience import Group
+from jaxrl_llm.kernels.teacher_divergence.api import teacher_divergence
 from jaxrl_llm.kernels.token_stats import api as kernel
 from jaxrl_llm.learner.batch import Batch, bare, by_sequence, row, to_device
 from jaxrl_llm.learner.router import Router
@@ -20,11 +21,13 @@ from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sources import ModelSource, Opened
-from jaxrl_llm.protocols import Algorithm, Params
+from jaxrl_llm.protocols import Algorithm, Distilling, Params
 
 Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
 NO_BASES: Bases = {}
-STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob")
+STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob", "teacher_divergence")
+UPDATES = ("noise_logprob", "teacher_divergence")  # streams that are read in updates alone
+TEACHER = "teacher"  # the frozen model whose distribution the policy is drawn to, among the bases
 
 # The fields of Sequences that hold token stats which the learner names otherwise.
 FIELDS = {"logprob": "old_logprobs", "value": "values"}
@@ -45,6 +48,7 @@ class Scorer:
       temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
       max_segments: most sequences of a packed row.
       router: what is replayed and balanced where the policy has experts.
+      teacher: the model of "teacher_divergence", whose parameters are bases["teacher"]; None for other algorithms.
     """
 
     models: Mapping[str, Any]
@@ -53,6 +57,7 @@ class Scorer:
     temperature: float = 1.0
     max_segments: int | None = None
     router: Router = field(default_factory=Router)
+    teacher: Policy | None = None
 
     @property
     def policy(self) -> Policy:
@@ -94,11 +99,18 @@ class Scorer:
             whole = model.joined(params[name], bases.get(name))
             if name == "policy":
                 hidden, report = self._routed(whole, batch)
+                own, targets = (hidden.reshape(-1, hidden.shape[-1]), model.head(whole)), batch.targets.reshape(-1)
+                mesh = self.partitioner.mesh if self.partitioner.mesh.size > 1 else None
                 stats = kernel.token_stats(
-                    hidden.reshape(-1, hidden.shape[-1]), model.head(whole), batch.targets.reshape(-1),
-                    temperature=self.temperature, outputs=tuple(streams), noise_key=noise_key,
-                    mesh=self.partitioner.mesh if self.partitioner.mesh.size > 1 else None,
+                    *own, targets, temperature=self.temperature, outputs=tuple(s for s in streams if s != "teacher_divergence"),
+                    noise_key=noise_key, mesh=mesh,
                 )  # fmt: skip
+                if "teacher_divergence" in streams:
+                    assert isinstance(self.algorithm, Distilling)
+                    stats["teacher_divergence"] = teacher_divergence(
+                        own, self._teacher(batch, bases), targets, mixture=self.algorithm.mixture, temperature=self.temperature,
+                        mesh=mesh,
+                    )  # fmt: skip
                 found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
             else:
                 found[name] = {"value": model.values(whole, *places, max_segments=self.max_segments)}
@@ -109,6 +121,13 @@ class Scorer:
         places, replay = (batch.tokens, batch.positions, batch.segments), self.router.replay != "off"
         more = {} if batch.routes is None else {"routes": batch.routes, "replay": replay}
         return self.policy.routed(whole, *places, **more, capture=self.capture, max_segments=self.max_segments)
+
+    def _teacher(self, batch: MicroBatch, bases: Bases) -> tuple[Array, Array]:
+        """The teacher's hidden states [B T, E] and head [V, E]; where it has experts, they are its own."""
+        assert self.teacher is not None  # by Stage
+        places = (batch.tokens, batch.positions, batch.segments)
+        hidden, _ = self.teacher.routed(bases[TEACHER], *places, max_segments=self.max_segments)
+        return hidden.reshape(-1, hidden.shape[-1]), self.teacher.head(bases[TEACHER])
 
     @cached_property
     def _loads(self) -> Any:
@@ -126,7 +145,7 @@ class Scorer:
 
     @cached_property
     def _score(self) -> Any:
-        drawn = tuple(s for s in self.streams if s != "noise_logprob")  # noise is drawn in updates alone
+        drawn = tuple(s for s in self.streams if s not in UPDATES)
 
         def score(params: Mapping[str, Params], batch: MicroBatch, bases: Bases) -> dict[str, dict[str, Array]]:
             found, report = self._read(params, batch, drawn, bases)

@@ -114,8 +114,9 @@ def by_source(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, floa
 
 
 def _drawn(batch: Batch) -> np.ndarray:
-    """bool [S, T]: True for tokens that the policy sampled; greedy answers are left out."""
-    return batch.fields["mask"] & ~batch.fields["greedy"][:, None]
+    """bool [S, T]: True for tokens that the policy sampled; greedy answers and a dataset's are left out."""
+    own = batch.per_sequence([r.role == "sample" for r in batch.rollouts], bool, False)
+    return batch.fields["mask"] & own[:, None]
 
 
 def check_gradients(skipped: int, most: int, metrics: Mapping[str, float]) -> None:

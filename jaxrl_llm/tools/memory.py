@@ -21,6 +21,7 @@ from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.batch import Batch, filled, packed_axes
 from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
 from jaxrl_llm.learner.optimizer import rested
+from jaxrl_llm.learner.score import TEACHER
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
@@ -191,13 +192,13 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 
 
 def frozen(learner: Learner) -> Bases:
-    """Shapes of the frozen weights under adapters, for the models that have adapters."""
+    """Shapes of the frozen weights under adapters, for the models that have adapters, and of the teacher that an update reads."""
     bases: dict[str, Any] = {}
     for name, model in learner.models.items():
         policy = getattr(model, "backbone", model)
         if isinstance(policy, AdaptedPolicy):
             bases[name] = cast(policy.plain, policy.lora.base_dtype)
-    return bases
+    return bases if learner.teacher is None else {**bases, TEACHER: learner.teacher.abstract()}
 
 
 def cast(policy: Policy, dtype: str) -> Any:

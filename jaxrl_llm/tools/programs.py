@@ -133,7 +133,9 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
     if stage.offload_reference and "reference" in stage.needs and "score" in phases:
         phases["score"] += memory.size(memory.reference_of(stage, policy))
     also = weights + memory.reference(stage, policy)
-    if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+    if (
+        stage.teacher is not None and "teacher" in stage.algorithm.needs
+    ):  # that of "teacher_divergence" is an argument of the update
         also += memory.size(stage.teacher.open(policy.partitioner).policy.abstract())
     return accounts, {name: peak + also for name, peak in phases.items()}
 

@@ -15,6 +15,7 @@ from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB
 from jaxrl_llm.rollouts.collect import DynamicSampling
 from jaxrl_llm.rollouts.episodes import Episodes
+from jaxrl_llm.rollouts.pairs import AboveTheMean, BestAgainstWorst, DemonstrationAgainstSample
 from jaxrl_llm.train.checkpoint import Checkpointing
 from jaxrl_llm.train.load import TrainedModel
 from jaxrl_llm.train.phases import BuPO, TokenBuncher
@@ -22,9 +23,12 @@ from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
 __all__ = [
+    "AboveTheMean",
+    "BestAgainstWorst",
     "BuPO",
     "Checkpointing",
     "Console",
+    "DemonstrationAgainstSample",
     "DynamicSampling",
     "Episodes",
     "Hosts",

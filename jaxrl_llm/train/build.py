@@ -21,6 +21,7 @@ from jaxrl_llm.rollouts.buffer import RolloutBuffer
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator, SampledGroups
 from jaxrl_llm.rollouts.multihost import BroadcastGroups, SharedStream
 from jaxrl_llm.rollouts.offline import OfflineGroups, given
+from jaxrl_llm.rollouts.pairs import PairedGroups
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.rollouts.schedule import Slots
 from jaxrl_llm.train.evaluation import HeldOut
@@ -66,6 +67,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     generator = generator_of(config, trainer, extra=0)  # of evaluations: what it counts is not the step's
     collector = collector_of(config, generator_of(config, trainer, extra=config.episodes.extra), trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
+    if config.pairing is not None:
+        loader = PairedGroups(loader=loader, pairing=config.pairing, encoder=encoder)
     say(f"stage {config.name}: {len(rows)} rows", trainer.processes.summed(encoder.counts()))
     unseen = [] if config.held_out is None else list(config.held_out.rows())
     held_out = held_out_of(config, encoder, unseen, generator, trainer)
@@ -73,7 +76,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     return StageTrainer(
         config=config, number=number, offset=trainer.config.starts[number], learner=learner, loader=loader, collector=collector,
         frozen=frozen_of(config, learner, trainer), held_out=held_out, sources=sorted({r.source for r in (*rows, *unseen)}),
-        bases=dict(trainer.bases) | value_bases(config, learner, new_key(trainer.config.seed, number)),
+        bases=dict(trainer.bases) | value_bases(config, learner, new_key(trainer.config.seed, number)) | teacher_base(config, learner),
         preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
         contents={"data": content, "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
     )  # fmt: skip
@@ -120,7 +123,7 @@ def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Co
         generator=generator, reward=config.reward,
         settings=with_stop_ids(config.settings, trainer.tokenizer), group_size=config.group_size,
         greedy="greedy" in config.algorithm.needs, filter=config.filter, seed=trainer.config.seed,
-        least=config.algorithm.group_size_at_least, weights=config.episodes.weights,
+        least=config.least_samples, weights=config.episodes.weights,
     )  # fmt: skip
 
 
@@ -147,7 +150,7 @@ def loader_of(
     if config.max_staleness:
         loader = RolloutBuffer(
             stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,
-            least=config.algorithm.group_size_at_least,
+            least=config.least_samples,
         )  # fmt: skip
     else:
         loader = SampledGroups(stream=stream, collector=collector, prompts=count)
@@ -222,8 +225,23 @@ def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
     return Learner(
         models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
         temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
-        router=config.router,
+        router=config.router, teacher=opened_teacher(config, policy),
     )  # fmt: skip
+
+
+def opened_teacher(config: Stage, policy: Policy) -> Policy | None:
+    """The teacher whose distribution an update reads, without its parameters; None where the algorithm has none."""
+    if config.teacher is None or "teacher_divergence" not in config.algorithm.needs:
+        return None
+    opened: Policy = config.teacher.open(policy.partitioner).policy
+    return opened
+
+
+def teacher_base(config: Stage, learner: Learner) -> dict[str, Params]:
+    """{"teacher": parameters} of the teacher whose distribution an update reads; {} where the algorithm has none."""
+    if config.teacher is None or learner.teacher is None:
+        return {}
+    return {score.TEACHER: config.teacher.open(learner.partitioner).params()}
 
 
 def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
@@ -235,7 +253,7 @@ def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
         teacher = score.Teacher.open(opened, learner)
     return FrozenModels(
         policy=trainer.policy, base=trainer.bases.get("policy"), refers="reference" in config.needs,
-        offloads=config.offload_reference, dtype=config.reference_dtype or trainer.policy.compute_dtype, teacher=teacher, auxiliary=auxiliary_models(config, trainer),
+        offloads=config.offload_reference, every=config.reference_every, dtype=config.reference_dtype or trainer.policy.compute_dtype, teacher=teacher, auxiliary=auxiliary_models(config, trainer),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Frozen models, which a stage uses but does not train: its reference, its teacher, and the auxiliary models of rewards.
 
-A model that follows the policy holds a copy of its weights, made at the stage's beginning or after a later step. The reference, which
-never changes, is stored once in the run folder; the other copies are part of each checkpoint. A resumed run has the same ones.
+A model that follows the policy holds a copy of its weights, made at the stage's beginning or after a later step. A reference that
+never changes is stored once in the run folder; the other copies are part of each checkpoint. A resumed run has the same ones.
 """
 
 from collections.abc import Sequence
@@ -44,6 +44,7 @@ class FrozenModels:
       policy: the run's policy.
       base: frozen parameters under the policy's adapters, or None.
       refers: whether the stage needs the reference policy.
+      every: steps after which the reference takes the policy's weights anew; None for never.
       offloads: whether the reference stays in host memory, and moves to the device while a step is scored.
       dtype: element type of the reference's weights; norms' scales, routers and adapters stay float32.
       teacher: scores what the policy samples, where the algorithm needs it.
@@ -54,6 +55,7 @@ class FrozenModels:
     policy: Policy
     base: Params | None = None
     refers: bool = False
+    every: int | None = None
     offloads: bool = False
     dtype: str = "float32"
     teacher: Teacher | None = None
@@ -65,6 +67,11 @@ class FrozenModels:
     def following(self) -> dict[str, AuxiliaryModel]:
         """The auxiliary models that hold weights of the policy, by the names of their copies."""
         return {f"companion_{i}": model for i, model in enumerate(self.auxiliary) if model.follows}
+
+    @property
+    def lasting(self) -> bool:
+        """Whether there is a reference that never changes."""
+        return self.refers and self.every is None
 
     @property
     def reference(self) -> Params | None:
@@ -79,12 +86,13 @@ class FrozenModels:
     @property
     def abstract(self) -> dict[str, Any]:
         """Shapes and shardings of the copies that each checkpoint holds."""
-        return {name: self.policy.abstract() for name in self.following}
+        renewed = {REFERENCE: self.reference_of(self.dtype)} if self.refers and not self.lasting else {}
+        return renewed | {name: self.policy.abstract() for name in self.following}
 
     @property
     def saved(self) -> dict[str, Params]:
-        """The copies that each checkpoint holds: all but the reference."""
-        return {name: copy for name, copy in self.params.items() if name != REFERENCE}
+        """The copies that each checkpoint holds: all but a lasting reference."""
+        return {name: copy for name, copy in self.params.items() if name != REFERENCE or not self.lasting}
 
     def reference_of(self, dtype: str) -> Params:
         """Shapes and shardings of a stored reference of `dtype`."""
@@ -114,7 +122,9 @@ class FrozenModels:
         return jax.tree.map(lambda x, like: jnp.copy(x).astype(like.dtype), params, self.policy.abstract())
 
     async def refresh(self, params: Params, steps: int) -> None:
-        """Gives the auxiliary models the weights that are due after `steps` steps of the stage."""
+        """Gives the reference and the auxiliary models the weights that are due after `steps` steps of the stage."""
+        if self.refers and self.every is not None and steps > 0 and steps % self.every == 0:
+            self.refer(params, shared=True)
         for name, model in self.following.items():
             due = steps > 0 and model.refresh_every > 0 and steps % model.refresh_every == 0
             if due:

@@ -21,6 +21,7 @@ from jaxrl_llm.protocols import (
     Filter,
     Marker,
     Needing,
+    Pairing,
     Reward,
     Schedule,
 )
@@ -28,7 +29,7 @@ from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.train.phases import WHOLE, Phase
 
 # Needs that cost a model or rollouts, which a stage holds for all its phases.
-HELD = frozenset({"reference", "critic", "reward_model", "teacher", "greedy"})
+HELD = frozenset({"reference", "critic", "reward_model", "teacher", "teacher_divergence", "greedy"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,7 @@ class Stage:
       settings: how training samples are drawn, which must be from the plain tempered softmax.
       reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
+      pairing: prefers and rejects samples of a prompt, for a loss of preferences that learns from samples; None for other algorithms.
       environment: answers the policy between turns; None for a single turn.
       agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
       episodes: how rollouts of an environment or an agent are played.
@@ -68,6 +70,8 @@ class Stage:
       router: what is replayed and balanced where the policy has experts; others ignore it.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
       offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
+      reference_every: steps after which the reference takes the policy's weights anew, as iterations of preference losses do; None keeps
+        those that the stage began with.
       reference_dtype: element type of the reference policy's weights, "float32" or "bfloat16". None is the policy's compute dtype: the
         weights are rounded to it in each product, so that the reference's log-probs are those of float32 weights, bit for bit, and a
         bfloat16 run holds and stores half the bytes.
@@ -107,6 +111,7 @@ class Stage:
     settings: SamplingParams = field(default_factory=SamplingParams)
     reward: Reward | None = None
     filter: Filter | None = None
+    pairing: Pairing | None = None
     environment: EnvironmentFactory | None = None
     agent: AgentFactory | None = None
     episodes: Episodes = field(default_factory=Episodes)
@@ -120,6 +125,7 @@ class Stage:
     router: Router = field(default_factory=Router)
     old_logprobs: Literal["learner", "sampler"] = "learner"
     offload_reference: bool = False
+    reference_every: int | None = None
     reference_dtype: Literal["float32", "bfloat16"] | None = None
     score_every: int = 1
     skip_silent: bool = False
@@ -136,7 +142,9 @@ class Stage:
     def __post_init__(self) -> None:
         components.choices(self)
         components.at_least(self, 1, "steps", "prompts_per_step", "group_size", "minibatches", "epochs", "score_every")
-        components.at_least(self, 1, "max_prompt_tokens", "evaluate_every", "gap_every", "max_turns", "branches_kept")
+        components.at_least(
+            self, 1, "max_prompt_tokens", "evaluate_every", "gap_every", "max_turns", "branches_kept", "reference_every"
+        )
         if self.environment is not None and self.agent is not None:
             raise ValueError(
                 f"stage {self.name!r} has an environment and an agent: set one of Stage.environment and Stage.agent"
@@ -157,7 +165,7 @@ class Stage:
                 f"{type(self.algorithm).__name__} trains a reward model and Stage.reward_model of stage {self.name!r} is not set: "
                 "include gin/algorithms/reward_model.gin after gin/base.gin, or set REWARD_MODEL = @sources.ValueSource()"
             )
-        if "teacher" in self.algorithm.needs and self.teacher is None:
+        if self.taught and self.teacher is None:
             raise ValueError(
                 f"{type(self.algorithm).__name__} learns from a teacher and Stage.teacher of stage {self.name!r} is not set: include "
                 "gin/algorithms/distill.gin after gin/base.gin and set TEACHER_PATH to a Hugging Face folder or a run folder"
@@ -170,6 +178,7 @@ class Stage:
         self._check_phases()
         if self.skip_silent:
             self._check_silent()
+        self._check_pairing()
         if self.samples:
             self._check_sampling()
 
@@ -207,6 +216,30 @@ class Stage:
                     f"{type(loss).__name__}): set it to False, or entropy_coef and kl_coef of the algorithm to 0"
                 )
 
+    def _check_pairing(self) -> None:
+        name, asked = type(self.algorithm).__name__, "sides" in self.algorithm.needs
+        if asked and self.pairing is None:
+            raise ValueError(
+                f"{name} learns preferences among the policy's own samples and Stage.pairing of stage {self.name!r} is not set: include "
+                "gin/algorithms/online_dpo.gin after gin/base.gin, or set PAIRING = @pairs.BestAgainstWorst()"
+            )
+        if self.pairing is None:
+            return
+        if not asked:
+            raise ValueError(
+                f"stage {self.name!r} has Stage.pairing and {name} learns from no preferences among samples: set PAIRING = None, or "
+                "answers_of = 'policy' of a loss of preferences"
+            )
+        if self.reward is not None and self.reward.needs_stats:
+            raise ValueError(
+                f"stage {self.name!r} prefers samples before the learner has the statistics that its reward needs: use another reward"
+            )
+        if self.pairing.demonstrates and (self.plays or self.old_logprobs == "sampler"):
+            raise ValueError(
+                f"stage {self.name!r} prefers the dataset's responses, which no sampler has drawn and no environment answers: set "
+                "Stage.old_logprobs = 'learner', and neither Stage.environment nor Stage.agent"
+            )
+
     def _check_critic(self) -> None:
         name = type(self.algorithm).__name__
         for binding, value in (("critic", self.critic), ("critic_optimizer", self.critic_optimizer)):
@@ -240,10 +273,8 @@ class Stage:
                 f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
                 "set FILTER = None, or use another reward"
             )
-        if self.group_size < self.algorithm.group_size_at_least:
-            raise ValueError(
-                f"{name} needs group_size >= {self.algorithm.group_size_at_least} (got {self.group_size}): set GROUP_SIZE"
-            )
+        if self.group_size < self.least_samples:
+            raise ValueError(f"{name} needs group_size >= {self.least_samples} (got {self.group_size}): set GROUP_SIZE")
         if not self.settings.plain:
             raise ValueError(
                 f"training samples of stage {self.name!r} must be drawn from the plain tempered softmax, whose log-probs the learner "
@@ -267,6 +298,18 @@ class Stage:
     def samples(self) -> bool:
         """Whether the algorithm learns from the policy's own samples."""
         return self.algorithm.learns_from == "samples"
+
+    @property
+    def taught(self) -> bool:
+        """Whether the algorithm learns from a teacher."""
+        return not self.algorithm.needs.isdisjoint(("teacher", "teacher_divergence"))
+
+    @property
+    def least_samples(self) -> int:
+        """Fewest samples of a prompt that leave a learning signal."""
+        if self.pairing is None:
+            return self.algorithm.group_size_at_least
+        return 1 if self.pairing.demonstrates else max(self.algorithm.group_size_at_least, 2)
 
     @property
     def closing(self) -> tuple[Any, ...]:
@@ -298,6 +341,7 @@ class Stage:
     def sequences(self) -> int:
         """Most sequences of a step."""
         sampled = self.group_size + ("greedy" in self.algorithm.needs)
+        sampled = max(sampled, 2) if self.pairing is not None else sampled
         per_prompt = {"samples": sampled, "pairs": 2}.get(self.algorithm.learns_from, 1)
         return self.prompts_per_step * per_prompt
 

@@ -388,8 +388,8 @@ class StageTrainer:
         for name, size in host.get("bases", {}).items():
             if not np.isclose(self._base_sizes.get(name, np.nan), size, rtol=1e-4):
                 raise ValueError(
-                    f"the adapters of the {name} in the checkpoint were trained on other frozen weights: set SEED and "
-                    "sources.PolicySource as they were, or give the run another RUN_DIR"
+                    f"the checkpoint was trained with other frozen weights of the {name}: set SEED and sources.PolicySource, or "
+                    "TEACHER_PATH for a teacher, as they were, or give the run another RUN_DIR"
                 )
         if not as_new or host.get("contents", {}).get("data") == self.contents.get("data"):
             self.loader.restore(host["feed"])

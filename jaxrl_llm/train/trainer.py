@@ -98,7 +98,7 @@ class Trainer:
     def _check_teachers(self) -> None:
         """Refuses a teacher that does not exist or has other tokens than the policy, before the first stage."""
         for stage in self.config.stages:
-            if stage.teacher is not None and "teacher" in stage.algorithm.needs:
+            if stage.teacher is not None and stage.taught:
                 score.found(stage.teacher, self.tokenizer, self.partitioner)
 
     # -- the run -------------------------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ class Trainer:
             self.left = step
 
     def write(self, stage: StageTrainer, step: int, state: TrainState, host: dict[str, Any], **kinds: bool) -> None:
-        """Writes a checkpoint of the kinds that `Checkpoints.save` takes, and before a stage's first one its reference, which all share."""
-        if stage.frozen.refers and (not kinds or any(kinds.values())):
+        """Writes a checkpoint of the kinds that `Checkpoints.save` takes, and before a stage's first one its lasting reference, which all share."""
+        if stage.frozen.lasting and (not kinds or any(kinds.values())):
             host = host | self.checkpoints.keep(stage.offset, stage.frozen.params[REFERENCE])
         self.checkpoints.save(step, {"state": state, **stage.frozen.saved}, host, **kinds)
 
@@ -347,10 +347,10 @@ class Trainer:
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
         host = self.checkpoints.whole_host(step)
         abstract = stage.abstract
-        if stage.frozen.refers and REFERENCE not in host:  # an earlier version's checkpoints hold it themselves
+        if stage.frozen.lasting and REFERENCE not in host:  # an earlier version's checkpoints hold it themselves
             abstract[REFERENCE] = stage.frozen.reference_of("float32")
         trees = self.checkpoints.restore(step, abstract)
-        if stage.frozen.refers and REFERENCE in host:
+        if stage.frozen.lasting and REFERENCE in host:
             trees[REFERENCE] = self.checkpoints.kept(stage.offset, host[REFERENCE], stage.frozen.reference_of)
         stage.resume(host, trees, as_new=self.config.resume_as_new)
         self.best = self.checkpoints.best_until(step)

@@ -128,6 +128,7 @@ def make_outputs(sequences: Sequences, seed: int = 1, distance: float = 0.2) -> 
         "entropy": sequences.entropy,
         "sum_p2": sequences.sum_p2,
         "uniform_logprob": sequences.uniform_logprob,
+        "teacher_divergence": jnp.where(jnp.isnan(sequences.entropy), jnp.nan, 0.1 + 0.3 * sequences.entropy),
     }
     values = np.asarray(sequences.values)
     critic = {"value": (values + 0.3 * rng.normal(size=old.shape)).astype(np.float32)}
@@ -141,8 +142,9 @@ def total_loss(algorithm: Any, outputs: Mapping[str, Any], batch: MicroBatch) ->
 
 
 def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[float, np.ndarray]:
-    """The loss, and its gradient [B, T] by the policy's log-probs, or by the values of the reward model it trains."""
+    """The loss, and its gradient [B, T] by the policy's log-probs, its divergence from a teacher where that is the loss, or by the values of the reward model it trains."""
     model, name = ("reward_model", "value") if "reward_model" in algorithm.needs else ("policy", "logprob")
+    name = "teacher_divergence" if "teacher_divergence" in algorithm.needs else name
 
     def f(stream: jax.Array) -> jax.Array:
         return total_loss(algorithm, {**outputs, model: {**outputs[model], name: stream}}, batch)

@@ -28,6 +28,18 @@ def test_every_algorithm_is_on_the_page_with_its_paper_and_its_file() -> None:
         assert algorithms_page.component(file).is_file()
 
 
+def test_the_equation_is_told_where_the_gin_file_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.gin"
+    file.write_text(
+        "# X, https://arxiv.org/abs/1, equation 4.7: it is\n# good.\nfrom __gin__ import dynamic_registration\n"
+    )
+    assert algorithms_page.equation(file) == ", equation 4.7"
+    file.write_text("# X, https://arxiv.org/abs/1, equations 7 and 8.\n# More.\nfrom a import b\n")
+    assert algorithms_page.equation(file) == ", equations 7 and 8"
+    file.write_text("# X.\nfrom a import b\nX = 'equation 3'\n")
+    assert algorithms_page.equation(file) == ""
+
+
 def test_what_was_measured_is_told_in_the_algorithms_own_terms(tmp_path: Path) -> None:
     row = {"greedy_before": 0.4, "greedy_after": 0.75, "sampled_before": 0.2, "sampled_after": 0.5}
     told = lambda name, **more: algorithms_page.measured([{**row, "algorithm": name, **more}], {"sampled_after": 0.8})  # noqa: E731

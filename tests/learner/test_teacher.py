@@ -1,27 +1,32 @@
 """A teacher scores the policy's samples with its own weights; held-out rows are measured and never learned from."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from builders import EchoSampler, Words, make_prompt, make_rollout
 from learner_cases import (
     PACKING,
+    TEMPERATURE,
     expected_streams,
     fresh_state,
     leaves,
     logits_of,
     make_batch,
     make_learner,
+    padded,
 )
 
 from jaxrl_llm import command_line
 from jaxrl_llm.algorithms.distill import Distill
 from jaxrl_llm.algorithms.dpo import DPO
+from jaxrl_llm.algorithms.gkd import GKD
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.otb import OTB
 from jaxrl_llm.algorithms.sft import SFT
@@ -78,12 +83,42 @@ def test_a_teacher_of_other_tokens_or_none_at_all_is_refused_at_the_start(tmp_pa
         score.found(Other(), TOKENIZER.load(), learner.partitioner)
     with pytest.raises(ValueError, match=r"Distill learns from a teacher and Stage.teacher .* set TEACHER_PATH"):
         stage(Distill())
+    with pytest.raises(ValueError, match=r"GKD learns from a teacher and Stage.teacher"):
+        stage(GKD())
     with pytest.raises(ValueError, match="set MODEL_PATH, or TEACHER_PATH"):
         TrainedModel(path="")
     gin_file = tmp_path / "run.gin"
     gin_file.write_text("include 'gin/quickstart.gin'\ninclude 'gin/algorithms/distill.gin'\n")
     with pytest.raises(ValueError, match="set MODEL_PATH, or TEACHER_PATH"):
         command_line.build([str(gin_file)], ["TRAIN_ROWS = 8"])
+
+
+@pytest.mark.parametrize("mixture", [0.0, 0.4, 1.0])
+def test_an_update_draws_the_policy_to_its_teachers_whole_distribution(mixture: float) -> None:
+    """The loss is the mean divergence of the two softmaxes at the learned tokens, and falls as the policy learns."""
+    algorithm = GKD(mixture=mixture)
+    learner = make_learner(algorithm)
+    teacher = learner.policy.init(jax.random.key(7))
+    learner = replace(learner, teacher=learner.policy)
+    state, batch = fresh_state(learner), make_batch()
+    data = padded()
+    read = jax.jit(lambda params: jax.lax.map(partial(logits_of, params), jnp.asarray(data["tokens"])))
+    at = data["place"][:, :, None] - 1
+    q, p = (np.take_along_axis(np.asarray(read(x), np.float64), at, 1) / TEMPERATURE for x in (state.policy, teacher))
+    p, q = (np.exp(z) / np.exp(z).sum(-1, keepdims=True) for z in (p, q))
+    m = mixture * p + (1 - mixture) * q
+    kl = lambda a, b: (a * np.log(a / b)).sum(-1)  # noqa: E731
+    each = {0.0: kl(p, q), 1.0: kl(q, p)}.get(mixture, mixture * kl(p, m) + (1 - mixture) * kl(q, m))
+    sequences = batch.sequences({}, {}, 4)
+    found = each[np.asarray(sequences.learned)[: len(each)]]
+    advantages = jax.tree.map(np.asarray, learner.advantages(sequences))
+    losses: list[float] = []
+    for _ in range(8):
+        (minibatch,) = batch.micro_batches(sequences, advantages, 1.0, learner.partitioner)
+        state, metrics = learner.update(state, minibatch, {"teacher": teacher})
+        losses.append(float(metrics["loss/policy"]))
+    assert losses[0] == pytest.approx(np.mean(found), rel=1e-4) and losses[0] > 1e-2
+    assert losses[-1] < 0.9 * losses[0] and all(np.diff(losses) < 0)
 
 
 def test_held_out_rows_are_refused_where_samples_are_learned_from() -> None:

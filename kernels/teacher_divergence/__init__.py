@@ -1,0 +1,1 @@
+"""The divergence of a teacher's next-token distribution from the policy's, without the logits of a batch."""
