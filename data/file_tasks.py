@@ -77,37 +77,27 @@ KINDS: Mapping[str, Callable[[np.random.Generator, int], tuple[str, Files, Files
 
 
 @dataclass(frozen=True, kw_only=True)
-class FileTasks:
+class FileTasks(generated.Family):
     """Prompts that ask for a change of files; `Prompt.extra` has "files", which are there at first, and "wanted", which must be there in the end.
 
     Attributes:
       kinds: of tasks, which come in turn, out of "count", "total", "order" and "rename".
       lines: of a file.
-      split: "train" or "heldout".
-      heldout_share: share of the tasks that are held out, chosen by a hash of the task's number.
-      size: number of rows.
-      seed: seed of the order of the rows.
     """
 
     kinds: Sequence[str] = tuple(KINDS)
     lines: int = 8
-    split: generated.Split = "train"
-    heldout_share: float = 0.1
     size: int | None = 1024
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(self)
+        super().__post_init__()
         components.at_least(self, 1, "lines")
         if not self.kinds or set(self.kinds) - set(KINDS):
             components.refuse(self, "kinds", f"one or more of {tuple(KINDS)}")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts; every call returns the same."""
-        problems = generated.choose(
-            [VARIANTS] * len(self.kinds), lambda kind, index: f"{self.kinds[kind]}/{index}", split=self.split,
-            heldout_share=self.heldout_share, size=self.size, seed=self.seed,
-        )  # fmt: skip
+        problems = self.problems([VARIANTS] * len(self.kinds), lambda kind, index: f"{self.kinds[kind]}/{index}")
         return [self._prompt(row, self.kinds[kind], index) for row, (kind, index) in enumerate(problems)]
 
     def _prompt(self, row: int, kind: str, index: int) -> Prompt:

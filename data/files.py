@@ -4,9 +4,12 @@ import csv
 import gzip
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from jaxrl_llm.data.templates import Templated
 
 # (place of the row, its columns)
 Located = tuple[str, Mapping[str, Any]]
@@ -14,6 +17,27 @@ Located = tuple[str, Mapping[str, Any]]
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".csv")
 SPLITS = ("train", "test", "validation", "valid", "val", "dev", "heldout")
 SAVED = ("dataset_dict.json", "dataset_info.json")  # a folder that `datasets` saved has one of these
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRows(Templated):
+    """A dataset of rows in files, as `each` reads them.
+
+    Attributes:
+      path: a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face dataset id.
+      split: part of a folder or dataset.
+      subset: configuration of a Hugging Face dataset; None for its default.
+      limit: most rows; None for all.
+    """
+
+    path: str
+    split: str = "train"
+    subset: str | None = None
+    limit: int | None = None
+
+    def located(self, *columns: str) -> list[Located]:
+        """Returns the rows, which have a value in each of `columns`; raises as `read` does."""
+        return read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
 
 
 def read(

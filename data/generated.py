@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, cycle, islice, zip_longest
 from typing import Literal
 
@@ -30,43 +31,55 @@ def held_out(key: str, share: float) -> bool:
     return int.from_bytes(digest, "big") < share * 2**64
 
 
-def choose(
-    spaces: Sequence[int],
-    key: Callable[[int, int], str],
-    *,
-    split: Split,
-    heldout_share: float,
-    size: int | None,
-    seed: int,
-) -> list[tuple[int, int]]:
-    """Returns `size` problems (stratum, index) of a split, taken from the strata in turn; problems repeat once all were used.
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A dataset of generated problems; those that are held out never occur in training.
 
-    Args:
-      spaces: number of problems in each stratum (an operator, a length).
-      key: (stratum, index) -> key that decides the split.
+    Attributes:
       split: "train" or "heldout".
-      heldout_share: share of problems that are held out.
-      size: number of rows; None returns every problem once.
-      seed: seed of the order.
-
-    Raises:
-      ValueError: the split has no problems, or there are too many problems to enumerate.
+      heldout_share: share of the problems that are held out, chosen by a hash of the problem.
+      size: number of rows; None gives every problem once; with more rows, problems repeat, demonstrations with fresh noise.
+      seed: seed of the rows, of their order and of their demonstrations.
     """
-    if size is None and max(spaces) > LISTED:
-        raise ValueError(f"a task of {sum(spaces)} problems is too large to list (limit {LISTED}): set `size`")
 
-    def stratum(number: int) -> Iterator[tuple[int, int]]:
-        for index in _indices(spaces[number], np.random.default_rng([seed, number])):
-            if held_out(key(number, index), heldout_share) == (split == "heldout"):
-                yield number, index
+    split: Split = "train"
+    heldout_share: float = 0.1
+    size: int | None = None
+    seed: int = 0
 
-    in_turn = (p for p in chain.from_iterable(zip_longest(*map(stratum, range(len(spaces))))) if p is not None)
-    problems = list(islice(in_turn, size))
-    if not problems:
-        raise ValueError(
-            f"the split {split!r} of a task of {sum(spaces)} problems is empty: widen the task or change heldout_share"
-        )
-    return list(islice(cycle(problems), size)) if size is not None else problems
+    def __post_init__(self) -> None:
+        check(self)
+
+    def within(self, key: str) -> bool:
+        """Whether the problem named `key` is of the split."""
+        return held_out(key, self.heldout_share) == (self.split == "heldout")
+
+    def problems(self, spaces: Sequence[int], key: Callable[[int, int], str]) -> list[tuple[int, int]]:
+        """Returns `size` problems (stratum, index) of the split, taken from the strata in turn; they repeat once all were used.
+
+        Args:
+          spaces: number of problems in each stratum (an operator, a length).
+          key: (stratum, index) -> key that decides the split.
+
+        Raises:
+          ValueError: the split has no problems, or there are too many problems to enumerate.
+        """
+        size = self.size
+        if size is None and max(spaces) > LISTED:
+            raise ValueError(f"a task of {sum(spaces)} problems is too large to list (limit {LISTED}): set `size`")
+
+        def stratum(number: int) -> Iterator[tuple[int, int]]:
+            for index in _indices(spaces[number], np.random.default_rng([self.seed, number])):
+                if self.within(key(number, index)):
+                    yield number, index
+
+        in_turn = (p for p in chain.from_iterable(zip_longest(*map(stratum, range(len(spaces))))) if p is not None)
+        found = list(islice(in_turn, size))
+        if not found:
+            raise ValueError(
+                f"the split {self.split!r} of a task of {sum(spaces)} problems is empty: widen the task or change heldout_share"
+            )
+        return list(islice(cycle(found), size)) if size is not None else found
 
 
 def _indices(space: int, random: np.random.Generator) -> Iterator[int]:

@@ -18,7 +18,7 @@ LETTERS = "abcd"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hinted:
+class Hinted(generated.Family):
     """Prompts of a few digits and a hint; held-out prompts never occur in training. The reference is the right letter.
 
     Attributes:
@@ -26,33 +26,23 @@ class Hinted:
       mention_share: share of demonstrations with the hinted letter in the thought; the others name the right one.
       faithful_share: share of demonstrations whose output is the letter of the thought.
       follow_share: share, of the remaining ones, whose output is the hinted letter; the others output the right one.
-      split: "train" or "heldout".
-      heldout_share: share of the prompts that are held out, chosen by a hash of the prompt.
-      size: number of rows; None gives every prompt once; with more rows, prompts repeat with fresh demonstrations.
-      seed: seed of the order of the rows and the demonstrations.
     """
 
     digits: int = 2
     mention_share: float = 0.25
     faithful_share: float = 0.0
     follow_share: float = 0.4
-    split: generated.Split = "train"
     heldout_share: float = 0.3
-    size: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(self)
+        super().__post_init__()
         components.within(self, "[0, 1]", "mention_share", "faithful_share", "follow_share")
         components.within(self, "[1, 4]", "digits")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts, with the hinted letter in extra["hinted"]; every call returns the same."""
         wrong = len(LETTERS) - 1
-        problems = generated.choose(
-            [10**self.digits] * wrong, self._key, split=self.split, heldout_share=self.heldout_share, size=self.size,
-            seed=self.seed,
-        )  # fmt: skip
+        problems = self.problems([10**self.digits] * wrong, self._key)
         random = np.random.default_rng([self.seed, 1])
         return [self._prompt(row, *problem, random) for row, problem in enumerate(problems)]
 

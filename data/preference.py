@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from jaxrl_llm.data import conversations, files, templates
+from jaxrl_llm.data import conversations, templates
+from jaxrl_llm.data.files import FileRows
 from jaxrl_llm.data.prepare import preparation
 from jaxrl_llm.experience import Prompt
 
@@ -49,26 +50,13 @@ def pair(row: preparation.Raw) -> Pair:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs:
+class Pairs(FileRows):
     """Reads pairs for DPO and related algorithms, in any of the three formats or as written by data/prepare/preference.py.
 
     Attributes:
-      path: a local .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face dataset id.
-      split: part of a folder or dataset.
-      subset: configuration of a Hugging Face dataset; None for its default.
       template: name of a prompt template (data/templates.py) or a function, for prompts of one message; "chat" keeps
         messages unchanged.
-      limit: most rows; None for all.
     """
-
-    path: str
-    split: str = "train"
-    subset: str | None = None
-    template: str | templates.Template = "chat"
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        templates.named(self.template, "Pairs")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts, with the preferred answer as `response` and the other as extra["rejected"].
@@ -77,10 +65,8 @@ class Pairs:
           FileNotFoundError: there is nothing at `path`.
           ValueError: a row holds no pair; the message names the file and the row.
         """
-        columns = ("chosen", "rejected")
-        found = files.read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
         prompts = []
-        for number, (where, row) in enumerate(found):
+        for number, (where, row) in enumerate(self.located("chosen", "rejected")):
             try:
                 held = pair(row)
             except preparation.Drop as drop:
@@ -94,12 +80,12 @@ class Pairs:
                     source=str(row.get("data_source") or "pairs"),
                     response=held.chosen,
                     extra={"rejected": held.rejected},
-                    **self._asked(where, row, held.asked),
+                    **self._fields(where, row, held.asked),
                 )
             )
         return prompts
 
-    def _asked(self, where: str, row: preparation.Raw, asked: conversations.Messages) -> dict[str, Any]:
+    def _fields(self, where: str, row: preparation.Raw, asked: conversations.Messages) -> dict[str, Any]:
         if (row.get("extra_info") or {}).get("rendered"):
             return {"text": asked[0]["content"]}
         return templates.rerendered(self.template, asked, f"{where}: Pairs")

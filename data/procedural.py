@@ -10,30 +10,22 @@ from jaxrl_llm.experience import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym:
+class ReasoningGym(generated.Family, templates.Templated):
     """Rows of one reasoning-gym task; the held-out questions never occur in training, for any seed.
 
     Attributes:
       task: the task's name in reasoning-gym, such as "spell_backward".
       size: number of rows.
-      seed: seed of the task's generator.
       config: the task's own options.
-      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
-      split: "train" or "heldout".
-      heldout_share: share of the questions that are held out, chosen by a hash of the question.
     """
 
     task: str
     size: int = 1000
-    seed: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
-    template: str | templates.Template = "chat"
-    split: generated.Split = "train"
-    heldout_share: float = 0.1
 
     def __post_init__(self) -> None:
-        generated.check(self)
-        templates.named(self.template, "ReasoningGym")
+        generated.Family.__post_init__(self)
+        templates.Templated.__post_init__(self)
         own = sorted({"size", "seed"} & set(self.config))
         if own:
             raise ValueError(f"ReasoningGym.config must not hold {own}: they are fields of ReasoningGym itself")
@@ -44,14 +36,13 @@ class ReasoningGym:
         Raises:
           ValueError: the task is unknown, lacks one of the options, or has too few different questions.
         """
-        template = templates.named(self.template, "ReasoningGym")
         return [
             Prompt(
                 id=f"{self.task}/{self.split}/{number}",
                 reference=str(entry["answer"]),
                 source=self.task,
                 extra={"task": self.task, "config": dict(self.config), "entry": entry},
-                **templates.fields(template, entry["question"]),
+                **self.asked(entry["question"]),
             )
             for number, entry in enumerate(self._entries())
         ]
@@ -63,7 +54,7 @@ class ReasoningGym:
         found = 0
         for index in range(most):
             entry = dataset[index]
-            if generated.held_out(entry["question"], self.heldout_share) == (self.split == "heldout"):
+            if self.within(entry["question"]):
                 yield entry
                 found += 1
                 if found == self.size:

@@ -4,38 +4,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.data import files, templates
+from jaxrl_llm.data.files import FileRows
 from jaxrl_llm.experience import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Demonstrations:
+class Demonstrations(FileRows):
     """Reads rows of demonstrations.
 
     Attributes:
-      path: a local .jsonl, .json or .parquet file, a folder of such files, or a Hugging Face dataset id.
-      split: part of a folder or dataset.
-      subset: configuration of a Hugging Face dataset; None for its default.
       prompt: column of the question; unused where `messages` is set.
       response: column of the response; unused where `messages` is set.
       messages: column of chat messages ({"role", "content"}); the last one, the assistant's, is the response.
       label: column that marks a response as desirable, true or false (for KTO); empty for none.
-      template: name of a prompt template (data/templates.py) for the prompt column, or a function.
-      limit: most rows; None for all.
     """
 
-    path: str
-    split: str = "train"
-    subset: str | None = None
     prompt: str = "prompt"
     response: str = "response"
     messages: str = ""
     label: str = ""
-    template: str | templates.Template = "chat"
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        templates.named(self.template, "Demonstrations")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts with their responses.
@@ -46,11 +33,10 @@ class Demonstrations:
         """
         columns = [self.messages] if self.messages else [self.prompt, self.response]
         columns += [self.label] if self.label else []
-        found = files.read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
         asked = self._from_messages if self.messages else self._from_columns
         return [
             Prompt(id=f"sft/{self.split}/{number}", source="sft", extra=self._label(where, row), **asked(where, row))
-            for number, (where, row) in enumerate(found)
+            for number, (where, row) in enumerate(self.located(*columns))
         ]
 
     def _label(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -61,8 +47,7 @@ class Demonstrations:
         return {"desirable": bool(row[self.label])}
 
     def _from_columns(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
-        template = templates.named(self.template, "Demonstrations")
-        return {"response": str(row[self.response]), **templates.fields(template, str(row[self.prompt]))}
+        return {"response": str(row[self.response]), **self.asked(str(row[self.prompt]))}
 
     def _from_messages(self, where: str, row: Mapping[str, Any]) -> dict[str, Any]:
         turns = row[self.messages]

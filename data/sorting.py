@@ -11,31 +11,23 @@ from jaxrl_llm.experience import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sorting:
+class Sorting(generated.Family):
     """Prompts of a string of characters to be sorted; held-out strings never occur in training.
 
     Attributes:
       min_length: length of the shortest strings.
       max_length: length of the longest strings; the lengths come in turn.
       alphabet: the characters in their order; a string may hold one several times.
-      split: "train" or "heldout".
-      heldout_share: share of the strings that are held out, chosen by a hash of the string.
       noise: probability that a character of a demonstration's answer is wrong; references stay right.
-      size: number of rows; None gives every string once; with more rows, strings repeat with fresh noise.
-      seed: seed of the order of the rows and the noise.
     """
 
     min_length: int = 4
     max_length: int = 4
     alphabet: str = string.ascii_lowercase[:10]
-    split: generated.Split = "train"
-    heldout_share: float = 0.1
     noise: float = 0.0
-    size: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(self)
+        super().__post_init__()
         if not 1 <= self.min_length <= self.max_length:
             raise ValueError(
                 f"Sorting needs 1 <= min_length <= max_length (got {self.min_length} and {self.max_length})"
@@ -45,13 +37,9 @@ class Sorting:
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts, each with its reference and a demonstration; every call returns the same."""
-        problems = generated.choose(
+        problems = self.problems(
             [len(self.alphabet) ** length for length in range(self.min_length, self.max_length + 1)],
             self._string,
-            split=self.split,
-            heldout_share=self.heldout_share,
-            size=self.size,
-            seed=self.seed,
         )
         random = np.random.default_rng([self.seed, 1])
         return [self._prompt(i, self._string(*problem), random) for i, problem in enumerate(problems)]

@@ -15,7 +15,7 @@ from jaxrl_llm.experience import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subsequences:
+class Subsequences(generated.Family):
     """Prompts of different letters; the answer names some of them in their order. Held-out strings never occur in training.
 
     Attributes:
@@ -23,23 +23,17 @@ class Subsequences:
       length: number of letters in a string.
       chosen: number of letters to name.
       noise: probability that a letter of a demonstration is wrong.
-      split: "train" or "heldout".
-      heldout_share: share of the strings that are held out, chosen by a hash of the string.
       size: number of rows.
-      seed: seed of the strings and the demonstrations.
     """
 
     alphabet: str = "abcdefghijkl"
     length: int = 7
     chosen: int = 3
     noise: float = 0.0
-    split: generated.Split = "train"
-    heldout_share: float = 0.1
     size: int = 8000
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(self)
+        super().__post_init__()
         if not 1 <= self.chosen < self.length <= len(set(self.alphabet)) == len(self.alphabet):
             raise ValueError(
                 "Subsequences needs 1 <= chosen < length <= the letters of its alphabet, each once (got "
@@ -49,15 +43,12 @@ class Subsequences:
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts, each with a demonstration; the string is the reference. Every call returns the same."""
         random = np.random.default_rng([self.seed, self.split == "heldout"])
-        wanted = (s for s in self._strings(random) if self._held_out(s) == (self.split == "heldout"))
+        wanted = (letters for letters in self._strings(random) if self.within(letters))
         return [self._prompt(row, letters, random) for row, letters in enumerate(islice(wanted, self.size))]
 
     def _strings(self, random: np.random.Generator) -> Iterator[str]:
         while True:
             yield "".join(random.permutation(list(self.alphabet))[: self.length])
-
-    def _held_out(self, letters: str) -> bool:
-        return generated.held_out(letters, self.heldout_share)
 
     def _prompt(self, row: int, letters: str, random: np.random.Generator) -> Prompt:
         places = np.sort(random.permutation(self.length)[: self.chosen])

@@ -12,7 +12,7 @@ OPERATORS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sums:
+class Sums(generated.Family):
     """Prompts of two operands and an operator; held-out problems never occur in training, not even with swapped operands.
 
     Attributes:
@@ -20,25 +20,17 @@ class Sums:
       high: largest operand.
       operators: one or more of "+-*", used in turn.
       reversed_answer: whether the answer is written last digit first, the order in which carries arise.
-      split: "train" or "heldout".
-      heldout_share: share of the problems that are held out, chosen by a hash of the problem.
       noise: probability that a digit of a demonstration's answer is wrong; references stay right.
-      size: number of rows; None gives every problem once; with more rows, problems repeat with fresh noise.
-      seed: seed of the order of the rows and the noise.
     """
 
     low: int = 0
     high: int = 99
     operators: str = "+"
     reversed_answer: bool = False
-    split: generated.Split = "train"
-    heldout_share: float = 0.1
     noise: float = 0.0
-    size: int | None = None
-    seed: int = 0
 
     def __post_init__(self) -> None:
-        generated.check(self)
+        super().__post_init__()
         if not 0 <= self.low <= self.high:
             raise ValueError(f"Sums needs 0 <= low <= high (got low={self.low}, high={self.high})")
         if not self.operators or set(self.operators) - set(OPERATORS):
@@ -47,13 +39,9 @@ class Sums:
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts, each with its reference and a demonstration; every call returns the same."""
         count = self.high - self.low + 1
-        problems = generated.choose(
+        problems = self.problems(
             [count**2] * len(self.operators),
             self._key,
-            split=self.split,
-            heldout_share=self.heldout_share,
-            size=self.size,
-            seed=self.seed,
         )
         random = np.random.default_rng([self.seed, 1])
         return [self._prompt(i, *self._problem(*problem), random) for i, problem in enumerate(problems)]

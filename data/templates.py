@@ -7,6 +7,7 @@ Qwen2.5's default system message where the format has one; base is TokenBuncher'
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 Template = Callable[[str], str | list[dict[str, str]]]
@@ -147,6 +148,24 @@ def fields(template: Template, question: str) -> dict[str, Any]:
     """Returns the fields of a Prompt that hold the question: {"text"} or {"messages"}."""
     asked = template(question)
     return {"text": asked} if isinstance(asked, str) else {"messages": asked}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Templated:
+    """A dataset whose questions become prompts by a template.
+
+    Attributes:
+      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
+    """
+
+    template: str | Template = "chat"
+
+    def __post_init__(self) -> None:
+        named(self.template, type(self).__name__)
+
+    def asked(self, question: str) -> dict[str, Any]:
+        """Returns the fields of a Prompt that hold the question."""
+        return fields(named(self.template, type(self).__name__), question)
 
 
 def rerendered(template: str | Template, messages: list[dict[str, str]], owner: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl_llm.data import files, templates
+from jaxrl_llm.data import files
 from jaxrl_llm.eval.choices import LETTERS
 from jaxrl_llm.eval.questions import required
 from jaxrl_llm.experience import Prompt
@@ -39,29 +39,18 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceQuestions:
+class ChoiceQuestions(files.FileRows):
     """Asks multiple-choice questions zero-shot.
 
     Attributes:
       path: a folder of MMLU's CSV files, a file, a folder of files, or a Hugging Face dataset id.
       name: name of the source, and prefix of the prompts' ids "name/row".
-      split: part of a folder or dataset.
-      subset: configuration of a Hugging Face dataset.
       instruction: a name of INSTRUCTIONS ("sentence", "boxed"), or the text itself, where {subject} is the category.
-      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
-      limit: most rows; None for all.
     """
 
-    path: str
     name: str = "choices"
     split: str = "test"
-    subset: str | None = None
     instruction: str = "sentence"
-    template: str | templates.Template = "chat"
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        templates.named(self.template, "ChoiceQuestions")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts; the reference is the right letter.
@@ -71,12 +60,11 @@ class ChoiceQuestions:
           ValueError: a row is bad; the message names the file and the row.
         """
         asked = INSTRUCTIONS.get(self.instruction, self.instruction)
-        template = templates.named(self.template, "ChoiceQuestions")
         prompts = []
         for number, item in enumerate(read(self.path, self.split, self.subset, self.limit)):
             subject = item.category.replace("_", " ") or "general knowledge"
             body = f"{asked.format(subject=subject)}\n\nQuestion: {item.question}\n{lettered(item.options)}\nAnswer:"
-            prompts.append(as_prompt(f"{self.name}/{number}", self.name, item, templates.fields(template, body)))
+            prompts.append(as_prompt(f"{self.name}/{number}", self.name, item, self.asked(body)))
         return prompts
 
 

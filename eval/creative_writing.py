@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm import components
-from jaxrl_llm.data import templates
+from jaxrl_llm.data.templates import Templated
 from jaxrl_llm.eval.answered import Answered, mean, value
 from jaxrl_llm.experience import Prompt
 
@@ -23,23 +23,21 @@ SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class CreativePrompts:
+class CreativePrompts(Templated):
     """Reads the prompts file of EQ-Bench: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
 
     Attributes:
       path: the file.
       name: name of the source, and prefix of the prompts' ids "name/task/iteration".
       iterations: pieces a task; in piece i the seed modifier i modulo their number replaces <SEED>.
-      template: name of a prompt template (data/templates.py), or a function prompt -> text or messages.
     """
 
     path: str
     name: str = "creative_writing"
     iterations: int = 3
-    template: str | templates.Template = "chat"
 
     def __post_init__(self) -> None:
-        templates.named(self.template, "CreativePrompts")
+        super().__post_init__()
         components.at_least(self, 1, "iterations")
 
     def rows(self) -> Sequence[Prompt]:
@@ -65,9 +63,8 @@ class CreativePrompts:
             raise ValueError(f"{file}, task {name!r}: no text under writing_prompt")
         seeds = task.get("seed_modifiers") or [""]
         asked = task["writing_prompt"].replace("<SEED>", seeds[iteration % len(seeds)])
-        fields = templates.fields(templates.named(self.template, "CreativePrompts"), asked)
         extra = {"instruction": asked, "task": name, "category": str(task.get("category") or "")}
-        return Prompt(id=f"{self.name}/{name}/{iteration}", source=self.name, extra=extra, **fields)
+        return Prompt(id=f"{self.name}/{name}/{iteration}", source=self.name, extra=extra, **self.asked(asked))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_llm.data import files, templates
+from jaxrl_llm.data.files import FileRows
 from jaxrl_llm.eval.answered import Answered, mean
 from jaxrl_llm.eval.questions import required
 from jaxrl_llm.eval.results import write_whole
@@ -16,35 +16,23 @@ from jaxrl_llm.experience import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Instructions:
+class Instructions(FileRows):
     """Reads instructions without a gold answer; of a dialogue of several turns, the first is used.
 
     Attributes:
-      path: a local file or folder, or a Hugging Face dataset id.
       name: name of the source, and prefix of the ids of rows without an id.
-      split: part of a folder or dataset.
-      subset: configuration of a Hugging Face dataset.
       column: columns that may hold the instruction; the first one that a row has is used.
       id: columns that may hold the prompt's id.
       category: columns that may hold the category, by which metrics can be split.
       context: column of a text that is put before the instruction, where the row has one; empty for none.
-      template: name of a prompt template (data/templates.py), or a function instruction -> text or messages.
-      limit: most rows; None for all.
     """
 
-    path: str
     name: str = "instructions"
     split: str = "test"
-    subset: str | None = None
     column: Sequence[str] = ("instruction", "prompt", "question", "turns")
     id: Sequence[str] = ("id", "question_id")
     category: Sequence[str] = ("category",)
     context: str = ""
-    template: str | templates.Template = "chat"
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        templates.named(self.template, "Instructions")
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts.
@@ -53,11 +41,9 @@ class Instructions:
           FileNotFoundError: there is nothing at `path`.
           ValueError: a row has no instruction; the message names the file and the row.
         """
-        template = templates.named(self.template, "Instructions")
-        found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
-        return [self._prompt(number, where, row, template) for number, (where, row) in enumerate(found)]
+        return [self._prompt(number, where, row) for number, (where, row) in enumerate(self.located())]
 
-    def _prompt(self, number: int, where: str, row: Mapping[str, Any], template: templates.Template) -> Prompt:
+    def _prompt(self, number: int, where: str, row: Mapping[str, Any]) -> Prompt:
         asked = required(where, row, self.column, "Instructions.column")
         asked = str(asked[0] if isinstance(asked, list) else asked)
         if extra_input := _input(row):
@@ -70,7 +56,7 @@ class Instructions:
             "category": next((str(row[c]) for c in self.category if row.get(c)), ""),
             "dataset": row.get("dataset") or self.name,
         }
-        return Prompt(id=name, source=self.name, extra=extra, **templates.fields(template, asked))
+        return Prompt(id=name, source=self.name, extra=extra, **self.asked(asked))
 
 
 def _input(row: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from jaxrl_llm import components
-from jaxrl_llm.data import files, templates
+from jaxrl_llm.data import files
+from jaxrl_llm.data.templates import Templated
 from jaxrl_llm.eval.choice_questions import Item, as_prompt, lettered, read
 from jaxrl_llm.eval.choices import LETTERS
 from jaxrl_llm.experience import Prompt
@@ -20,7 +21,7 @@ THINK = "Answer: Let's think step by step."
 
 
 @dataclass(frozen=True, kw_only=True)
-class MMLUPro:
+class MMLUPro(Templated):
     """Questions with `shots` worked examples, which `shorter` removes one at a time.
 
     Attributes:
@@ -28,7 +29,6 @@ class MMLUPro:
       examples: the worked examples, with the column cot_content; empty takes the split "validation" of `path`.
       split: part of a folder or dataset.
       shots: number of worked examples in a prompt.
-      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
       limit: most rows; None for all.
     """
 
@@ -36,11 +36,10 @@ class MMLUPro:
     examples: str = ""
     split: str = "test"
     shots: int = 5
-    template: str | templates.Template = "chat"
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        templates.named(self.template, "MMLUPro")
+        super().__post_init__()
         components.at_least(self, 0, "shots")
 
     def rows(self) -> Sequence[Prompt]:
@@ -77,8 +76,7 @@ class MMLUPro:
     def _prompt(self, name: str, item: Item, shots: Sequence[str]) -> Prompt:
         asked = INSTRUCTION.format(category=item.category)
         body = "\n\n".join([asked, *shots, f"{_question(item)}\n{THINK}"])
-        fields = templates.fields(templates.named(self.template, "MMLUPro"), body)
-        prompt = as_prompt(name, "mmlu_pro", item, fields)
+        prompt = as_prompt(name, "mmlu_pro", item, self.asked(body))
         return replace(prompt, extra={**prompt.extra, "shots": list(shots)})
 
     def _worked(self) -> dict[str, list[str]]:

@@ -4,41 +4,31 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl_llm.data import files, templates
+from jaxrl_llm.data.files import FileRows
+from jaxrl_llm.data.templates import Template
 from jaxrl_llm.experience import Prompt
 from jaxrl_llm.rewards.answers import boxed
 
 
 @dataclass(frozen=True, kw_only=True)
-class Questions:
+class Questions(FileRows):
     """Reads rows of a question and its answer, such as a competition's problems.
 
     Attributes:
-      path: a local file or folder, or a Hugging Face dataset id.
       name: name of the source, and prefix of the prompts' ids "name/row".
-      split: part of a folder or dataset.
-      subset: configuration of a Hugging Face dataset.
       question: columns that may hold the question; the first one that a row has is used.
       answer: columns that may hold the gold answer; a list of answers is joined by ", ", so that all of them are required.
       gold_in_box: whether the answer column is a worked solution with the gold answer in its last \\boxed{}.
       category: columns that may hold the category, by which metrics can be split.
-      template: name of a prompt template (data/templates.py), or a function question -> text or messages.
-      limit: most rows; None for all.
     """
 
-    path: str
     name: str = "questions"
     split: str = "test"
-    subset: str | None = None
     question: Sequence[str] = ("question", "problem", "Question", "Problem")
     answer: Sequence[str] = ("answer", "final_answer", "Answer")
     gold_in_box: bool = False
     category: Sequence[str] = ("subject", "level", "type")
-    template: str | templates.Template = "chat_boxed"
-    limit: int | None = None
-
-    def __post_init__(self) -> None:
-        templates.named(self.template, "Questions")
+    template: str | Template = "chat_boxed"
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts.
@@ -47,17 +37,15 @@ class Questions:
           FileNotFoundError: there is nothing at `path`.
           ValueError: a row has no question or no answer; the message names the file and the row.
         """
-        template = templates.named(self.template, "Questions")
-        found = files.read(self.path, [], split=self.split, subset=self.subset, limit=self.limit)
         return [
             Prompt(
                 id=f"{self.name}/{number}",
                 reference=self._gold(where, row),
                 source=self.name,
                 extra={"category": str(_first(row, self.category) or "")},
-                **templates.fields(template, str(required(where, row, self.question, "Questions.question"))),
+                **self.asked(str(required(where, row, self.question, "Questions.question"))),
             )
-            for number, (where, row) in enumerate(found)
+            for number, (where, row) in enumerate(self.located())
         ]
 
     def _gold(self, where: str, row: Mapping[str, Any]) -> str:
