@@ -6,8 +6,6 @@ which repeat prompts with several responses; here a prompt occurs once, so that 
 7,800 are left, 1,024 of them to test. Prompts are rendered as ChatML, as there.
 """
 
-import argparse
-
 from jaxrl_llm.data.prepare import preparation
 
 
@@ -24,11 +22,6 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
     )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects rows by label."""
-    parser.add_argument("--keep", choices=("unsafe", "safe", "all"), default="unsafe", help="label of the rows kept")
-
-
 PREPARATION = preparation.Preparation(
     name="beavertails",
     source="PKU-Alignment/BeaverTails",
@@ -41,7 +34,7 @@ PREPARATION = preparation.Preparation(
     unique=True,
     max_tokens=320,
     convert=convert,
-    arguments=arguments,
+    arguments={"--keep": {"choices": ("unsafe", "safe", "all"), "default": "unsafe", "help": "label of the rows kept"}},
 )
 
 if __name__ == "__main__":

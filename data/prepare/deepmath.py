@@ -3,8 +3,6 @@
 `python -m jaxrl_llm.data.prepare.deepmath --out DIR`
 """
 
-import argparse
-
 from jaxrl_llm.data import templates
 from jaxrl_llm.data.prepare import preparation
 
@@ -21,11 +19,6 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
     return preparation.Item(question=str(row["question"]), truth=answer, columns=columns)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects rows by answer."""
-    parser.add_argument("--no_guessable", action="store_true", help="leave out yes/no and true/false answers")
-
-
 PREPARATION = preparation.Preparation(
     name="deepmath",
     source="zwhe99/DeepMath-103K",
@@ -35,7 +28,7 @@ PREPARATION = preparation.Preparation(
     shuffle=True,
     convert=convert,
     system=lambda part: templates.STEP_BY_STEP,
-    arguments=arguments,
+    arguments={"--no_guessable": {"action": "store_true", "help": "leave out yes/no and true/false answers"}},
 )
 
 if __name__ == "__main__":

@@ -5,8 +5,6 @@
 leaves out problems that are always or never solved, which give a group no advantages.
 """
 
-import argparse
-
 from jaxrl_llm.data import templates
 from jaxrl_llm.data.prepare import preparation
 
@@ -27,11 +25,6 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
     return preparation.Item(question=str(row["problem"]), truth=answer, info=info)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that names the column of pass rates."""
-    parser.add_argument("--pass_rate", default="", help="column with the share of attempts that solve the problem")
-
-
 PREPARATION = preparation.Preparation(
     name="deepscaler",
     source="agentica-org/DeepScaleR-Preview-Dataset",
@@ -41,7 +34,7 @@ PREPARATION = preparation.Preparation(
     unique=True,
     instruction=templates.STEP_BY_STEP,
     convert=convert,
-    arguments=arguments,
+    arguments={"--pass_rate": {"default": "", "help": "column with the share of attempts that solve the problem"}},
 )
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 `python -m jaxrl_llm.data.prepare.hendrycks_math --out DIR`
 """
 
-import argparse
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,11 +64,6 @@ def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
     return by_sizes({**pools, "test": test}, options)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that limits the test part."""
-    parser.add_argument("--test_of_each", type=int, default=100, help="test problems of each subject")
-
-
 PREPARATION = Preparation(
     name="hendrycks_math",
     source="EleutherAI/hendrycks_math",
@@ -80,7 +74,7 @@ PREPARATION = Preparation(
     convert=convert,
     read=read,
     carve=carve,
-    arguments=arguments,
+    arguments={"--test_of_each": {"type": int, "default": 100, "help": "test problems of each subject"}},
 )
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ letter is kept as `actual_ground_truth`. The source may be a folder with MMLU's 
 of CSV files. --by_subject splits each subject's test questions into 80% train, 10% dev (at most 200 in all) and the rest.
 """
 
-import argparse
 import csv
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,11 +76,6 @@ def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
     return {**mixed, "dev": mixed["dev"][:MOST_DEV]}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that cuts parts by subject."""
-    parser.add_argument("--by_subject", action="store_true", help="cut the test split into parts, subject by subject")
-
-
 PREPARATION = Preparation(
     name="mmlu_sycophancy",
     source="cais/mmlu",
@@ -92,7 +86,7 @@ PREPARATION = Preparation(
     convert=convert,
     read=read,
     carve=carve,
-    arguments=arguments,
+    arguments={"--by_subject": {"action": "store_true", "help": "cut the test split into parts, subject by subject"}},
 )
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 Rows that hold no pair are left out and counted by reason.
 """
 
-import argparse
-
 from jaxrl_llm.data.preference import pair
 from jaxrl_llm.data.prepare import preparation
 
@@ -23,11 +21,6 @@ def convert(row: preparation.Raw, options: preparation.Options) -> preparation.I
     )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects dialogues by length."""
-    parser.add_argument("--single_turn", action="store_true", help="leave out dialogues of several turns")
-
-
 PREPARATION = preparation.Preparation(
     name="preference",
     source="HuggingFaceH4/ultrafeedback_binarized",
@@ -35,7 +28,7 @@ PREPARATION = preparation.Preparation(
     splits={"train": "train_prefs", "test": "test_prefs"},
     columns=("chosen", "rejected"),
     convert=convert,
-    arguments=arguments,
+    arguments={"--single_turn": {"action": "store_true", "help": "leave out dialogues of several turns"}},
 )
 
 if __name__ == "__main__":

@@ -121,7 +121,7 @@ class Preparation:
       min_tokens: fewest tokens of a prompt and its response.
       max_tokens: most tokens of a prompt and its response, without a chat template's own tokens; None for no limit.
       system: part -> its system message; empty for none.
-      arguments: adds the data set's own options.
+      arguments: {flag: keyword arguments of argparse}, the data set's own options.
       read: (preparation, options, split) -> located raw rows.
       carve: (items by part read, options) -> items by part written.
     """
@@ -144,7 +144,7 @@ class Preparation:
     min_tokens: int = 0
     max_tokens: int | None = None
     system: Callable[[str], str] = lambda part: ""
-    arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    arguments: Mapping[str, Raw] = field(default_factory=dict)
     read: Callable[["Preparation", Options, str], Iterator[files.Located]] = from_files
     carve: Callable[[Pools, Options], Mapping[str, Sequence[Item]]] = by_sizes
 
@@ -290,7 +290,8 @@ def _parse(preparation: Preparation, arguments: Sequence[str] | None) -> Options
     add("--tokenizer", default=defaults.tokenizer, help="folder or id; counts tokens for the limits")
     add("--min_tokens", type=int, default=defaults.min_tokens, help="fewest tokens of a prompt")
     add("--max_tokens", type=_positive, default=defaults.max_tokens, help="most tokens of a prompt and its response")
-    preparation.arguments(parser)
+    for flag, given in preparation.arguments.items():
+        add(flag, **given)
     options = parser.parse_args(arguments)
     options.splits, options.sizes = dict(options.splits), dict(options.sizes)
     return options

@@ -4,8 +4,6 @@
 `instruction`, an optional `input` and an `output`, or, as in Self-Instruct's seed tasks, `instances` of these two.
 """
 
-import argparse
-
 from jaxrl_llm.data import conversations
 from jaxrl_llm.data.prepare import preparation
 
@@ -36,18 +34,15 @@ def _dialogue(row: preparation.Raw) -> object:
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": shown["output"]}]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects the first exchange or the whole dialogue."""
-    parser.add_argument("--turns", choices=("first", "all"), default="first", help="first exchange or whole dialogue")
-
-
 PREPARATION = preparation.Preparation(
     name="ultrachat",
     source="HuggingFaceH4/ultrachat_200k",
     ability="chat",
     splits={"train": "train_sft", "test": "test_sft"},
     convert=convert,
-    arguments=arguments,
+    arguments={
+        "--turns": {"choices": ("first", "all"), "default": "first", "help": "first exchange or whole dialogue"}
+    },
 )
 
 if __name__ == "__main__":

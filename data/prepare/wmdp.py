@@ -5,7 +5,6 @@ TokenBuncher (arXiv 2508.20697) puts a persona before each question; here there 
 there.
 """
 
-import argparse
 from collections.abc import Iterator
 
 from jaxrl_llm.data import files
@@ -32,11 +31,6 @@ def convert(row: Raw, options: Options) -> Item:
     )
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the option that selects the domain."""
-    parser.add_argument("--domain", choices=("bio", "chem", "cyber"), required=True, help="which of the three sets")
-
-
 PREPARATION = Preparation(
     name="wmdp",
     source="cais/wmdp",
@@ -50,7 +44,7 @@ PREPARATION = Preparation(
     max_tokens=1024,
     convert=convert,
     read=read,
-    arguments=arguments,
+    arguments={"--domain": {"choices": ("bio", "chem", "cyber"), "required": True, "help": "which of the three sets"}},
 )
 
 if __name__ == "__main__":
