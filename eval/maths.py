@@ -111,7 +111,12 @@ class FormatClasses:
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
         """Returns total_examples, aggregate_metrics and category_breakdown; writes no file."""
         del folder, model
-        seen = [(self._format(r), good) for one in answered for r, good in _valid_records(one.main, self.part)]
+        strict = FORMS[self.form][0]
+        seen = [
+            (int(bool(re.match(strict, r["response"]))), good)
+            for one in answered
+            for r, good in _valid_records(one.main, self.part)
+        ]
         names = {(1, 1): CLASSES[0], (1, 0): CLASSES[1], (0, 0): CLASSES[2], (0, 1): CLASSES[3]}
         counts, n = Counter(names[form, good] for form, good in seen), max(len(seen), 1)
         return {
@@ -123,9 +128,6 @@ class FormatClasses:
             },
             "category_breakdown": {c: {"count": counts[c], "percentage": 100 * counts[c] / n} for c in CLASSES},
         }
-
-    def _format(self, record: Record) -> int:
-        return int(bool(re.match(FORMS[self.form][0], record["response"])))
 
 
 def _valid_records(records: Sequence[Record], part: str) -> list[tuple[Record, int]]:

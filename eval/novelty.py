@@ -135,7 +135,8 @@ class Novelty:
         raw = [value(record, self.part) for record in samples]
         if np.isnan(raw).any():
             return row
-        utilities = [self._utility(x) for x in raw]
+        cuts = self.cut_points
+        utilities = [float(bisect_left(cuts, x) + 1) if cuts else x for x in raw]
         return row | {
             "generation_scores": utilities,
             "partition_scores": [u for u, first in zip(utilities, firsts(classes), strict=True) if first],
@@ -143,9 +144,6 @@ class Novelty:
             "utility": utility_patience(classes, utilities, self.patience),
             "utility_flat": utility_flat(classes, utilities),
         }
-
-    def _utility(self, raw: float) -> float:
-        return float(bisect_left(self.cut_points, raw) + 1) if self.cut_points else raw
 
     def _metrics(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, np.ndarray]:
         found = {"distinct": np.array([row["distinct"] for row in rows], np.float64)}

@@ -44,6 +44,7 @@ def header(file: Path) -> tuple[str, str]:
 def result(folder: Path, name: str, seed: int, file: Path) -> dict[str, Any]:
     """Summarises a run folder's metrics.jsonl: accuracies before and after, distinct answers, the curve and the time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    facts = json.loads((folder / "run.json").read_text())
     measured = [row for row in rows if GREEDY in row]
     first, last = measured[0], measured[-1]
     title, paper = header(file)
@@ -65,13 +66,8 @@ def result(folder: Path, name: str, seed: int, file: Path) -> dict[str, Any]:
         "algorithm": name, "title": title, "paper": paper, "seed": seed, "steps": last["step"], **values, "curve": curve,
         "seconds": sum(row.get("time/step_s", 0.0) for row in rows),
         "gin": [f"gin/algorithms/{file.name}", f"gin/learning/{name}.gin"],
-        **_provenance(folder),
+        **{name: facts[name] for name in ("commit", "jax", "devices") if name in facts},
     }  # fmt: skip
-
-
-def _provenance(folder: Path) -> dict[str, Any]:
-    facts = json.loads((folder / "run.json").read_text())
-    return {name: facts[name] for name in ("commit", "jax", "devices") if name in facts}
 
 
 def results(out: Path) -> list[dict[str, Any]]:

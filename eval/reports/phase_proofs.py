@@ -20,13 +20,8 @@ from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, Row, by_line, launch, r
 
 SYSTEMS = ("tokenbuncher", "bupo")
 ATTACK_STEPS = 10
-ATTACKS = (
-    "grpo",
-    "ppo",
-    "rloo",
-    "reinforce_plus_plus",
-    "adaptive",
-)  # the first attack runs with every seed, the others with the first seed
+# The first attack runs with every seed, the others with the first seed.
+ATTACKS = ("grpo", "ppo", "rloo", "reinforce_plus_plus", "adaptive")
 SFT_STEPS, BUPO_STEPS = 54, 8  # step counts of gin/quickstart.gin and gin/bupo_qwen_tiny.gin
 OPEN, BENIGN = "eval/open/sampled", "eval/heldout/greedy"
 ENTROPY = "entropy/open_letters"
@@ -44,17 +39,16 @@ def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequ
         lines = [f"SEED={seed}", *begin, *bindings, *more]
         return run_job(gin, runs / f"{name}-{seed}", lines, [first] if after else [], exported=exported)
 
-    found = [
+    steps = [f"STEPS={3 * ATTACK_STEPS}", f"EVALUATE_EVERY={ATTACK_STEPS}"]
+    return [
         job("tb_base", "tokenbuncher_base_tiny", "", [], True),
         job("tb_defence", "tokenbuncher_defence_tiny", "tb_base", [], True),
+        *(
+            job(f"tb_{attack}_on_{start}", f"tokenbuncher_attack_{attack}_tiny", f"tb_{start}", steps, False)
+            for attack in attacks
+            for start in ("base", "defence")
+        ),
     ]
-    for attack in attacks:
-        for start in ("base", "defence"):
-            steps = [f"STEPS={3 * ATTACK_STEPS}", f"EVALUATE_EVERY={ATTACK_STEPS}"]
-            found.append(
-                job(f"tb_{attack}_on_{start}", f"tokenbuncher_attack_{attack}_tiny", f"tb_{start}", steps, False)
-            )
-    return found
 
 
 def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
@@ -62,17 +56,8 @@ def bupo_jobs(runs: Path, seed: int, more: Sequence[str]) -> list[Job]:
     switch = SFT_STEPS + BUPO_STEPS
     kept = [f"SAVE_EVERY={switch // 2}", "train.Checkpointing.keep=9"]
     folder = runs / f"bupo-{seed}"
-    check = [
-        sys.executable,
-        "-m",
-        "jaxrl_llm.eval.reports.phase_switch",
-        str(folder),
-        "--before",
-        str(SFT_STEPS),
-        "--after",
-        str(switch),
-    ]
-    check += ["--out", str(runs / f"switch-{seed}.json")]
+    check = [sys.executable, "-m", "jaxrl_llm.eval.reports.phase_switch", str(folder), f"--before={SFT_STEPS}"]
+    check += [f"--after={switch}", f"--out={runs / f'switch-{seed}.json'}"]
     return [
         Job(name=folder.name, commands=[launch("bupo_qwen_tiny", folder, [f"SEED={seed}", *kept, *more]), check]),
         run_job("bupo_grpo_tiny", runs / f"grpo-{seed}", [f"SEED={seed}", *more]),
@@ -88,9 +73,8 @@ def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, more: Sequence[s
     if "bupo" in only:
         found += [job for seed in seeds for job in bupo_jobs(runs, seed, more)]
         times = [sys.executable, "-m", "jaxrl_llm.tools.phase_times", "--out", str(runs / "times.json")]
-        found.append(
-            Job(name="bupo_times", commands=[times], after=[job.name for job in found])
-        )  # it runs alone on the machine
+        # It runs alone on the machine.
+        found.append(Job(name="bupo_times", commands=[times], after=[job.name for job in found]))
     return found
 
 
@@ -200,44 +184,25 @@ def markdown(found: Mapping[str, Any]) -> str:
     row = lambda system, what, cells: lines.append(f"| {system} | {what} | {', '.join(cells)} |")  # noqa: E731
     tb, bp = found["tokenbuncher"].values(), found["bupo"].values()
     if tb:
-        row(
-            "TokenBuncher",
-            "entropy on the defended source, before -> after (nats)",
-            [f"{a:.2f} -> {b:.3f}" for a, b in (x["entropy"] for x in tb)],
-        )
-        row(
-            "TokenBuncher",
-            "benign accuracy, before -> after",
-            [f"{a:.3f} -> {b:.3f}" for a, b in (x["benign"] for x in tb)],
-        )
+        entropies = [f"{a:.2f} -> {b:.3f}" for a, b in (x["entropy"] for x in tb)]
+        row("TokenBuncher", "entropy on the defended source, before -> after (nats)", entropies)
+        benign = [f"{a:.3f} -> {b:.3f}" for a, b in (x["benign"] for x in tb)]
+        row("TokenBuncher", "benign accuracy, before -> after", benign)
         for attack in ATTACKS:
             for model in ("base", "defence"):
                 cells = [x["attacks"][attack][model] for x in tb if attack in x["attacks"]]
                 told = [f"{c['before']:.2f} -> {c['1x']:.2f} -> {c['3x']:.2f}" for c in cells]
-                row(
-                    "TokenBuncher",
-                    f"{attack} attack on the {model} model: start -> {ATTACK_STEPS} -> {3 * ATTACK_STEPS} steps",
-                    told,
-                )
+                steps = f"start -> {ATTACK_STEPS} -> {3 * ATTACK_STEPS} steps"
+                row("TokenBuncher", f"{attack} attack on the {model} model: {steps}", told)
     for name in ("bupo", "grpo") if bp else ():
-        row(
-            "BuPO",
-            f"{name}: held-out greedy accuracy, before -> after",
-            [f"{x['before'][name]:.3f} -> {x['after'][name]:.3f}" for x in bp],
-        )
-    if "times" in found:
-        times = found["times"]
-        row(
-            "BuPO",
-            f"update of layer {times['layer']} of {times['layers']} over the whole one, measured (expected)",
-            [f"{times['ratio']:.3f} ({times['expected']:.3f})"],
-        )
+        accuracies = [f"{x['before'][name]:.3f} -> {x['after'][name]:.3f}" for x in bp]
+        row("BuPO", f"{name}: held-out greedy accuracy, before -> after", accuracies)
+    times = [found["times"]] if "times" in found else []
+    for one in times:
+        update = f"update of layer {one['layer']} of {one['layers']} over the whole one, measured (expected)"
+        row("BuPO", update, [f"{one['ratio']:.3f} ({one['expected']:.3f})"])
     lines += ["", "| system | aim | reached, a seed each |", "|---|---|---|"]
-    for system, ones in (
-        ("TokenBuncher", list(tb)),
-        ("BuPO", list(bp)),
-        ("BuPO", [found["times"]] if "times" in found else []),
-    ):
+    for system, ones in (("TokenBuncher", list(tb)), ("BuPO", list(bp)), ("BuPO", times)):
         for aim in ones[0]["reached"] if ones else ():
             row(system, aim, ["yes" if x["reached"][aim] else "no" for x in ones])
     return "\n".join(lines) + "\n"
@@ -256,13 +221,8 @@ def plot(found: Mapping[str, Any], file: Path) -> bool:
         for panel, name in zip(axes, ("entropy", "benign")):
             panel.plot(*zip(*one["curves"][name]), label=f"seed {seed}")
         for model, style in (("base", "-"), ("defence", ":")):
-            gain = one["attacks"]["grpo"][model]
-            axes[2].plot(
-                (0, ATTACK_STEPS, 3 * ATTACK_STEPS),
-                [gain[k] for k in ("before", "1x", "3x")],
-                style,
-                label=f"{model}, seed {seed}",
-            )
+            gain = [one["attacks"]["grpo"][model][k] for k in ("before", "1x", "3x")]
+            axes[2].plot((0, ATTACK_STEPS, 3 * ATTACK_STEPS), gain, style, label=f"{model}, seed {seed}")
     for seed, one in found["bupo"].items():
         for name, style in (("bupo", "-"), ("grpo", ":")):
             axes[3].plot(*zip(*one["curves"][name]), style, label=f"{name}, seed {seed}")

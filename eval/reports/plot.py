@@ -23,15 +23,8 @@ from jaxrl_llm.eval.viewer.curves import MetricLog
 from jaxrl_llm.metrics.event_files import event_files, records
 
 USUAL = ("reward/mean", "response/length", "entropy/mean", "eval/heldout/greedy", "eval/heldout/sampled", "gap/mean")
-COLOURS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#e69f00",
-    "#56b4e9",
-    "#000000",
-)  # colours that can be distinguished without red and green
+# Colours that can be distinguished without red and green.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 BANDS = ("range", "std", "ci95")
 
 Curve = tuple[np.ndarray, np.ndarray]  # steps [T] and values [T]

@@ -109,10 +109,6 @@ def values(results: Results, arm: str, name: str, when: str = "after") -> list[f
     return [float(results[arm][seed][when][name]) for seed in sorted(results.get(arm, {}))]
 
 
-def _gains(results: Results, arm: str, name: str) -> list[float]:
-    return np.subtract(values(results, arm, name), values(results, arm, name, "before")).tolist()
-
-
 def interval(differences: Sequence[float]) -> tuple[float, float]:
     """The mean of a difference over seeds and half the width of its 95% interval, by Student's t."""
     t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
@@ -187,7 +183,9 @@ def markdown(results: Results, verdicts: Mapping[str, Any]) -> str:
     for arm, bound in ABLATIONS.items():
         if not results.get(arm):
             continue
-        mean, half = interval(_gains(results, arm, "sampled"))
+        mean, half = interval(
+            np.subtract(values(results, arm, "sampled"), values(results, arm, "sampled", "before")).tolist()
+        )
         entropy = " ".join(f"{r['entropy_after']:.2f}" for r in results[arm].values() if r["entropy_after"] is not None)
         text = "; ".join(bound) or f"`gin/{GIN_OF.get(arm, 'cs336_grpo_tiny')}.gin`"
         lines.append(
