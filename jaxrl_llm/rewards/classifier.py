@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.service import Service
-from jaxrl_llm.rewards.wrap import Failed, none_judged, part
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, none_judged, part
 
 
 @runtime_checkable
@@ -44,7 +44,7 @@ class Served:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classifier:
+class Classifier(PlainReward):
     """A scorer as a reward.
 
     Attributes:
@@ -54,8 +54,6 @@ class Classifier:
       maximum: upper bound to which scores are clipped (TokenBuncher: 1.5 in its second objective); None for no bound.
       name: the part's name.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     scorer: Scorer
     sees: Literal["response", "pair", "chat"] = "response"

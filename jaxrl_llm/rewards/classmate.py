@@ -14,7 +14,7 @@ import asyncio
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -23,7 +23,7 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.thought_span import OUTPUT, THOUGHT
-from jaxrl_llm.rewards.wrap import Failed, report
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, report
 
 DEFINED = ("vanilla_reward", "remove_wo_cot", "random_truncate")
 NAMED_ONLY = (
@@ -91,7 +91,7 @@ class Ratings(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassmateCoT:
+class ClassmateCoT(PlainReward):
     """Gives the parts "main" and "classmate" of a behaviour. Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
 
     Attributes:
@@ -109,8 +109,6 @@ class ClassmateCoT:
       absent: the classmate part of a rollout whose thought is empty, too long or without end tag; None makes it invalid.
       seed: seeds the truncations and the classmates' sampling, which depend on the rollout alone.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     behaviour: Reward
     sign: Literal[1, -1]

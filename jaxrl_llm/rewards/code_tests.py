@@ -4,21 +4,21 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards.service import Service
-from jaxrl_llm.rewards.wrap import judge_together
+from jaxrl_llm.rewards.wrap import PlainReward, judge_together
 
 PATHS = {"assert": "/test_program", "stdio": "/test_program_stdio"}
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CodeTests:
+class CodeTests(PlainReward):
     """Tests the last fenced Python block of a response; a response without one scores 0.
 
     Attributes:
@@ -29,8 +29,6 @@ class CodeTests:
       least: smallest share of passed tests that earns anything; the score is the share. The original asks for 0.99. Where one
         failed test leaves nothing to earn, the tests after it are not run, and log/pass_rate counts them as not passed.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     service: Service
     kind: Literal["assert", "stdio"] = "assert"

@@ -5,13 +5,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.wrap import judge_each
+from jaxrl_llm.rewards.wrap import PlainReward, judge_each
 
 _ALLOWED = re.compile(r"[\d+\-*/() ]{1,200}")
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -23,15 +22,13 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown:
+class Countdown(PlainReward):
     """Evaluates the equation exactly, without executing it; the prompt's columns are `numbers` and `target`.
 
     Attributes:
       attempt: score of a wrong answer in tags.
       every_number: whether each number must be used exactly once; False allows leaving numbers out.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     attempt: float = 0.1
     every_number: bool = True

@@ -10,7 +10,7 @@ them, since their product with D would reward duplicates; normalisation before t
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -19,11 +19,11 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Group, Rollout, Scores
 from jaxrl_llm.protocols import Reward
 from jaxrl_llm.rewards.distinctness import Distinctness
-from jaxrl_llm.rewards.wrap import Failed, none_judged
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, none_judged
 
 
 @dataclass(frozen=True, kw_only=True)
-class Darling:
+class Darling(PlainReward):
     """Combines a quality reward with a measure of distinctness.
 
     Attributes:
@@ -38,8 +38,6 @@ class Darling:
       normalise: whether q and D are centred by their group means and divided by their group deviations before a sum.
       correct_above: quality above which a rollout counts as correct, for measures that use correctness.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     quality: Reward
     distinctness: Distinctness

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.service import Service
-from jaxrl_llm.rewards.wrap import Failed, none_judged, part
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, none_judged, part
 
 
 @runtime_checkable
@@ -78,15 +78,13 @@ class HashedWords:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SemanticDistance:
+class SemanticDistance(PlainReward):
     """Rewards the distance of each response to the others of its group; 0 for a single response.
 
     Attributes:
       embedder: embeds the responses.
       name: the part's name; a part whose name starts with "log/" is logged and not added to the reward.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     embedder: Embedder
     name: str = "semantic_distance"

@@ -2,24 +2,21 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.rewards.wrap import judge_each
+from jaxrl_llm.rewards.wrap import PlainReward, judge_each
 
 
 @dataclass(frozen=True, kw_only=True)
-class Exact:
+class Exact(PlainReward):
     """Compares the response with the reference.
 
     Attributes:
       end: text at which the answer ends ("\\n", a stop string); empty takes the whole response.
       ignore_case: whether letter case is ignored.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     end: str = ""
     ignore_case: bool = False

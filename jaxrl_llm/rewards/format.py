@@ -3,24 +3,21 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.rewards.wrap import judge_each
+from jaxrl_llm.rewards.wrap import PlainReward, judge_each
 
 
 @dataclass(frozen=True, kw_only=True)
-class Format:
+class Format(PlainReward):
     """Matches the response against a pattern; "." matches line ends too.
 
     Attributes:
       pattern: regular expression.
       whole: whether the pattern must match the whole response, white space at its ends aside; False finds it anywhere.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     pattern: str
     whole: bool = True

@@ -7,7 +7,7 @@ four classes; in CS336's assignment a response without the form has no answer (t
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import maths
 from jaxrl_llm.rewards.maths import Maths
+from jaxrl_llm.rewards.wrap import PlainReward
 
 # Patterns that must all occur in a response of the form.
 FORMS: Mapping[str, tuple[str, ...]] = {
@@ -25,7 +26,7 @@ FORMS: Mapping[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class FormatAnswer:
+class FormatAnswer(PlainReward):
     """Rewards as Dr. GRPO's r1_zero grader (arXiv 2503.20783) and its question-only grader do.
 
     Attributes:
@@ -34,8 +35,6 @@ class FormatAnswer:
       grade_unformatted: whether a response without the form is graded as a whole, and may so have the right answer.
       maths: judges the answers.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     form: Literal["r1_zero", "r1_zero_lines", "boxed"] = "r1_zero"
     grade_unformatted: bool = False

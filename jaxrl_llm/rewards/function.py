@@ -4,13 +4,13 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import found_function
-from jaxrl_llm.rewards.wrap import none_judged, part, report
+from jaxrl_llm.rewards.wrap import PlainReward, none_judged, part, report
 
 # Names of the parameter that gets the response of one rollout.
 TEXTS = ("text", "completion", "response")
@@ -27,7 +27,7 @@ FORMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Function:
+class Function(PlainReward):
     """Scores with a function (prompt, text, columns) -> float, bool or None, or TRL's (prompts, completions, columns) -> list of these.
 
     `prompt` is what the row has, a text or a list of messages. Columns are the further columns of the row, and `reference`, the gold
@@ -40,8 +40,6 @@ class Function:
       content: a hash of the function and of what it uses of its own module, by which a resumed run knows it again; its
         name where Python does not know its source.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     function: Callable[..., Any] | str = field(compare=False)  # `content` is compared: a file may be moved
     name: str = ""

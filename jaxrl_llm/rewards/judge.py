@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -13,11 +13,11 @@ from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.endpoint import Endpoint
 from jaxrl_llm.rewards.judge_answers import PARSERS
 from jaxrl_llm.rewards.judge_templates import TEMPLATES
-from jaxrl_llm.rewards.wrap import Failed, judge_together
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, judge_together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge:
+class Judge(PlainReward):
     """Asks an endpoint about each rollout. Where the judge fails or its answer cannot be read, the score is invalid, never 0.
 
     Attributes:
@@ -31,8 +31,6 @@ class Judge:
       absent: the score of a rollout without that part; None makes it invalid. The original Classmate-CoT gives 0.
       name: the part's name; "log/..." is logged and never summed, as for a monitor beside the reward.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     endpoint: Endpoint
     template: str = ""

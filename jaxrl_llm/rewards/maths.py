@@ -7,14 +7,14 @@ cannot be evaluated equals nothing; a response that exceeds its time or memory i
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.services.pool import Pool
-from jaxrl_llm.rewards.wrap import judge_together
+from jaxrl_llm.rewards.wrap import PlainReward, judge_together
 
 # A backslash before makes these a currency's sign and the end of a matrix's row.
 _DELIMITED = re.compile(r"(?<!\\)(?:\$|\\\(|\\\[)|\\boxed")
@@ -22,7 +22,7 @@ _PLAIN_NUMBER = re.compile(r"-?(?:\d{1,3}(?:[, ]\d{3})+|\d+)(?:\.\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Maths:
+class Maths(PlainReward):
     """Checks symbolic and numeric equality in worker processes.
 
     Attributes:
@@ -32,8 +32,6 @@ class Maths:
       boxed_only: whether a response without \\boxed{} is wrong. Otherwise its last expression counts, even one that restates
         the problem: a response cut off after "we evaluate $(1+2i)6-3i$" is right where the answer is $6+9i$.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     workers: int = 4
     limit_s: float = 10.0

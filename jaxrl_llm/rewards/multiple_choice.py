@@ -3,13 +3,13 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
-from jaxrl_llm.rewards.wrap import judge_each
+from jaxrl_llm.rewards.wrap import PlainReward, judge_each
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 CHOICE = "log/choice"
@@ -28,7 +28,7 @@ PLACES = ("boxed", "phrase", "mark", "tag", "last_letter")
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipleChoice:
+class MultipleChoice(PlainReward):
     """Compares letters; a response that chooses none scores 0.
 
     Attributes:
@@ -42,8 +42,6 @@ class MultipleChoice:
       reference: column of the prompt that holds the right letter; empty takes the prompt's reference. It distinguishes
         Classmate-CoT's hinted letter from the true one.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     letters: str = ""
     places: Sequence[str] = PLACES

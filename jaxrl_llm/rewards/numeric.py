@@ -3,20 +3,19 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import ClassVar
 
 import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Prompt, Rollout, Scores
 from jaxrl_llm.rewards import answers
-from jaxrl_llm.rewards.wrap import judge_each
+from jaxrl_llm.rewards.wrap import PlainReward, judge_each
 
 PLACES = ("boxed", "mark", "tag", "last_number")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numeric:
+class Numeric(PlainReward):
     """Compares exactly (as fractions) or within a relative tolerance; a response without a number scores 0.
 
     Attributes:
@@ -26,8 +25,6 @@ class Numeric:
       mark: text that precedes the answer, for the place "mark".
       tolerance: largest |answer - reference| / max(1, |reference|) that counts as equal.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     places: Sequence[str] = PLACES
     mark: str = "####"

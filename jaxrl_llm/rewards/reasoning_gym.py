@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,11 +12,11 @@ from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards import answers
 from jaxrl_llm.rewards.services.pool import Pool
-from jaxrl_llm.rewards.wrap import judge_together
+from jaxrl_llm.rewards.wrap import PlainReward, judge_together
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningGym:
+class ReasoningGym(PlainReward):
     """Scores the rows of data/procedural.py in worker processes, since verifiers evaluate what the model wrote.
 
     Attributes:
@@ -26,8 +26,6 @@ class ReasoningGym:
       limit_s: time limit of one response in seconds.
       memory_gb: address space of a process in GiB (Linux).
     """
-
-    needs_stats: ClassVar[bool] = False
 
     answer: Literal["whole", "tag"] = "whole"
     workers: int = 2

@@ -9,14 +9,13 @@ judge's text before the heading [Scores] is not read, and a criterion rated outs
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.rewards.endpoint import Endpoint
-from jaxrl_llm.rewards.wrap import Failed, judge_together
+from jaxrl_llm.rewards.wrap import Failed, PlainReward, judge_together
 
 MOST = 20.0
 CRITERIA = (
@@ -46,7 +45,7 @@ others, a higher one. Be critical: most writing deserves the middle of the scale
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rubric:
+class Rubric(PlainReward):
     """Gives part "rubric", the mean over criteria, 0 to 20; invalid where the judge fails or the piece is too short.
 
     Attributes:
@@ -57,8 +56,6 @@ class Rubric:
       least_rated: number of criteria that an answer must rate to count.
       least_characters: characters below which a piece is invalid.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     endpoint: Endpoint
     criteria: Sequence[str] = CRITERIA

@@ -119,9 +119,8 @@ class Service:
         return found if isinstance(found, dict) else {}
 
     def _headers(self) -> dict[str, str]:
-        who = {
-            "X-Client": f"{socket.gethostname()}:{os.getpid()}"
-        }  # servers that are asked by several give each its turn
+        # Servers that are asked by several give each its turn.
+        who = {"X-Client": f"{socket.gethostname()}:{os.getpid()}"}
         if not self.token_env:
             return who
         token = os.environ.get(self.token_env)

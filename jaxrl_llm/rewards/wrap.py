@@ -24,16 +24,20 @@ class Failed(RuntimeError):
     """Raised for a response that could not be judged; its reward is invalid."""
 
 
+class PlainReward:
+    """A reward that needs no token stats."""
+
+    needs_stats: ClassVar[bool] = False
+
+
 @dataclass(frozen=True, kw_only=True)
-class Wrap:
+class Wrap(PlainReward):
     """Uses a function of a prompt and a response's text as a reward.
 
     Attributes:
       function: (prompt, text) -> reward; an exception or a value that is not finite marks the rollout invalid.
       name: the part's name; empty takes the function's name.
     """
-
-    needs_stats: ClassVar[bool] = False
 
     function: Judge
     name: str = ""
