@@ -18,25 +18,28 @@ _WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchec
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long and how often, for a fleet; `VllmSampler` has the defaults.
+    """How long a fleet waits, and how often it tries.
 
     Attributes:
       sequences: most sequences in flight on a server.
-      update_s: most seconds of an update of one server, and of the drain before it.
+      update_s: most seconds of a server's whole update.
       wait_s: most seconds that requests wait while no server takes any.
       tries: most servers that one request is asked of.
-      at_once: most servers that are paused for an update at a time; 0 for all.
-      straggler: an update is late after so many times what the others took; 0 waits for all, and for servers that draw nothing.
-      straggler_s: fewest seconds after which it is, and seconds without a token after which a server's requests go on elsewhere.
+      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
+        a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
+      straggler: an update is no longer waited for after so many times what half of the others took; 0 waits, and also for servers
+        that draw nothing.
+      straggler_s: fewest seconds before that; and the seconds in which a server draws no token before its requests go on elsewhere,
+        from the tokens that they have.
     """
 
-    sequences: int
-    update_s: float
-    wait_s: float
-    tries: int
-    at_once: int
-    straggler: float
-    straggler_s: float
+    sequences: int = 1024
+    update_s: float = 300.0
+    wait_s: float = 300.0
+    tries: int = 8
+    at_once: int = 0
+    straggler: float = 4.0
+    straggler_s: float = 30.0
 
 
 @dataclass(eq=False, kw_only=True)

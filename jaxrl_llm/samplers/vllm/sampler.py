@@ -80,7 +80,7 @@ CANARY = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class VllmSampler:
+class VllmSampler(Limits):
     """Asks vLLM servers, and brings the learner's weights to them through published checkpoints.
 
     Attributes:
@@ -98,19 +98,9 @@ class VllmSampler:
       keep: published versions kept.
       inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
         "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
-      sequences: most sequences in flight on a server.
       seeded: requests carry seeds; False where a server's sampler cannot have them (vLLM 0.32 on a CPU fails now and then).
       request_s: most seconds of one request.
       control_s: most seconds of one step of an update.
-      update_s: most seconds of a server's whole update.
-      wait_s: most seconds that requests wait while no server takes any.
-      tries: most servers that one request is asked of.
-      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
-        a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
-      straggler: an update is no longer waited for after so many times what half of the others took; 0 waits, and also for servers
-        that draw nothing.
-      straggler_s: fewest seconds before that; and the seconds in which a server draws no token before its requests go on elsewhere,
-        from the tokens that they have.
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers that run
         already need --enable-return-routed-experts.
       canary: text that servers and learner are compared on after each update, as publication/canary.py derives; empty for none.
@@ -128,16 +118,9 @@ class VllmSampler:
     publication: str | None = None
     keep: int = 2
     inflight: Inflight = "recompute"
-    sequences: int = 1024
     seeded: bool = True
     request_s: float = 600.0
     control_s: float = 60.0
-    update_s: float = 300.0
-    wait_s: float = 300.0
-    tries: int = 8
-    at_once: int = 0
-    straggler: float = 4.0
-    straggler_s: float = 30.0
     record_routes: bool = False
     canary: str = CANARY
 
@@ -204,7 +187,7 @@ class VllmSampler:
             await all_ready(children)
             for one, child in zip(http, children):
                 one.url = child.url
-            fleet = Fleet(servers=servers, limits=self._limits(), inflight=self.inflight)
+            fleet = Fleet(servers=servers, limits=self, inflight=self.inflight)
             if not self.discovery:
                 await fleet.open()
                 return fleet
@@ -220,9 +203,8 @@ class VllmSampler:
                     raise error
 
         publisher = self._publisher(policy, tokenizer, max_length, run_dir)
-        jax.block_until_ready(
-            jax.numpy.zeros(1)
-        )  # JAX takes its share of a GPU now, not while vLLM measures what is free
+        # JAX takes its share of a GPU now, not while vLLM measures what is free.
+        jax.block_until_ready(jax.numpy.zeros(1))
         for child in children:
             child.start()
         return VllmClient(
@@ -238,12 +220,6 @@ class VllmSampler:
             return None
         other = replace(self, transfer="orbax" if self.transfer == "cuda_ipc" else "cuda_ipc")
         return lambda: other._publisher(policy, tokenizer, max_length, run_dir)
-
-    def _limits(self) -> Limits:
-        return Limits(
-            sequences=self.sequences, update_s=self.update_s, wait_s=self.wait_s, tries=self.tries, at_once=self.at_once,
-            straggler=self.straggler, straggler_s=self.straggler_s,
-        )  # fmt: skip
 
     def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
         vocabulary = policy.architecture.vocabulary_size
