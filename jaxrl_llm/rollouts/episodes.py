@@ -13,11 +13,11 @@ class Episodes:
     """How the rollouts of an environment or an agent are played.
 
     Attributes:
-      limits: of one rollout. What follows its first prompt also stays within SamplingParams.max_tokens, all of it within this and
+      limits: the limits of one rollout. What follows its first prompt also stays within SamplingParams.max_tokens, all of it within this and
         Stage.max_prompt_tokens together, and its turns within Stage.max_turns.
       concurrency: most rollouts in progress.
       extra: rollouts that are started for each group beyond its size, of which the first valid ones that end are used: it favours short ones.
-      tries: times that a rollout that failed is played, each time anew with the same seed.
+      tries: most times that a rollout is played until it does not fail, each time anew with the same seed.
       stop_after: rollouts in a row that failed, beyond as many as are in progress, after which the run ends with the last one's error.
       late: what Limits.episode_s makes of a rollout: "length" keeps and scores it, "aborted" makes it invalid.
       close_s: most seconds of an environment's close.

@@ -19,10 +19,10 @@ async def scored(
     """The parts of a group [G]: those of `reward`, which is asked about the valid rollouts alone, and "env/NAME" of what environments gave.
 
     Args:
-      reward: None where the environments alone give rewards.
-      rollouts: of one prompt.
-      weights: {NAME: weight}; 1 for others.
-      stats: {name: [G]} token stats for a reward that needs them.
+      reward: the reward component; None where the environments alone give rewards.
+      rollouts: the rollouts of one prompt.
+      weights: {NAME: weight} of what environments gave; 1 for others.
+      stats: {name: [G]}, means of token stats, for a reward that needs them.
     """
     kept = [i for i, rollout in enumerate(rollouts) if rollout.valid]
     found = Scores(parts={}, valid={})

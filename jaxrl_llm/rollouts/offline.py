@@ -42,9 +42,7 @@ def given(
 ) -> list[Group]:
     """Turns rows into groups of what the algorithm learns from: demonstrations, chunks of documents, pairs or labelled responses.
 
-    Args:
-      row_tokens: predictions in a chunk of documents.
-      seed: seed of the documents' order.
+    A chunk of documents has `row_tokens` predictions, and `seed` gives the documents' order.
 
     Raises:
       ValueError: a row is none of these, or no row is left.

@@ -37,7 +37,7 @@ _CUT = ("max_tokens", "max_length", "max_response", "max_calls", "episode_s")
 
 
 class Failed(Exception):
-    """A part of an episode failed.
+    """Raised where a part of an episode fails.
 
     Attributes:
       where: "build", "tools", "reset", "step", "run", "dialogue", "score", "close", "branches" or "episode".
@@ -83,7 +83,7 @@ class Watched:
         return await self._heard("step", "step_s", self.limits.step_s, lambda: self.environment.step(action))
 
     async def close(self) -> None:
-        """Leaves it to who built it."""
+        """Does nothing: who built the environment closes it."""
 
     async def _heard(
         self, where: str, limit: str, seconds: float, call: Callable[[], Awaitable[Observation]]

@@ -1,4 +1,4 @@
-"""Which rollouts are in progress: a bounded number, each replaced by the next one that is due as soon as it ends.
+"""Decides which rollouts are in progress: a bounded number, each replaced by the next one that is due as soon as it ends.
 
 No rollout waits for a group, for a batch or for the turn of another. The oldest prompt comes first, so that groups become whole.
 """
@@ -15,7 +15,7 @@ Play = Callable[[int, int], Awaitable[Rollout]]  # (number of the prompt, number
 
 @dataclass(kw_only=True, eq=False)
 class Slots:
-    """The rollouts in progress, of all that ask for some.
+    """Holds the places of rollouts in progress, for all that ask for some.
 
     Attributes:
       concurrency: most rollouts in progress.

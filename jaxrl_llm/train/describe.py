@@ -57,10 +57,6 @@ TPU_LANES = 128
 def describe(run: Any, policy: Policy) -> list[str]:
     """Lines that name the backend of every kernel, the dtype of every part, the sampler, the verifiers' isolation, and what fsdp divides.
 
-    Args:
-      run: the run, a train.Run.
-      policy: its policy on the mesh.
-
     Raises:
       ValueError: a kernel makes the run more than MOST_SLOWDOWN times as slow as another that the device has, and
         sources.PolicySource.slow_kernels is False, or fsdp leaves a device with more than MOST_SLOWDOWN times its share of the

@@ -39,7 +39,7 @@ class Stage:
     Attributes:
       name: name of the stage in logs.
       algorithm: the objective.
-      schedule: the phases of the stage, which differ in what is minimised, read and trained; None has one phase.
+      schedule: the phases of the stage, which differ in what is minimised, read and trained; None is one phase, the whole model.
       gap_every: steps between measurements of the policy's own output in a phase that reads another view; the first step has one.
       data: the dataset.
       optimizer: optimizer of the policy, or of the reward model where the algorithm trains one.
