@@ -121,9 +121,8 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
 def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> None:
     """Parses the files and then the bindings, and refuses what gin takes without a word: other types, and macros that nothing reads."""
     quiet = lambda record: not record.getMessage().startswith("Path not found: ")  # noqa: E731
-    root = (
-        logging.getLogger()
-    )  # gin logs an error for each folder in which an include is not, before it looks in the next one
+    # gin logs an error for each folder in which an include is not, before it looks in the next one.
+    root = logging.getLogger()
     root.addFilter(quiet)
     try:
         parsed = [gin.parse_config_file(file) for file in files]

@@ -50,12 +50,12 @@ def of_rollouts(batch: Batch) -> dict[str, float]:
     return values
 
 
-def gap(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+def gap(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
     """The learner's log-prob minus the sampler's over the tokens that the policy sampled: mean of |.|, p99, max and k3 (nats)."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
-    d = (streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
+    d = (stats["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
     size = np.abs(d)
     k3 = np.expm1(np.clip(d, -20, 20)) - d  # KL(sampler || learner), Schulman's unbiased estimator
     return {
@@ -63,12 +63,12 @@ def gap(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
         "gap/p99": float(np.quantile(size, 0.99)),
         "gap/max": float(size.max()),
         "gap/k3": float(k3.mean()),
-        "entropy/mean": float(streams["entropy"][mask].mean()),
-        "logprob/mean": float(streams["old_logprobs"][mask].mean()),
+        "entropy/mean": float(stats["entropy"][mask].mean()),
+        "logprob/mean": float(stats["old_logprobs"][mask].mean()),
     }
 
 
-def staleness(batch: Batch, streams: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
+def staleness(batch: Batch, stats: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
     """Staleness of the sampled tokens: policy versions behind `version`, and the mean log-prob gap by staleness.
 
     The gap needs the learner's log-probs and is left out without them.
@@ -78,39 +78,39 @@ def staleness(batch: Batch, streams: Mapping[str, np.ndarray], version: int) -> 
         return {}
     lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
     values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
-    if "old_logprobs" not in streams:
+    if "old_logprobs" not in stats:
         return values
-    size = np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
+    size = np.abs(stats["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
     return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
 
 
-def drift(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+def drift(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
     """KL(policy || reference) over the tokens that the policy sampled (k3 estimator, nats); empty without a reference."""
     mask = _drawn(batch)
-    if "ref_logprobs" not in streams or not mask.any():
+    if "ref_logprobs" not in stats or not mask.any():
         return {}
-    d = (streams["ref_logprobs"] - streams["old_logprobs"])[mask].astype(np.float64)
+    d = (stats["ref_logprobs"] - stats["old_logprobs"])[mask].astype(np.float64)
     return {"drift/kl": float((np.expm1(np.clip(d, -20, 20)) - d).mean())}
 
 
-def inside(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+def inside(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Entropy and log-prob of the sampled tokens under the logits of a state inside the model (nats)."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
     return {
-        "inside/entropy": float(streams["entropy"][mask].mean()),
-        "inside/logprob": float(streams["old_logprobs"][mask].mean()),
+        "inside/entropy": float(stats["entropy"][mask].mean()),
+        "inside/logprob": float(stats["old_logprobs"][mask].mean()),
     }
 
 
-def by_source(batch: Batch, streams: Mapping[str, np.ndarray]) -> dict[str, float]:
+def by_source(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
     """Mean entropy by the prompts' source, where the batch has several sources (nats)."""
     mask, source = _drawn(batch), batch.fields["source"]
     there = {name: mask & (source == i)[:, None] for i, name in enumerate(batch.sources)}
     if len(there) < 2:
         return {}
-    return {f"entropy/{name}": float(streams["entropy"][m].mean()) for name, m in there.items() if m.any()}
+    return {f"entropy/{name}": float(stats["entropy"][m].mean()) for name, m in there.items() if m.any()}
 
 
 def _drawn(batch: Batch) -> np.ndarray:

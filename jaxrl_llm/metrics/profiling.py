@@ -16,6 +16,7 @@ import jax
 
 from jaxrl_llm import command_line
 
+EVENT = "/jax/core/compile/backend_compile_duration"  # what JAX calls the compilation of one program
 # Numbers and launch suffixes by which copies of one kernel differ.
 _NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
 
@@ -82,23 +83,8 @@ def _kernels(file: Path) -> Iterator[tuple[str, float]]:
                 yield event.name, event.duration_ns / 1e6
 
 
-@command_line.told
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = command_line.parser("metrics.profiling", __doc__)
-    parser.add_argument("folder", type=Path, help="folder of a run, or of bench --profile")
-    for entry in summary(newest(parser.parse_args(argv).folder)):
-        print(json.dumps(entry))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-EVENT = "/jax/core/compile/backend_compile_duration"
-
-
 class Compilations:
-    """Counts programs that XLA compiled since the last `take`; must be created once a process, before those that it counts."""
+    """Counts the programs that XLA compiled since the last `take`; a process makes one, before the programs that it counts."""
 
     def __init__(self) -> None:
         self._made, self._seen = 0, 0
@@ -111,3 +97,16 @@ class Compilations:
         """Returns the number of programs compiled since the last call."""
         new, self._seen = self._made - self._seen, self._made
         return new
+
+
+@command_line.told
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = command_line.parser("metrics.profiling", __doc__)
+    parser.add_argument("folder", type=Path, help="folder of a run, or of bench --profile")
+    for entry in summary(newest(parser.parse_args(argv).folder)):
+        print(json.dumps(entry))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

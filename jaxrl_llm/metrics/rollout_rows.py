@@ -20,21 +20,21 @@ Row = dict[str, Any]
 
 
 def of_step(
-    batch: Batch, streams: Mapping[str, np.ndarray], credit: Advantages, *, tokenizer: Any, rollouts: int, tokens: int
+    batch: Batch, stats: Mapping[str, np.ndarray], advantages: Advantages, *, tokenizer: Any, rollouts: int, tokens: int
 ) -> list[Row]:
     """Rows of a step's first rollouts, with the token stats of their first tokens.
 
     Args:
       batch: the step's groups.
-      streams: the learner's token stats [S, T]; where this is empty, the rows have neither token stats nor advantages.
-      credit: the algorithm's advantages.
+      stats: the learner's token stats [S, T]; where this is empty, the rows have neither token stats nor advantages.
+      advantages: the algorithm's advantages.
       tokenizer: decodes tokens.
       rollouts: most rollouts.
       tokens: most tokens a rollout for which token stats are given; 0 leaves token stats out.
     """
-    known = {"logprob": streams.get("old_logprobs"), "entropy": streams.get("entropy"), "advantage": credit.advantages}
+    known = {"logprob": stats.get("old_logprobs"), "entropy": stats.get("entropy"), "advantage": advantages.advantages}
     known["sampler_logprob"] = batch.fields["sampler_logprobs"]
-    values = {name: x for name, x in known.items() if x is not None} if streams else {}
+    values = {name: x for name, x in known.items() if x is not None} if stats else {}
     rows = _rows(batch.groups, rollouts)
     for i, (row, rollout) in enumerate(zip(rows, batch.rollouts, strict=False)):
         row |= _played(rollout, tokenizer) | token_streams(

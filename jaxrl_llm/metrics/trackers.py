@@ -4,7 +4,6 @@ Neither can take back what an interrupted run logged after the checkpoint from w
 its own, `NAME-from-STEP`, and says so; where nothing was logged after the checkpoint, the first run is continued.
 """
 
-import importlib
 import json
 import logging
 import math
@@ -15,19 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.metrics.run_folder import replace_text
-from jaxrl_llm.metrics.writers import plain, readable
+from jaxrl_llm.metrics.writers import library, plain, readable
 
 _log = logging.getLogger(__name__)
 BATCH = 1000  # metrics that MLflow takes in one request
-
-
-def library(name: str, component: str) -> Any:
-    """Imports a tracker's package; raises ImportError that says how to install it."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        advice = f"install it by pip install 'jaxrl-llm[{name}]', or leave {component} out of the writers"
-        raise ImportError(f"{component} needs the package {name}: {advice}") from error
 
 
 class Kept:
@@ -95,15 +85,8 @@ class TrackioWriter:
         self._settings, self._trackio, self._kept = settings, trackio, kept
         resume = "must" if kept.continued else "never"
         where = {"space_id": settings.space_id, "server_url": settings.server_url}
-        self._run = trackio.init(
-            project=settings.project,
-            name=kept.name,
-            resume=resume,
-            embed=False,
-            auto_log_gpu=False,
-            auto_log_cpu=False,
-            **where,
-        )
+        quiet = dict.fromkeys(("embed", "auto_log_gpu", "auto_log_cpu"), False)
+        self._run = trackio.init(project=settings.project, name=kept.name, resume=resume, **quiet, **where)
         kept.id = kept.name
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

@@ -235,11 +235,6 @@ class TensorBoardWriter:
         self._file.flush()
 
 
-def code_block(text: str) -> str:
-    """Returns text as a Markdown code block, shown verbatim."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
-
-
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
     """A rollout row without its token stats, which are meant for programs."""
     return {name: value for name, value in row.items() if name != "streams"}
@@ -250,7 +245,17 @@ def markdown(row: Mapping[str, Any]) -> str:
     row = readable(row)
     long = {name: value for name, value in row.items() if isinstance(value, str) and (" " in value or "\n" in value)}
     rest = "  ".join(f"**{name}** {plain(value)}" for name, value in row.items() if name not in long)
-    return "\n\n".join([rest, *(f"**{name}**\n\n{code_block(value)}" for name, value in long.items())])
+    blocks = {name: "\n".join(f"    {line}" for line in value.splitlines()) for name, value in long.items()}
+    return "\n\n".join([rest, *(f"**{name}**\n\n{block}" for name, block in blocks.items())])
+
+
+def library(name: str, component: str) -> Any:
+    """Imports a tracker's package; raises ImportError that says how to install it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        advice = f"install it by pip install 'jaxrl-llm[{name}]', or leave {component} out of the writers"
+        raise ImportError(f"{component} needs the package {name}: {advice}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,11 +276,7 @@ class WandB:
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "WandBWriter":
         """Starts a W&B run, or rewinds the run of this folder to `resume_step` (online only)."""
-        try:
-            wandb = importlib.import_module("wandb")
-        except ImportError as error:
-            advice = "install it by pip install 'jaxrl-llm[wandb]', or leave train.WandB out of the writers"
-            raise ImportError(f"train.WandB needs the package wandb: {advice}") from error
+        wandb = library("wandb", "train.WandB")
         run_dir.mkdir(parents=True, exist_ok=True)
         writer = WandBWriter(self, wandb, run_dir)
         writer.start(resume_step)

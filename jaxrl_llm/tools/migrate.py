@@ -31,8 +31,9 @@ def migrated(text: str) -> str:
             used = re.compile(rf"(?<![\w.]){local}\.{name}\b")
             home, _, kind = new.rpartition(".")
             if used.search(text):
-                text = used.sub(f"{home.rpartition('.')[2]}.{kind}", text)
-                lines.append(_imported(home))
+                package, _, today = home.rpartition(".")
+                text = used.sub(f"{today}.{kind}", text)
+                lines.append(f"from {package} import {today}")
         stays = module in {new.rpartition(".")[0] for new in classes.values()}
         new_imports[found[0]] = [found[0]] if stays else lines
     return _with_imports(_COMMENT.sub(_today, text), new_imports)
@@ -43,11 +44,6 @@ def _today(comment: re.Match[str]) -> str:
     moved = command_line.moved_selectors()
     old = "|".join(map(re.escape, moved))
     return re.sub(rf"(?<![\w.])({old})\b", lambda found: moved[found[1]], comment[0])
-
-
-def _imported(home: str) -> str:
-    package, _, name = home.rpartition(".")
-    return f"from {package} import {name}"
 
 
 def _with_imports(text: str, new_imports: dict[str, list[str]]) -> str:

@@ -154,7 +154,8 @@ class StageTrainer:
         if not (self.scores_policy(step) or self.frozen.score):
             return {}, {}
         own = {}
-        if self.phase.view is not None and self._gap_is_due(step):
+        within = step - self.offset
+        if self.phase.view is not None and (within == 1 or within % self.config.gap_every == 0):
             stats = self.stats_of(self.learner, state, batch)
             own = diagnostics.gap(batch, stats) | diagnostics.drift(batch, stats)
         return self.stats_of(self.phase_learner, state, batch, policy=self.scores_policy(step)), own
@@ -271,10 +272,6 @@ class StageTrainer:
     def compilations(self) -> int:
         """The number of programs compiled so far by the learners of all phases."""
         return sum(x.compilations for x in {id(x): x for x in (self.learner, *self.learners.values())}.values())
-
-    def _gap_is_due(self, step: int) -> bool:
-        within = step - self.offset
-        return within == 1 or within % self.config.gap_every == 0
 
     # -- after the step ------------------------------------------------------------------------------------------------
 

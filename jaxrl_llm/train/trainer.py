@@ -35,15 +35,7 @@ SIGNAL = "a signal"  # the value of Trainer.stopped where a signal stops the run
 
 
 class Trainer:
-    """A run in progress.
-
-    Args:
-      run: what it is composed of, a `run.Run`.
-      run_dir: its folder.
-      partitioner: the mesh.
-      preemption: hears signals.
-      beside: writers beside those of the run.
-    """
+    """A run in progress: `run`, a `run.Run`, on a mesh; `beside` are writers beside those of the run."""
 
     overlaps = False  # its own parts need the event loop
 
@@ -318,7 +310,8 @@ class Trainer:
                 start, self.state = restored, self._restored(stage, restored)
                 self.note(restored, number)
             else:
-                params = self._initial() if self.state is None else self.state.policy
+                first_key = jax.random.key(self.config.seed)
+                params = self.config.policy.params(self.policy, first_key) if self.state is None else self.state.policy
                 start, self.state = stage.offset, stage.begin(params, new_key(self.config.seed, number))
             _log.info("stage %s goes on after step %d", config.name, start)
             await stage.frozen.refresh(self.state.policy, start - stage.offset)
@@ -339,10 +332,6 @@ class Trainer:
             return False
         self.finish(stage, self.state, step, metrics, pending["sequences"])
         return not self.stopped
-
-    def _initial(self) -> Any:
-        """The policy's parameters that the run starts from."""
-        return self.config.policy.params(self.policy, jax.random.key(self.config.seed))
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
         host = self.checkpoints.whole_host(step)

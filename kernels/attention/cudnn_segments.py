@@ -42,16 +42,9 @@ def attend(
     *,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> Float[Array, "B T H C"]:
-    """Computes attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
+    """Computes attention of packed rows; `positions`, which count up within each segment as `max_segments` promises, are not read.
 
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      positions: of queries and keys; not read.
-      segments: of queries and keys, the same for both; 0 is padding.
-      call: the static description of the call.
-      implementation: of JAX's attention; "xla" runs on a CPU, for tests.
+    The segments of queries and keys are the same. `implementation` is that of JAX's attention: "xla" runs on a CPU, for tests.
     """
     assert call.max_segments is not None  # refused otherwise
     offsets, lengths = cudnn.segment_table(segments[0], call.max_segments)

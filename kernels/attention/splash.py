@@ -43,16 +43,9 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T H C"]:
-    """Computes attention of packed rows; `positions` count up within each segment, as `max_segments` promises.
+    """Computes attention of packed rows; `positions`, which count up within each segment as `max_segments` promises, are not read.
 
-    Args:
-      q: queries.
-      k: keys.
-      v: values.
-      positions: of queries and keys; not read.
-      segments: of queries and keys, the same for both; 0 is padding.
-      call: the static description of the call.
-      interpret: run the kernel on a CPU.
+    The segments of queries and keys are the same. `interpret` runs the kernel on a CPU.
     """
     length, heads = q.shape[1], q.shape[2]
     block = next(size for size in BLOCKS if length % size == 0)

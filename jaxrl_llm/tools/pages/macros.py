@@ -73,7 +73,8 @@ def section(folder: Path, meanings: Mapping[str, str]) -> str:
     """The section of all macros; `meanings` is {binding without scope: meaning}."""
     lines = ["| macro | value | sets | meaning |", "| --- | --- | --- | --- |"]
     for macro in macros(folder):
-        said = macro.comment or next((meanings[s] for s in map(unscoped, macro.sets) if meanings.get(s)), "")
+        bare = [binding.rpartition("/")[2] for binding in macro.sets]  # train.Stage.steps of rl/train.Stage.steps
+        said = macro.comment or next((meanings[s] for s in bare if meanings.get(s)), "")
         several = len(macro.values) > 3
         shown = [f"`{value}` in {file}" for file, value in macro.values.items()]
         if several:
@@ -86,8 +87,3 @@ def section(folder: Path, meanings: Mapping[str, str]) -> str:
         " file or the command line overrides it.\n\n"
     )
     return opening + "\n".join(lines) + "\n"
-
-
-def unscoped(binding: str) -> str:
-    """`train.Stage.steps` of `rl/train.Stage.steps`."""
-    return binding.rpartition("/")[2]
