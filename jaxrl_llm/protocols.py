@@ -255,34 +255,6 @@ class Marker(Protocol):
 
 
 @runtime_checkable
-class AuxiliaryModel(Protocol):
-    """A model that a reward uses beside the policy; a run starts the auxiliary models that it finds in the fields of its rewards.
-
-    Attributes:
-      follows: True where it holds weights of the policy.
-      refresh_every: steps after which it gets the policy's weights anew; 0 keeps those that the stage began with.
-    """
-
-    @property
-    def follows(self) -> bool: ...
-
-    @property
-    def refresh_every(self) -> int: ...
-
-    def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
-        """Makes the model ready beside `policy`, before its first use; `run_dir` is a folder for this model alone."""
-        ...
-
-    async def publish(self, params: Params, version: int) -> None:
-        """Holds `params`, the policy's parameters, from now on."""
-        ...
-
-    async def stop(self) -> None:
-        """Frees the model's memory and processes."""
-        ...
-
-
-@runtime_checkable
 class Algorithm(Protocol):
     """A frozen dataclass that says how rollouts become advantages, and advantages a loss.
 

@@ -93,7 +93,7 @@ def _whole(name: str, parts: Sequence[Any]) -> Any:
     for place, rank in np.ndenumerate(mesh):
         local[place] = parts[int(rank)].to_local()
     for axis in reversed(range(mesh.ndim)):
-        placed = placements[axis]
+        placed: Any = placements[axis]
         if type(placed).__name__ not in ("Shard", "Replicate"):
             raise ValueError(
                 f"{name} is placed as {placements}, and Shard and Replicate are read: merge the checkpoint with verl's model_merger"

@@ -98,7 +98,7 @@ class PairedGroups:
             return _picked(group, np.arange(min(2, len(group.rollouts))), np.zeros(2, int))
         if shown is None:
             return _picked(group, np.flatnonzero(sides), sides[sides != 0])
-        (sample,) = np.flatnonzero(sides)
+        (sample,) = np.flatnonzero(sides).tolist()
         both = np.array([1.0, -1.0])
         return Group(
             rollouts=[shown, group.rollouts[sample]], scores=Scores(parts={SIDE: both}, valid={SIDE: np.ones(2, bool)})

@@ -89,9 +89,7 @@ class Case:
 
     @cached_property
     def policy(self) -> Policy:
-        mesh = MeshConfig(
-            data=self.data, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor, context=self.context
-        )
+        mesh = MeshConfig(data=self.data, fsdp=self.fsdp, expert=self.expert, tensor=self.tensor, context=self.context)
         partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
         size = SHAPES[self.model]
         size = replace(size, layers=self.layers) if self.layers else size

@@ -18,7 +18,8 @@ import jax
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import Capacity, taken_bytes
-from jaxrl_llm.tools import cost_model, memory
+from jaxrl_llm.tools import memory
+from jaxrl_llm.tools.planning import cost_model
 from jaxrl_llm.tools.planning.chips import CHIPS, DEVICES, GIB, Device
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage

@@ -6,7 +6,8 @@ never changes is stored once in the run folder; the other copies are part of eac
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jaxrl_llm.learner import offload
 from jaxrl_llm.learner.score import Teacher
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.protocols import AuxiliaryModel, Params
+from jaxrl_llm.protocols import Params
 from jaxrl_llm.train.stage import Stage
 
 REFERENCE = "reference"
@@ -34,6 +35,31 @@ def reference_shapes(policy: Policy, dtype: str) -> Params:
         return x if path[-1].key in PRECISE else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
 
     return jax.tree_util.tree_map_with_path(shape, policy.abstract())
+
+
+@runtime_checkable
+class AuxiliaryModel(Protocol):
+    """A model that a reward uses beside the policy; a run starts the auxiliary models that it finds in the fields of its rewards.
+
+    Attributes:
+      follows: True where it holds weights of the policy.
+      refresh_every: steps after which it gets the policy's weights anew; 0 keeps those that the stage began with.
+    """
+
+    @property
+    def follows(self) -> bool: ...
+
+    @property
+    def refresh_every(self) -> int: ...
+
+    def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
+        """Makes the model ready beside `policy`, before its first use; `run_dir` is a folder for this model alone."""
+
+    async def publish(self, params: Params, version: int) -> None:
+        """Holds `params`, the policy's parameters, from now on."""
+
+    async def stop(self) -> None:
+        """Frees the model's memory and processes."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -19,13 +19,13 @@ from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import WriterComponent, Writers
-from jaxrl_llm.protocols import AuxiliaryModel, Down, Retiring, Sampler
+from jaxrl_llm.protocols import Down, Retiring, Sampler
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
-from jaxrl_llm.train.frozen_models import REFERENCE
+from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.step import StageTrainer, StepResult
 

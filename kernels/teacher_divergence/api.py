@@ -57,8 +57,9 @@ def teacher_divergence(
     over = {name: 1 if mesh is None else mesh.shape.get(name, 1) for name in (*TOKEN_AXES, VOCABULARY_AXIS)}
     shards, ways = math.prod(over[name] for name in TOKEN_AXES), over[VOCABULARY_AXIS]
     tokens = len(targets)
-    hiddens, targets = (*(_padded(x, -tokens % shards) for x in hiddens),), _padded(targets, -tokens % shards, -1)
-    heads = (*(_padded(x, -entries % ways) for x in heads),)
+    hiddens = _padded(hiddens[0], -tokens % shards), _padded(hiddens[1], -tokens % shards)
+    targets = _padded(targets, -tokens % shards, -1)
+    heads = _padded(heads[0], -entries % ways), _padded(heads[1], -entries % ways)
     platform = dispatch.device().platform if mesh is None else mesh.devices.flat[0].platform
     local = -(-tokens // shards), -(-entries // ways)
     tile = max(min(tile or BUDGETS[platform].elements // local[1], local[0]), 1)

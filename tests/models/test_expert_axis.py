@@ -17,7 +17,8 @@ from jaxrl_llm.models.experts import ExpertMLP, Routed
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
-from jaxrl_llm.tools import cost_model, fit, memory
+from jaxrl_llm.tools import fit, memory
+from jaxrl_llm.tools.planning import cost_model
 
 COUNT, CHOSEN, WIDTH, INNER = 8, 3, 32, 24
 HEADS = {"heads": 4, "kv_heads": 2, "head_width": 16}

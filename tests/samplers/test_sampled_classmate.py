@@ -19,13 +19,12 @@ from jaxrl_llm.experience import Prompt
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.sources import PolicySource
-from jaxrl_llm.protocols import AuxiliaryModel
 from jaxrl_llm.rewards.classmate import Asked, ClassmateCoT
 from jaxrl_llm.rewards.exact import Exact
 from jaxrl_llm.rewards.weighted import Weighted
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.sampled_classmate import SampledClassmate
-from jaxrl_llm.train.frozen_models import FrozenModels
+from jaxrl_llm.train.frozen_models import AuxiliaryModel, FrozenModels
 
 CHARACTERS = CharTokenizer(alphabet="<>/think0123456789?")
 POLICY = CHARACTERS.load()

@@ -9,8 +9,8 @@ import pytest
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.sizes import SHAPES
-from jaxrl_llm.tools import cost_model, plan
-from jaxrl_llm.tools.planning import chips
+from jaxrl_llm.tools import plan
+from jaxrl_llm.tools.planning import chips, cost_model
 
 ROW = {
     "work": "update", "device": "NVIDIA H200", "model": "qwen2.5-1.5b", "rows": 8, "row_tokens": 4096, "segments": 1, "unroll": 1,

@@ -95,6 +95,11 @@ def test_a_sampler_that_records_nothing_cannot_be_replayed(tmp_path: Path) -> No
 
 
 def test_silent_sequences_cannot_be_skipped_where_every_token_adds_to_the_balance(tmp_path: Path) -> None:
-    bindings = {"rl/train.Stage.skip_silent": True, "train.Router.balance": 0.01, "grpo.GRPO.entropy_coef": 0.0}
+    bindings = {
+        "rl/train.Stage.skip_silent": True,
+        "train.Router.balance": 0.01,
+        "grpo.GRPO.entropy_coef": 0.0,
+        "grpo.GRPO.kl_coef": 0.0,
+    }
     done = tiny_run.launch(tmp_path / "run", GIN_FILE, **bindings, **tiny_run.RL_ALONE)
     assert done.returncode != 0 and "train.Router.balance to 0" in done.stderr

@@ -9,7 +9,7 @@ import jax
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.tools import cost_model
+from jaxrl_llm.tools.planning import cost_model
 from jaxrl_llm.tools.planning.chips import CHIPS, GIB
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage

@@ -189,7 +189,9 @@ def memory_bytes(setting: Setting, tokens: int) -> float:
     state = setting.weights / setting.shards * (4 + setting.moments + 4)  # parameters, moments, gradients
     working = tokens * (12 * setting.mlp_width * setting.crowd + 8 * size.width) + 2 * size.vocabulary_size * size.width
     kinds = set(zip(size.sparse, size.recurrent))
-    largest: float = max(flops.layer_weights(size, sparse=sparse, resident=True, recurrent=held) for sparse, held in kinds)
+    largest: float = max(
+        flops.layer_weights(size, sparse=sparse, resident=True, recurrent=held) for sparse, held in kinds
+    )
     largest -= setting.experts * _others(setting.expert)
     gathered = 0 if setting.shards == 1 else 3 * 2 * largest + 4 * size.vocabulary_size * size.width
     return state + tokens * size.layers * setting.kept + working + gathered
