@@ -33,7 +33,7 @@ def full() -> Learner:
 
 def stage():
     """A stage in progress whose learner is `full`, and a batch."""
-    config = Mock(spec=Stage, packing=Packing(rows=16, row_tokens=2048), epochs=1, max_staleness=0)
+    config = Mock(spec=Stage, packing=Packing(rows=16, row_tokens=2048), epochs=1, max_staleness=0, skip_silent=False)
     batch = Mock(spec=Batch)
     batch.micro_batches.return_value = ["a micro-batch"]
     run = StageTrainer(

@@ -188,7 +188,7 @@ class Learner(Scorer):
     ) -> tuple[Any, dict[str, Array]]:
         """`_slopes`, the gradient in float32, as gradients of other micro-batches are added to it."""
         gradient, scalars = self._slopes(params, batch, bases, place)
-        return jax.tree.map(lambda g: g.astype(jnp.float32), gradient), scalars
+        return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), scalars
 
     def _loaded(
         self, params: Mapping[str, Params], batches: Sequence[MicroBatch], bases: Bases

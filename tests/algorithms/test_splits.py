@@ -37,6 +37,7 @@ def forward(params: Mapping[str, Any], batch: MicroBatch) -> dict[str, dict[str,
         "logprob": jnp.take_along_axis(logp, jnp.maximum(batch.targets, 0)[..., None], axis=2)[..., 0],
         "entropy": -jnp.sum(jnp.exp(logp) * logp, axis=2),
         "sum_p2": jnp.sum(jnp.exp(2 * logp), axis=2),
+        "teacher_divergence": jnp.sum(jnp.exp(logp) * jnp.cos(logp), axis=2),  # any number of a token
     }
     values = {n: {"value": hidden[n] @ params[n]["head"][0]} for n in params if n != "policy"}
     return {"policy": {n: jnp.where(batch.targets >= 0, x, 0.0) for n, x in stats.items()}, **values}
@@ -69,7 +70,10 @@ def learner(name: str) -> Given:
     trained = [m for m in ("critic", "reward_model") if m in build(name).needs]
     trained += [] if "reward_model" in trained else ["policy"]
     return Given(
-        models={"policy": POLICY}, algorithm=build(name), optimizers=dict.fromkeys(trained, Optimizer()), updates=1
+        models=dict.fromkeys(("policy", *trained), POLICY),
+        algorithm=build(name),
+        optimizers=dict.fromkeys(trained, Optimizer()),
+        updates=1,
     )
 
 
@@ -121,7 +125,8 @@ def split(step: Batch, ways: int) -> Batch:
 
 
 def step_of(name: str) -> tuple[str, bool]:
-    return build(name).learns_from, "greedy" in build(name).needs
+    kind = "pairs" if "sides" in build(name).needs else build(name).learns_from
+    return kind, "greedy" in build(name).needs
 
 
 STEPS = {kind: [name for name in NAMES if step_of(name) == kind] for kind in sorted({step_of(n) for n in NAMES})}

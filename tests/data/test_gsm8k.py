@@ -134,7 +134,9 @@ def test_templates_hold_the_question_and_open_the_answer() -> None:
     assert templates.chat("Why?") == [{"role": "user", "content": "Why?"}]
     assert "\\boxed{}" in str(templates.chat_boxed("Why?")[0]["content"])
     assert "\\boxed{}" in str(templates.chat_boxed_python("Why?")[0]["content"])
-    assert set(endings) | {"chat", "chat_boxed", "chat_boxed_short", "chat_boxed_python"} == set(templates.TEMPLATES)
+    assert set(endings) | {"chat", "chat_boxed", "chat_boxed_short", "chat_boxed_python", "chat_boxed_blocks"} == set(
+        templates.TEMPLATES
+    )
     assert "User: Why?\nAssistant: <think>" in str(templates.r1_zero("Why?"))
 
 

@@ -259,5 +259,5 @@ def test_the_plan_says_what_would_be_asked(folder, tmp_path):
     assert "prompt <= 128, response <= 8 tokens" in text and "Qwen3, 0.0" in text
     # Keys and values of 1 layer and 1 head of 8, and 4 copies of the logits of 260 tokens, in float32, on the one device of the mesh.
     gib = 32 * (2 * 136 * 8 * 4 + 4 * 260 * 4) / 2**30
-    assert "fsdp 1 x tensor 1" in text and f"slots      32 of 136 tokens take {gib:.3g} GiB a device" in text
+    assert "fsdp 1 x expert 1 x tensor 1" in text and f"slots      32 of 136 tokens take {gib:.3g} GiB a device" in text
     assert not (tmp_path / "out").exists()

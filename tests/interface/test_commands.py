@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from jaxrl_llm import launch
 from jaxrl_llm.interface import commands, completion
 
-VERBS = {"train", "eval", "plan", "doctor", "bench", "chat", "export", "view", "serve", "new"}
+VERBS = {"train", "eval", "plan", "doctor", "bench", "chat", "export", "import", "view", "serve", "new"}
 ENVIRONMENT = {**tiny_run.environment(), "PYTHONPATH": str(tiny_run.ROOT)}
 JAXRL = [sys.executable, "-m", "jaxrl_llm.interface.commands"]
 

@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_llm.distributed.mesh import MESH_AXES
 from jaxrl_llm.kernels.token_stats import fused
 from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.kernels.token_stats.definition import OUTPUTS
@@ -19,7 +18,7 @@ T, D, V = 13, 8, 37
 TARGETS = jnp.array([1, 2, -1, 10, 36, 4, 5, -1, 7, 8, 9, 20, 30])
 
 
-def mesh_of(sizes, names=MESH_AXES):
+def mesh_of(sizes, names=("data", "fsdp", "tensor", "context")):
     return Mesh(np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes), names)
 
 

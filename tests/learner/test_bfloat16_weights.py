@@ -242,8 +242,9 @@ def test_gradients_of_micro_batches_are_rounded_once_and_summed_in_float32():
     total = learner._accumulate(total, state.params, batches[1], {}, place(1))[0]["policy"]
     for path, x in leaves(total).items():
         assert x.dtype == np.float32
-        want = sum(leaves(slopes)[path].astype(np.float32) for slopes in each)
-        np.testing.assert_allclose(x, want, rtol=2.0**-7, atol=1e-6, err_msg=path)
+        parts = [leaves(slopes)[path].astype(np.float32) for slopes in each]
+        room = ULP * sum(map(np.abs, parts)) + 1e-6  # another program may round each part to the other side
+        assert (np.abs(x - sum(parts)) <= room).all(), path
     plain = narrow("float32")
     exact = plain._first(state.params, batches[0], {}, place(0))[0]["policy"]
     for path, x in leaves(

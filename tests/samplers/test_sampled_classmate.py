@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -161,7 +162,8 @@ def test_self_play_is_frozen_live_or_lagged(every: int, versions: list[int], val
 
         async def stop(self) -> None: ...
 
-    policy: Any = Mock(spec=Policy, merged=lambda params, base: params)
+    scalar = {"w": jax.ShapeDtypeStruct((), jnp.float32)}
+    policy: Any = Mock(spec=Policy, merged=lambda params, base: params, abstract=lambda: scalar)
     frozen = FrozenModels(policy=policy, auxiliary=[Mate()])
     frozen.begin({"w": jnp.float32(1)})
 

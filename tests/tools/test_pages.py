@@ -68,7 +68,7 @@ def test_the_page_of_commands_has_every_verb_of_jaxrl_and_links_to_headings_that
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
     part = page.partition("## The command jaxrl\n")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `jaxrl (\w+)` \|.*\[.*?\]\(#([\w-]+)\) \|$", part, re.MULTILINE))
-    assert set(rows) == {"train", "eval", "plan", "doctor", "bench", "chat", "export", "view", "serve", "new"}
+    assert set(rows) == {"train", "eval", "plan", "doctor", "bench", "chat", "export", "import", "view", "serve", "new"}
     headings = {
         re.sub(r"[^\w -]", "", line[4:]).lower().replace(" ", "-")
         for line in page.splitlines()

@@ -30,7 +30,7 @@ def abstract() -> dict[str, Any]:
 
 def stage() -> Mock:
     one = Mock(
-        spec=StageTrainer, number=0, frozen=SimpleNamespace(params={}, saved={}, refers=False), abstract=abstract()
+        spec=StageTrainer, number=0, frozen=SimpleNamespace(params={}, saved={}, lasting=False), abstract=abstract()
     )
     one.host.return_value = {"feed": {}}
     return one
