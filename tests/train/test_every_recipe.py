@@ -26,7 +26,7 @@ ASKED: Mapping[str, Sequence[str]] = {
 NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
 LIMIT_S = 1200
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("every_recipe")]  # the runs are made once, by one worker
 
 
 @pytest.fixture(scope="module")
