@@ -1,6 +1,7 @@
 """Routers in an update: the loss that balances loads is transformers', splits change nothing, and what is replayed is used."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +31,20 @@ from jaxrl_llm.models.architecture import Experts
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 
-COUNT, CHOSEN, LAYERS, SPARSE = 6, 2, 4, [1, 3]
+COUNT, CHOSEN, LAYERS = 6, 2, 2
 MODEL = Qwen3MoE(
     vocabulary_size=32, width=32, layers=LAYERS, heads=4, kv_heads=2, head_width=8, mlp_width=48, tied=True, init_std=0.2,
-    experts=Experts(count=COUNT, chosen=CHOSEN, width=16, normalised=True, layers=(False, True)),
+    experts=Experts(count=COUNT, chosen=CHOSEN, width=16, normalised=True),
 )  # fmt: skip
+ALTERNATING = replace(MODEL, layers=4, experts=replace(MODEL.experts, layers=(False, True)))
 HALVES = [list(range(0, 16, 2)), list(range(1, 16, 2))]
 
 
-def learner_of(algorithm=GRPO_CASE, mesh=None, devices=1, optimizer=None, trainable=None, **router):
+@cache
+def learner_of(algorithm=GRPO_CASE, mesh=None, devices=1, optimizer=None, trainable=None, model=MODEL, **router):
+    """The learner of these settings, one for all tests, whose programs are traced and compiled once."""
     base = make_learner(algorithm, mesh or MeshConfig(), devices)
-    policy = Policy(MODEL, base.partitioner)
+    policy = Policy(model, base.partitioner)
     optimizers = base.optimizers if optimizer is None else {"policy": optimizer}
     return replace(base, models={"policy": policy}, optimizers=optimizers, trainable=trainable, router=Router(**router))
 
@@ -52,6 +56,12 @@ def state_of(learner):
 def updated(learner, batch):
     state, metrics = learner.update(state_of(learner), batches_of(learner, batch))
     return leaves(state.policy), {name: float(x) for name, x in metrics.items()}
+
+
+@cache
+def whole_update(**router):
+    """The update of the step in one micro-batch, on one device."""
+    return updated(learner_of(**router), make_batch())
 
 
 def test_the_balancing_loss_and_its_gradient_are_those_of_transformers():
@@ -94,7 +104,7 @@ def test_a_balanced_load_costs_as_much_as_experts_are_chosen_and_layers_are_aver
 @pytest.mark.parametrize("over", ["pooled", "per_layer"])
 def test_an_update_with_balance_does_not_depend_on_micro_batches_or_packing(over):
     learner = learner_of(balance=0.5, balance_over=over)
-    whole, told = updated(learner, make_batch())
+    whole, told = whole_update(balance=0.5, balance_over=over)
     halves, again = updated(learner, split(HALVES))
     quarters, third = updated(learner, split([list(range(i, 16, 4))[::-1] for i in range(4)]))
     for other in (halves, quarters):
@@ -119,7 +129,7 @@ def test_balance_acts_on_routers_alone_among_the_weights_of_the_last_experts():
     for name, learner in (("off", without), ("on", with_it)):
         batches = learner._loaded({"policy": state_of(learner).policy}, batches_of(learner, make_batch()), {})
         gradient, _ = learner._gradient(state_of(learner).params, batches[0], {}, (0, 0))
-        states[name] = gradient["policy"]["layers_1"]["mlp"]
+        states[name] = gradient["policy"]["layers"]["mlp"]
     assert np.array_equal(states["off"]["down"][-1], states["on"]["down"][-1])
     assert np.abs(states["off"]["router"][-1] - states["on"]["router"][-1]).max() > 1e-3
 
@@ -155,7 +165,7 @@ def test_scoring_records_the_experts_of_each_token_and_packing_puts_them_back():
     batch, stats = scored(learner, state.policy, make_batch())
     assert "routes" not in stats and stats["old_logprobs"].shape == (18, RESPONSE)
     lengths = [len(r.prompt.tokens) + len(r.tokens) - 1 for r in batch.rollouts]
-    assert [x.shape for x in batch.routes] == [(n, len(SPARSE), CHOSEN) for n in lengths]
+    assert [x.shape for x in batch.routes] == [(n, LAYERS, CHOSEN) for n in lengths]
     for number in (0, 5, 15):
         one = batch.rollouts[number]
         tokens = jnp.asarray(np.concatenate([one.prompt.tokens, one.tokens])[:-1])[None]
@@ -172,13 +182,13 @@ def test_scoring_records_the_experts_of_each_token_and_packing_puts_them_back():
 
 
 def test_replay_of_what_scoring_recorded_changes_no_bit_of_the_first_update_whatever_the_packing():
-    off, on = learner_of(), learner_of(replay="R2")
+    on = learner_of(replay="R2")
     batch, _ = scored(on, state_of(on).policy, make_batch())
-    plain, _ = updated(off, make_batch())
+    plain, _ = whole_update()
     replayed, told = updated(on, batch)
     assert all(np.array_equal(replayed[path], x) for path, x in plain.items())
     assert told["router/differs"] == 0 and told["router/overlap"] == 1 and told["router/recorded"] == 1
-    elsewhere, again = updated(on, replace(split(HALVES), routes=batch.routes))
+    elsewhere, again = updated(on, replace(split([list(range(16))[::-1]]), routes=batch.routes))
     for path, x in plain.items():
         np.testing.assert_allclose(elsewhere[path], x, rtol=1e-4, atol=2e-6, err_msg=path)
     assert again["router/differs"] == 0
@@ -189,12 +199,14 @@ def test_a_sampler_s_record_is_compared_where_nothing_is_replayed_and_taken_wher
     length = lambda r: len(r.prompt.tokens) + len(r.tokens) - 1  # noqa: E731
 
     def forced(r):
-        return np.stack([[rng.permutation(COUNT)[:CHOSEN] for _ in SPARSE] for _ in range(length(r))]).astype(np.uint8)
+        return np.stack([[rng.permutation(COUNT)[:CHOSEN] for _ in range(LAYERS)] for _ in range(length(r))]).astype(
+            np.uint8
+        )
 
     batch = make_batch()
     groups = [replace(g, rollouts=[replace(r, routes=forced(r)) for r in g.rollouts]) for g in batch.groups]
     recorded = replace(batch, groups=groups)
-    (plain, _), (compared, told) = (updated(learner_of(), x) for x in (batch, recorded))
+    (plain, _), (compared, told) = whole_update(), updated(learner_of(), recorded)
     assert all(np.array_equal(compared[path], x) for path, x in plain.items())
     assert told["router/differs"] > 0.5 and told["router/overlap"] < 0.6
     replaying = learner_of(replay="R3")
@@ -217,15 +229,15 @@ def test_routers_keep_float32_moments_and_decay_as_matrices():
     moments = learner.init({"policy": learner.policy.init(jax.random.key(0))}).moments["policy"][0]
     for tree in (moments.mu, moments.nu):
         found = {path: str(x.dtype) for path, x in leaves(tree).items()}
-        assert found.pop("['layers_1']['mlp']['router']") == "float32" and set(found.values()) == {"bfloat16"}
+        assert found.pop("['layers']['mlp']['router']") == "float32" and set(found.values()) == {"bfloat16"}
     decayed = {
         jax.tree_util.keystr(p) for p, x in jax.tree_util.tree_leaves_with_path(decays(learner.policy.abstract())) if x
     }
-    assert {f"['layers_1']['mlp']['{n}']" for n in ("router", "gate_up", "down")} <= decayed
+    assert {f"['layers']['mlp']['{n}']" for n in ("router", "gate_up", "down")} <= decayed
 
 
 def test_the_first_layers_alone_learn_where_kinds_of_layers_take_turns():
-    learner = learner_of(trainable=Trainable(layers=3, frozen=("embedding", "norm")))
+    learner = learner_of(model=ALTERNATING, trainable=Trainable(layers=3, frozen=("embedding", "norm")))
     before = leaves(learner.policy.init(jax.random.key(3)))
     state, _ = learner.update(state_of(learner), batches_of(learner, make_batch()))
     changed = {
@@ -239,8 +251,9 @@ def test_the_first_layers_alone_learn_where_kinds_of_layers_take_turns():
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "fsdp": 2}, {"fsdp": 2, "expert": 2}])
 def test_an_update_on_a_mesh_is_the_update_on_one_device(mesh):
-    alone, _ = updated(learner_of(balance=0.5), make_batch())
-    spread, told = updated(learner_of(mesh=MeshConfig(**mesh), devices=4, balance=0.5), make_batch())
+    router = {"balance": 0.5, "balance_over": "pooled"}
+    alone, _ = whole_update(**router)
+    spread, told = updated(learner_of(mesh=MeshConfig(**mesh), devices=4, **router), make_batch())
     for path, x in alone.items():
         np.testing.assert_allclose(spread[path], x, rtol=1e-4, atol=2e-6, err_msg=path)
     assert PACKING.rows % 4 == 0 and PROMPT and told["router/unused"] <= 1
