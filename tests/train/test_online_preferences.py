@@ -1,4 +1,4 @@
-"""Preference losses that learn from the policy's own samples: whole runs, each of which learns and is resumed bit for bit."""
+"""Preference losses that learn from the policy's own samples: whole runs that learn, and of each kind of state one that is resumed bit for bit."""
 
 import shutil
 from pathlib import Path
@@ -31,6 +31,8 @@ RUNS = {
     "spin": "REFERENCE_EVERY = 5\nGROUP_SIZE = 1",
 }
 
+RESUMED = ("online_dpo", "sppo", "spin")  # the others keep no more than the first of these
+
 
 def start(folder: Path, name: str) -> Any:
     file = folder / "run.gin"
@@ -39,7 +41,7 @@ def start(folder: Path, name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_it_learns_from_its_own_samples_and_is_resumed_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_it_learns_from_its_own_samples_and_goes_on_bit_for_bit(tmp_path: Path, name: str) -> None:
     done = start(tmp_path, name)
     assert done.returncode == 0, done.stderr
     rows = tiny_run.rows(tmp_path / "run")
@@ -56,6 +58,7 @@ def test_it_learns_from_its_own_samples_and_is_resumed_bit_for_bit(tmp_path: Pat
         assert np.mean(rewards[-4:]) > np.mean(rewards[:4]) + 0.05
     if name in ("sppo", "spin"):
         assert not (tmp_path / "run" / "reference").exists()  # checkpoints hold it
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "19")
-    done = start(tmp_path, name)
-    assert "resuming from step" in done.stdout and tiny_run.rows(tmp_path / "run") == rows, done.stderr
+    if name in RESUMED:
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "19")
+        done = start(tmp_path, name)
+        assert "resuming from step" in done.stdout and tiny_run.rows(tmp_path / "run") == rows, done.stderr
