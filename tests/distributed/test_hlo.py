@@ -1,6 +1,7 @@
 """What TPU's and the GPU's own compilers make of a small update: exact sums, no waiting in the loop over layers, and known cycles.
 
-Needs the extras aot-tpu and aot-gpu; without a compiler its target is skipped. `.ci/topologies` runs the whole file.
+Needs the extras aot-tpu and aot-gpu; without a compiler its target is skipped. `.ci/topologies` runs what compiles for each target; that
+each fault would be found is shown on small programs.
 """
 
 import functools
@@ -21,7 +22,7 @@ RECORDED = json.loads((ROOT / "tests/fixtures/compiled_updates.json").read_text(
 TARGETS = ("v6e:2x2", "v5p:2x2x1", "h200:2")
 # A gradient of a layer's MLP has 896 x 2816 float32 numbers, 10 MiB, and half as many bytes of weights are gathered.
 WAITED = 2**20
-MORE_CYCLES = 1.1
+MORE = 1.1
 # XLA's default of a flag that the project sets.
 ON_TENSOR_CORES = "--xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=false"
 
@@ -58,22 +59,32 @@ def squares(program, tokens):
     return [name for name, _, sizes in program.arrays() if sizes.count(tokens) > 1]
 
 
+def faults(said, program, recorded):
+    """What a small update must not show, as lines; `said` is what compiled_update.py prints, `recorded` an entry of RECORDED."""
+    facts, found = said["programs"]["whole"], []
+    if kernels := [kernel for kernel in said["kernels"] if kernel.endswith(" reference")]:
+        found.append(f"no kernel of the target: {kernels}")
+    if program.waited > WAITED:
+        found.append(f"an exchange of {program.waited} bytes in the loop over layers is waited for")
+    if program.narrow_sums:
+        found.append(f"sums over devices in 16 bits: {program.narrow_sums}")
+    if buffers := squares(program, compiled_update.ROW_TOKENS):
+        found.append(f"buffers of tokens by tokens: {buffers}")
+    for name in ("cycles", "peak_bytes"):
+        if facts.get(name, 0) > MORE * recorded.get(name, 0):
+            found.append(
+                f"{name} {facts[name]}, where {recorded[name]} were recorded: where that is meant, write the new number to "
+                "tests/fixtures/compiled_updates.json"
+            )
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_update_is_exact_and_waits_for_nothing_large(compiled, target):
     said, program = compiled(target)
-    facts = said["programs"]["whole"]
-    assert program.narrow_sums == []
-    assert 0 <= program.waited <= WAITED
-    assert squares(program, compiled_update.ROW_TOKENS) == []
-    assert said["kernels"] and not [kernel for kernel in said["kernels"] if kernel.endswith("reference")]
-    assert {kind for kind, *_ in facts["exchanges"]} >= {"all-gather", "reduce-scatter"}
-    recorded = RECORDED[target]
-    assert facts["peak_bytes"] <= MORE_CYCLES * recorded["peak_bytes"]
-    assert facts.get("cycles", 0) <= MORE_CYCLES * recorded.get("cycles", 0), (
-        f"the update of {target} takes {facts['cycles']} cycles by the compiler's estimate, {recorded['cycles']} were recorded: "
-        "where that is meant, write the new number to tests/fixtures/compiled_updates.json"
-    )
+    assert faults(said, program, RECORDED[target]) == []
+    assert said["kernels"] and {one.kind for one in program.collectives} >= {"all-gather", "reduce-scatter"}
 
 
 @pytest.mark.slow
@@ -99,6 +110,60 @@ def test_sums_on_the_tensor_cores_are_waited_for(compiled):
 def test_attention_without_a_kernel_has_buffers_of_tokens_by_tokens(compiled):
     said, program = compiled("v6e:2x2", "--attention=reference")
     assert "attention reference" in said["kernels"] and squares(program, compiled_update.ROW_TOKENS)
+
+
+# -- each fault on a program that has no other ------------------------------------------------------------------------
+
+CLEAN = """HloModule m
+
+%fused (a: f32[4]) -> f32[4] {
+  ROOT %a = f32[4]{0} parameter(0)
+}
+
+%condition (p: (s32[], f32[4])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(4)
+  %p = (s32[]{:T(128)}, f32[4]{0}) parameter(0)
+  %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%turn, %limit), direction=LT
+}
+
+%body (b: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %part = f32[1024,1024]{1,0} parameter(0)
+  %sum = f32[1024,1024]{1,0} all-reduce-start(%part), replica_groups={{0,1,2,3}}, to_apply=%add
+  %work = f32[768,896]{1,0} fusion(%part), kind=kLoop, calls=%fused, backend_config={"estimated_cycles":"100"}
+  %done = f32[1024,1024]{1,0} all-reduce-done(%sum)
+}
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %zero = s32[]{:T(128)} constant(0)
+  %state = (s32[]{:T(128)}, f32[4]{0}) tuple(%zero, %x)
+  %loop = (s32[]{:T(128)}, f32[4]{0}) while(%state), condition=%condition, body=%body
+}
+"""
+KERNELS = ("attention splash", "token_stats mosaic_tpu")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "changed", "fault"),
+    [
+        (KERNELS, {}, None),
+        (KERNELS, {'"100"': '"110"'}, None),  # a tenth more is allowed
+        (("attention reference", *KERNELS[1:]), {}, "no kernel of the target"),
+        (KERNELS, {"all-reduce-start": "all-reduce"}, f"an exchange of {4 * 2**20} bytes"),
+        (KERNELS, {"f32[1024,1024]": "bf16[1024,1024]"}, "sums over devices in 16 bits: ['sum']"),
+        (KERNELS, {"f32[768,896]": "bf16[12,768,768]"}, "buffers of tokens by tokens: ['work']"),
+        (KERNELS, {'"100"': '"111"'}, "cycles 444, where 400 were recorded"),
+    ],
+)
+def test_each_fault_fails_the_check_alone(kernels, changed, fault):
+    text = CLEAN
+    for before, after in changed.items():
+        assert before in text
+        text = text.replace(before, after)
+    program = hlo.Program(text)
+    said = {"kernels": list(kernels), "programs": {"whole": {"cycles": program.cycles, "peak_bytes": 10}}}
+    found = faults(said, program, {"cycles": 400, "peak_bytes": 10})
+    assert len(found) == (fault is not None) and all(one.startswith(fault) for one in found)
 
 
 # -- reading a program -------------------------------------------------------------------------------------------------
@@ -179,6 +244,8 @@ def test_products_of_a_recorded_ring_round_their_sums_to_16_bits():
     # A loop over 16 shares of a weight, two a trip, as libtpu 0.0.42 made it of a query's projection on v6e:4x4 by its defaults.
     program = hlo.Program((ROOT / "tests/fixtures/windowed_einsum.hlo").read_text())
     assert program.narrow_sums == ["convolution.208", "convolution.209"]
+    said = {"kernels": list(KERNELS), "programs": {"whole": {"peak_bytes": 10}}}
+    assert faults(said, program, {"peak_bytes": 10}) == [f"sums over devices in 16 bits: {program.narrow_sums}"]
     assert {(c.kind, c.asynchronous, c.times, c.bytes) for c in program.collectives} == {("collective-permute", True, 8, 96 * 12 * 128 * 2)}  # fmt: skip
 
 
