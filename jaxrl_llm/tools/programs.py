@@ -180,9 +180,10 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
     Returns:
       Seconds, bytes and cycles by name, of which `waited_bytes` is the largest exchange of a loop that is waited for; `narrow_sums`,
       the instructions that add over devices in 16 bits; and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the
-      largest].
+      largest]. Of many small programs in turn, which are not compiled, `peak_bytes` alone.
     """
-    assert account.program is not None, "only what was compiled has facts"
+    if account.program is None:
+        return {"peak_bytes": account.peak - account.resident}
     program, chip = hlo.Program(account.program.as_text() or ""), target.chip
     found: dict[str, Any] = {
         "compile_s": account.seconds, "peak_bytes": account.peak - account.resident, "arguments_bytes": account.arguments,

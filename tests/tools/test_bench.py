@@ -2,11 +2,12 @@
 
 import json
 
+import jax
 import pytest
 
 from jaxrl_llm.metrics import flops, profiling
 from jaxrl_llm.models.sizes import SHAPES
-from jaxrl_llm.tools import bench
+from jaxrl_llm.tools import bench, bench_case, programs
 
 TINY = [
     "--model=tiny", "--devices=1", "--dtype=float32", "--rows=4", "--row_tokens=16", "--segments=2", "--prompts=2", "--group=2", "--prompt_tokens=8",
@@ -56,6 +57,19 @@ def test_sampling_counts_what_it_drew_and_fills_its_slots(capsys):
 def test_scoring_reports_its_rate(capsys):
     (row,) = rows(capsys, "--work=score")
     assert row["tflops"] == pytest.approx(flops.forward(SHAPES["tiny"], [8] * 8) / row["s"] / 1e12, rel=1e-3)
+
+
+def test_an_update_with_moments_on_the_host_is_compiled_for_a_target():
+    given = {name.removeprefix("--"): value for name, _, value in (flag.partition("=") for flag in TINY)} | {
+        "offload": "1"
+    }
+    flags = {name: kind(given.get(name, default)) for name, (kind, default, _) in bench_case.SWEPT.items()}
+    target = programs.Target(name="v6e:1x1", kind="v6e", devices=jax.devices()[:1])
+    found = bench.for_target(bench_case.Case(flags=flags, repeats=1, own=target.devices), target)["programs"]
+    weights = 2 * 512 * 64 + 64 + 2 * (64 * (2 * 64 + 2 * 32) + 3 * 64 * 128 + 2 * 64 + 2 * 16)
+    assert found["first"]["temporary_bytes"] > 0
+    # So small a model's moments come all at once: weights, gradients and two moments, four bytes each.
+    assert found["apply"] == {"peak_bytes": pytest.approx(16 * weights, rel=1e-4)}
 
 
 def test_a_combination_that_fails_leaves_the_others_and_the_exit_code_tells(capsys, tmp_path):
