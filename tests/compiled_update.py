@@ -21,7 +21,9 @@ MODEL = "small-for-compilers"
 
 
 def main(target: str, out: Path, flags: Sequence[str]) -> None:
-    """Prints {kernels, programs} of `bench.for_target`, with the text of the one program in `out`."""
+    """Prints {kernels, programs} of `bench.for_target`, with the text of the program in `out`: of the whole update, or of its
+    gradients where moments rest on the host, whose small programs in turn are not compiled.
+    """
     for name in ("TPU_STDERR_LOG_LEVEL", "TF_CPP_MIN_LOG_LEVEL"):
         os.environ.setdefault(name, "3")
     topology.prepare(target)
@@ -36,7 +38,8 @@ def main(target: str, out: Path, flags: Sequence[str]) -> None:
     facts = programs.facts
 
     def kept(account, *rest):
-        out.write_text(account.program.as_text())
+        if account.program is not None:
+            out.write_text(account.program.as_text())
         return facts(account, *rest)
 
     programs.facts = kept
