@@ -133,9 +133,9 @@ def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> None:
     found = mistakes.sources(parsed, bindings, gin.config._LOCATION_PREFIXES)
     if ("RUN", "gin.macro") not in gin.config._CONFIG:
         raise ValueError(f"{', '.join(files)} does not bind RUN: include gin/base.gin or set RUN = @train.Run()")
-    if wrong := mistakes.unread(found) or mistakes.wrong_type(gin):
+    if wrong := mistakes.unread(found) or mistakes.wrong_type(gin) or mistakes.not_set(gin):
         raise ValueError(wrong)
-    gin.finalize()  # refuses values that are still required
+    gin.finalize()
 
 
 def moved_selectors() -> dict[str, str]:

@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,7 @@ REFERENCE = re.compile(r"@(?:\w+/)*(\w+)\.(\w+)")
 KEY = re.compile(r"^\s*(?:\w+/)*(\w+)\.(\w+)(?:\.\w+)?\s*[:=]", re.MULTILINE)
 MACRO = re.compile(r"^([A-Za-z_]\w*)\s*=", re.MULTILINE)
 READ = re.compile(r"%([A-Za-z_]\w*)")
+REQUIRED = "%gin.REQUIRED"  # how gin writes a value that another file or the command line must set
 SINGLE = re.compile(r"\s*([\w./]+)\s*=\s*(.*)\Z", re.DOTALL)
 
 
@@ -188,24 +189,47 @@ def unknown_parameter(gin: Any, selector: str, name: str) -> str:
 def wrong_type(gin: Any) -> str:
     """What to say of the first literal that does not have its parameter's type; "" where all do."""
     config = gin.config._CONFIG
-    for (scope, selector), parameters in config.items():
+    for said, value, hint in _parameters(gin):
+        literal, macro = value, ""
+        while getattr(literal, "selector", "") == "gin.macro":
+            macro = macro or literal.config_key[0]
+            literal = config.get(literal.config_key, {}).get("value", literal.selector)
+            if literal == "gin.macro":
+                break
+        if literal == "gin.macro" or fits(literal, hint):
+            continue
+        wanted = _example(literal, hint)
+        shown = f"{macro}={literal!r} ({said})" if macro else f"{said}={literal!r}"
+        return f"{shown} must be {told(hint)} (got {type(literal).__name__}){f', such as {macro or said}={wanted}' if wanted else ''}"
+    return ""
+
+
+def not_set(gin: Any) -> str:
+    """What to say of the values that files require and nothing sets, each with its type and an example; "" where there are none."""
+    held = list(_parameters(gin))
+    missing = {said: (said, hint) for said, value, hint in held if repr(value) == REQUIRED}
+    for (macro, selector), parameters in gin.config._CONFIG.items():
+        if selector == "gin.macro" and repr(parameters.get("value")) == REQUIRED:
+            missing[macro] = next(((said, hint) for said, value, hint in held if repr(value) == f"%{macro}"), ("", Any))
+    lines = []
+    for name, (said, hint) in missing.items():
+        wanted = next((repr(x) for x in (8, 0.5, "...", True) if hint is not Any and fits(x, hint)), "")
+        read_by = f" ({said})" if said and said != name else ""
+        kind = f": {told(hint).removesuffix(' or None')}" if hint is not Any else ""
+        lines.append(f"{name}{read_by} must be set{kind}{f', such as {name}={wanted}' if wanted else ''}")
+    return "; ".join(lines)
+
+
+def _parameters(gin: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (name, bound value, annotation) of each parameter that is bound, macros apart."""
+    for (scope, selector), parameters in gin.config._CONFIG.items():
         if selector == "gin.macro":
             continue
         hints = _hints(gin.config._REGISTRY[selector].wrapped)
+        module, _, component = selector.rpartition(".")
+        where = "/".join(filter(None, (scope, module.rpartition(".")[2])))
         for name, value in parameters.items():
-            said = f"{'/'.join(filter(None, (scope, selector.rpartition('.')[0].rpartition('.')[2])))}.{selector.rpartition('.')[2]}.{name}"
-            hint, literal, macro = hints.get(name, Any), value, ""
-            while getattr(literal, "selector", "") == "gin.macro":
-                macro = macro or literal.config_key[0]
-                literal = config.get(literal.config_key, {}).get("value", literal.selector)
-                if literal == "gin.macro":
-                    break
-            if literal == "gin.macro" or fits(literal, hint):
-                continue
-            wanted = _example(literal, hint)
-            shown = f"{macro}={literal!r} ({said})" if macro else f"{said}={literal!r}"
-            return f"{shown} must be {told(hint)} (got {type(literal).__name__}){f', such as {macro or said}={wanted}' if wanted else ''}"
-    return ""
+            yield f"{where}.{component}.{name}", value, hints.get(name, Any)
 
 
 def _hints(component: Callable[..., Any]) -> Mapping[str, Any]:
