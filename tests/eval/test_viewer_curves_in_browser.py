@@ -30,7 +30,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         for step in range(9, 13):
             row = {"reward/mean": 10.0 ** (step - 10), "loss/total": 10.5 - step, "stage": float(step > 10)}
             writer.write(step, row)
-        (folder / "config.gin").write_text(f"# of {name}\nSEED = 0\nLEARNING_RATE = {rate}\n")
+        written = f"train.Run.tags = \\\n    ('same',\n     'a = {name}')\n\n# Parameters for train.Run:\nSEED = 0\n"
+        (folder / "config.gin").write_text(f"from {name} import grpo\nLEARNING_RATE = {rate}\n{written}")
         (folder / "health.json").write_text(json.dumps({"time": 1000.0, "outcome": "ended"}))
     loop, started = asyncio.new_event_loop(), threading.Event()
     port: list[int] = []
@@ -78,8 +79,11 @@ def test_curves_stand_in_groups_with_their_range_a_log_axis_and_the_stages(url, 
 
 def test_the_settings_of_two_runs_that_differ_are_listed(url, browser):
     page = opened(browser, f"{url}/?view=curves&runs=one,two&metrics=reward/mean&diff=1", ".diff")
-    assert page.locator(".diff summary").inner_text() == "1 settings differ"
-    assert page.locator(".diff td").all_inner_texts() == ["LEARNING_RATE", "0.1", "0.2"]
+    assert page.locator(".diff summary").inner_text() == "2 settings differ"  # imports are none
+    assert page.locator(".diff tbody tr").all_inner_texts() == [
+        "LEARNING_RATE\t0.1\t0.2",
+        "train.Run.tags\t('same', 'a = one')\t('same', 'a = two')",  # written over several lines
+    ]
 
 
 def test_a_run_opens_at_the_most_mixed_group_of_its_newest_step(url, browser):

@@ -122,16 +122,24 @@ function chart(name, every, order, width, { log, stages }) {
   return el("figure", { class: "chart" }, el("figcaption", {}, el("b", {}, name), reading, range), picture);
 }
 
-// The gin lines that only one of two runs has.
+// The bindings of a gin text, {name: value}; an indented line goes on with the value above it.
+function bindings(text) {
+  const found = new Map();
+  let name = "";
+  for (const line of text.split("\n")) {
+    const [, key, value] = line.match(/^([\w./]+) = (.*)$/) ?? [];
+    if (key) found.set((name = key), value === "\\" ? "" : value);
+    else if (name && /^\s+\S/.test(line)) found.set(name, `${found.get(name)} ${line.trim()}`.trim());
+    else name = "";
+  }
+  return found;
+}
+
+// [name, value in a, value in b] of the bindings that differ.
 function difference(a, b) {
-  const lines = (one) => one.config.split("\n").map((line) => line.trim()).filter((line) => line && !line.startsWith("#"));
-  const [left, right] = [lines(a), lines(b)];
-  const only = (mine, others) => mine.filter((line) => !others.includes(line));
-  const key = (line) => line.split("=")[0].trim();
-  const [mine, theirs] = [only(left, right), only(right, left)];
-  const keys = [...new Set([...mine, ...theirs].map(key))];
-  const value = (held, name) => held.filter((line) => key(line) === name).map((line) => line.split("=").slice(1).join("=").trim() || line).join("; ");
-  return keys.map((name) => [name, value(mine, name) || "–", value(theirs, name) || "–"]);
+  const [left, right] = [bindings(a.config), bindings(b.config)];
+  const names = new Set([...left.keys(), ...right.keys()]);
+  return [...names].filter((name) => left.get(name) !== right.get(name)).map((name) => [name, left.get(name) ?? "–", right.get(name) ?? "–"]);
 }
 
 function configurations(chosen, about) {
@@ -140,7 +148,7 @@ function configurations(chosen, about) {
   return el(
     "details",
     { class: "diff", open: get("diff") === "1" },
-    el("summary", {}, rows.length ? `${rows.length} settings differ` : "the configurations are the same"),
+    el("summary", {}, rows.length ? `${rows.length} ${rows.length === 1 ? "setting differs" : "settings differ"}` : "the configurations are the same"),
     el(
       "table",
       {},
