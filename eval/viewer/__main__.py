@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(f"{len(shown)} runs and results; from another machine: ssh -L {asked.port}:127.0.0.1:{asked.port} HOST")
     try:
-        pages = Pages(shown)
+        pages = Pages(shown, asked.paths)
         serving.serve(pages.application(), pages.patience, "127.0.0.1", asked.port)
     except OSError as error:
         print(f"port {asked.port} cannot be used ({error.strerror}): give another --port", file=sys.stderr)

@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,8 +113,13 @@ def _own_text(file: Path) -> str:
         return opened.read().decode(errors="replace")
 
 
-def find(paths: Sequence[Path]) -> list[Shown]:
-    """Returns everything that can be shown below `paths`, each once, in the order of the paths.
+def find(paths: Sequence[Path], top: Path | None = None, known: Collection[Path] = ()) -> list[Shown]:
+    """Returns what can be shown below `paths`, each once, in the order of the paths.
+
+    Args:
+      paths: folders of runs and of results, and folders that hold such.
+      top: the folder to which names are relative; None takes the one that all have in common.
+      known: folders that are left out.
 
     Raises:
       ValueError: a path is not a folder, has nothing to show below it, or there are more than MANY; the message names it.
@@ -131,8 +136,10 @@ def find(paths: Sequence[Path]) -> list[Shown]:
         found |= below
     if len(found) > MANY:
         raise ValueError(f"{len(found)} runs and results are more than {MANY}: give fewer folders")
-    top = Path(os.path.commonpath([f.parent for f in found]))
-    return [Shown(str(folder.relative_to(top)), folder, kind) for folder, kind in found.items()]
+    above = top or os.path.commonpath([f.parent for f in found])
+    return [
+        Shown(os.path.relpath(folder, above), folder, kind) for folder, kind in found.items() if folder not in known
+    ]
 
 
 def _below(folder: Path, deep: int) -> Iterator[tuple[Path, Kind]]:

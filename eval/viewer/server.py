@@ -12,7 +12,7 @@ from aiohttp import web
 
 from jaxrl_llm import serving
 from jaxrl_llm.eval.viewer import query
-from jaxrl_llm.eval.viewer.folders import Shown
+from jaxrl_llm.eval.viewer.folders import Shown, find
 from jaxrl_llm.eval.viewer.query import Query
 from jaxrl_llm.serving import Patience
 
@@ -32,10 +32,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Pages:
-    """Answers requests about the shown runs."""
+    """Answers requests about the shown runs.
 
-    def __init__(self, shown: Sequence[Shown]) -> None:
+    Args:
+      shown: the runs and results that are there at the start.
+      paths: folders in which later ones are looked for.
+    """
+
+    def __init__(self, shown: Sequence[Shown], paths: Sequence[Path] = ()) -> None:
         self.shown = {one.name: one for one in shown}
+        self.paths = paths
         self.patience = Patience()
         self._stopped = threading.Event()
         self._said: set[str] = set()
@@ -67,6 +73,7 @@ class Pages:
     def follow(self) -> None:
         """Indexes all files, a chunk of each in turn, then waits for new lines, until the application ends."""
         while not self._stopped.wait(0):
+            self._look()
             for one in self.shown.values():
                 with contextlib.suppress(OSError):  # a folder that is being moved is read again later
                     one.log.update()
@@ -74,6 +81,17 @@ class Pages:
             while growing and not self._stopped.is_set():
                 growing = [one for one in growing if self._goes_on(one)]
             self._stopped.wait(LOOK_AGAIN_S)
+
+    def _look(self) -> None:
+        """Adds the runs and results that began since the last look, under names that follow from those of the first ones."""
+        first = next(iter(self.shown.values()), None)
+        if not self.paths or first is None:
+            return
+        top = first.path.parents[len(Path(first.name).parts) - 1]
+        # A folder that is being moved, or more runs than are shown: what was found before stays.
+        with contextlib.suppress(ValueError, OSError):
+            later = find(self.paths, top, {one.path for one in self.shown.values()})
+            self.shown = self.shown | {one.name: one for one in later}
 
     def _goes_on(self, index: Iterator[int]) -> bool:
         try:

@@ -37,6 +37,19 @@ def folders(tmp_path):
     return tmp_path
 
 
+def test_a_run_that_begins_later_is_found_under_the_same_root(folders):
+    paths = [folders / "runs", folders / "later"]
+    (folders / "later").mkdir()
+    pages = Pages(find(paths[:1]), paths)
+    assert list(pages.shown) == ["one"]
+    (held,) = pages.shown.values()
+    write_run(folders / "runs" / "deep" / "two", {1: [rollout("a", "x", 1.0)]})
+    write_run(folders / "later" / "three", {1: [rollout("a", "x", 1.0)]})
+    pages._look()
+    assert list(pages.shown) == ["one", "deep/two", "../later/three"] and pages.shown["one"] is held
+    assert [row["name"] for row in pages.runs({})] == ["one", "deep/two", "../later/three"]
+
+
 def answers(folder, *asked: tuple[str, Mapping[str, str]], host: str | None = None):
     """(status, body, headers) of each request to a server of `folder`; JSON bodies are parsed."""
 
