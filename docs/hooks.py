@@ -15,14 +15,16 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "build" / "source"
 MEASURED = "## Measured on one H200"
+MEASURED_ANCHOR = "#measured-on-one-h200"
+KERNELS = "kernels/README.md"
 # {page of the site: file of the repository}
 FROM_ROOT = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
     "changes.md": "CHANGELOG.md",
-    "reference/kernels.md": "kernels/README.md",
-    "measured/kernels.md": "kernels/README.md",
+    "reference/kernels.md": KERNELS,
+    "measured/kernels.md": KERNELS,
 }
 MARKED = re.compile(r"^((?:<!--[^\n]*-->\n)+)```(\w+)\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
@@ -72,7 +74,7 @@ def titled(text: str) -> str:
 def text_of(page: str, source: str) -> str:
     """The part of a file that a page shows: of the kernels' README the tables apart from the rest."""
     text = (ROOT / source).read_text()
-    if source != "kernels/README.md":
+    if source != KERNELS:
         return text
     before, heading, measured = text.partition(MEASURED)
     if not heading:
@@ -87,7 +89,9 @@ def relinked(text: str, page: str, source: str) -> str:
 
     def link(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, found[2]))
-        if target in pages:
+        if target == KERNELS and found[3].startswith(MEASURED_ANCHOR):
+            target = "measured/kernels.md"
+        elif target in pages:
             target = pages[target]
         elif target.startswith("docs/"):
             target = target.removeprefix("docs/")

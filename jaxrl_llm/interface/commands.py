@@ -1,6 +1,6 @@
 """The command `jaxrl`: one verb for everything that a user starts, with plain `name=value` settings.
 
-    jaxrl train gin/grpo_gsm8k.gin group_size=16 algorithm=gspo reward=my_file.py:my_reward data=my.jsonl
+    jaxrl train gin/grpo_gsm8k.gin model=FOLDER group_size=16 algorithm=gspo reward=my_file.py:my_reward data=my.jsonl
 
 Each verb calls the function behind `python -m jaxrl_llm.launch` or `python -m jaxrl_llm.tools.NAME`, which is imported only then.
 """

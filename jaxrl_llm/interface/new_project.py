@@ -76,4 +76,4 @@ def write(folder: Path) -> str:
     }
     for name, text in files.items():
         (folder / name).write_text(text)
-    return f"wrote {', '.join(files)} in {folder}\n\n    cd {folder}\n    python -m pytest -q\n    jaxrl train run.gin"
+    return f"wrote {', '.join(files)} in {folder}\n\n    cd {folder}\n    python -m pytest -q    # pip install pytest\n    jaxrl train run.gin"

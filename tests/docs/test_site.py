@@ -76,7 +76,36 @@ def test_every_page_is_in_the_navigation():
 )
 def test_links_between_files_hold_in_the_repository(page):
     for target in re.findall(r"\]\((?!https?:|mailto:|#)([^)\s#]+)", page.read_text()):
-        assert (page.parent / target).exists() or target == "kernels.md", f"{page.relative_to(ROOT)} links to {target}"
+        assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+
+
+def test_tables_and_headings_stand_as_markdown_reads_them():
+    for page in [*sorted(ROOT.glob("*.md")), ROOT / "kernels" / "README.md", *PAGES]:
+        text = re.sub(r"^```.*?^```$", "```", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        lines = ["", *text.splitlines(), ""]
+        for number in range(1, len(lines) - 1):
+            above, line, below = (one.strip() for one in lines[number - 1 : number + 2])
+            where = f"{page.relative_to(ROOT)}: {line[:80]}"
+            if line.startswith("|") and not above.startswith("|"):
+                assert re.fullmatch(r"\|[\s:|-]+\|", below), f"a table without a head, {where}"
+            assert not re.match(r"#+ ", lines[number]) or not above, f"a heading right below other text, {where}"
+
+
+def test_nothing_is_installed_by_a_name_that_no_index_has():
+    notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *notebooks]:
+        assert not re.search(r"pip install[^\n`|]* '?jaxrl-llm", page.read_text()), f"{page.name}: install the checkout"
+
+
+@pytest.mark.parametrize("program", ["tensorboard", "pytest"])
+def test_a_program_that_the_project_does_not_bring_is_installed_on_the_page_that_calls_it(program):
+    brought = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[0]
+    assert not re.search(rf'"{program}\b', brought)
+    called = re.compile(rf"^\s*(?:python -m )?{program} -", re.MULTILINE)
+    for page in [page for page in PAGES if page.parent.name in ("tutorial", "howto")]:
+        text = page.read_text()
+        if called.search(text):
+            assert f"pip install {program}" in text, page.name
 
 
 def test_tables_of_figures_stand_in_measured_alone():
