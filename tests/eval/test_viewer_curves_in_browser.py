@@ -24,11 +24,18 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     top = tmp_path_factory.mktemp("runs")
     for name, rate in (("one", 0.1), ("two", 0.2)):
         even = [rollout("even", "x", 1.0), rollout("even", "y", 1.0, group=0)]
-        mixed = [rollout("mixed", "x", 0.0), rollout("mixed", "y", 1.0), rollout("mixed", "z", None)]
-        folder = write_run(top / name, {1: even, 2: even, 8: [*even, *mixed]})
+        tokens = {"streams": {"token": ["x", "y"], "entropy": [0.0, 2.5]}}
+        mixed = [rollout("mixed", "xy", 0.0, **tokens), rollout("mixed", "y", 1.0), rollout("mixed", "z", None)]
+        held = [rollout("held", "x", 0.0, kind="eval/heldout"), rollout("held", "y", 9.0, kind="eval/heldout")]
+        folder = write_run(top / name, {1: even, 2: even, 8: [*held, *even, *mixed]})
         writer = Jsonl().open(folder, 8)
         for step in range(9, 13):
-            row = {"reward/mean": 10.0 ** (step - 10), "loss/total": 10.5 - step, "stage": float(step > 10)}
+            row = {
+                "reward/mean": 10.0 ** (step - 10),
+                "loss/total": 10.5 - step,
+                "gap/mean": 0.15 * (step - 8) ** 2,
+                "stage": float(step > 10),
+            }
             writer.write(step, row)
         written = f"train.Run.tags = \\\n    ('same',\n     'a = {name}')\n\n# Parameters for train.Run:\nSEED = 0\n"
         (folder / "config.gin").write_text(f"from {name} import grpo\nLEARNING_RATE = {rate}\n{written}")
@@ -92,7 +99,8 @@ def test_a_run_opens_at_the_most_mixed_group_of_its_newest_step(url, browser):
     page.locator(".runs th a").first.click()
     page.wait_for_selector(".card", timeout=60_000)
     assert page.locator("select[name=step]").input_value() == "8"
-    assert page.locator("a.group[aria-current] code").inner_text() == "mixed"
+    assert page.locator("a.group[aria-current] code").inner_text() == "mixed"  # and not the held-out one
+    assert page.locator(".card [data-t]").evaluate_all("all => all.map(x => x.className)") == ["", "s9"]  # by entropy
     assert "invalid" in page.locator(".cards").inner_text()
 
 
@@ -101,3 +109,15 @@ def test_pages_fit_a_screen_of_420_points(view, url, browser):
     page = opened(browser, f"{url}/?view={view}", "main > *", width=420)
     page.wait_for_timeout(500)
     assert page.evaluate("document.documentElement.scrollWidth") <= 420
+
+
+@pytest.mark.parametrize(("view", "what"), [("curves&metrics=reward/mean", ".chart svg"), ("rollouts", ".card")])
+def test_what_is_chosen_is_seen_on_a_narrow_screen_without_scrolling(view, what, url, browser):
+    page = opened(browser, f"{url}/?view={view}", what, width=420)
+    box = page.locator(what).first.bounding_box()
+    assert box["y"] + min(box["height"], 120) <= 900  # the window's height
+
+
+def test_a_short_log_axis_has_round_ticks(url, browser):
+    page = opened(browser, f"{url}/?view=curves&runs=one&metrics=gap/mean&log=1", ".chart")
+    assert page.locator(".chart svg text[text-anchor=end]").all_text_contents() == ["0.2", "0.5", "1", "2"]

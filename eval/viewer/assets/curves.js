@@ -21,6 +21,15 @@ function ticks(low, high, count = 4) {
   return found;
 }
 
+// Ticks of a log axis, given and returned as powers of ten: whole powers, and 2 and 5 times them where the axis is short.
+function logTicks(low, high) {
+  const found = [];
+  for (let power = Math.floor(low); power <= high; power++)
+    for (const times of high - low > 2 ? [1] : [1, 2, 5]) found.push(power + Math.log10(times));
+  const within = found.filter((x) => x >= low - 1e-9 && x <= high + 1e-9);
+  return within.length > 1 ? within : ticks(low, high);
+}
+
 const brief = (x) =>
   Math.abs(x) >= 1e4 || (x !== 0 && Math.abs(x) < 1e-3)
     ? Number(x.toPrecision(2)).toExponential()
@@ -53,7 +62,7 @@ function chart(name, every, order, width, { log, stages }) {
   if (y0 === y1) [y0, y1] = [y0 - (Math.abs(y0) || 1) * 0.1, y1 + (Math.abs(y1) || 1) * 0.1];
   const x = (step) => LEFT + ((step - x0) / (x1 - x0 || 1)) * (WIDTH - LEFT - RIGHT);
   const y = (value) => HEIGHT - BOTTOM - ((value - y0) / (y1 - y0)) * (HEIGHT - BOTTOM - TOP);
-  const grid = ticks(y0, y1).map((v) => [
+  const grid = (scaled ? logTicks : ticks)(y0, y1).map((v) => [
     svg("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(v), y2: y(v) }),
     svg("text", { x: LEFT - 6, y: y(v) + 3.5, "text-anchor": "end" }, brief(scaled ? 10 ** v : v)),
   ]);

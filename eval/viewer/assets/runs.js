@@ -23,8 +23,9 @@ function state(one) {
   return el("td", { title: said }, el("span", { class: `state ${kindOf(one.status)}` }, short));
 }
 
-// A run opens at the group of its newest step whose rewards differ most.
-export const newest = (name) => link({ view: "rollouts", run: name, step: "~1e15", order: "spread" }, {});
+// A run opens at the group of its newest step whose rewards differ most, coloured; where it learns from samples, at one of these.
+export const newest = (one) =>
+  link({ view: "rollouts", run: one.name, step: "~1e15", kind: one.kinds.includes("train") ? "train" : "", order: "spread", colour: "entropy" }, {});
 
 const measured = (one) => (one.kind === "run" ? one.held_out : one.metrics) ?? {};
 
@@ -47,7 +48,7 @@ function row(one, columns) {
     el(
       "th",
       { scope: "row" },
-      el("a", { href: one.kind === "run" ? newest(one.name) : link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
+      el("a", { href: one.kind === "run" ? newest(one) : link({ view: "rollouts", run: one.name }, {}), title: one.path }, one.name),
       one.notices.map((notice) => el("div", { class: "notice" }, notice)),
     ),
     el(
