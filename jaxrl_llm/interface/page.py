@@ -13,6 +13,7 @@ from typing import Any
 from jaxrl_llm.metrics.console import short
 
 CURVES = ("reward/mean", "loss/total", "entropy/mean", "kl/k3_to_old", "kl/reference", "length/mean", "loss/accuracy")
+BESIDE = ("_truncated", "_length", "_distinct")  # measured beside the results of an evaluation
 WIDTH, HEIGHT = 220, 70
 ROLLOUTS = 4  # that are shown
 TAIL = 2**20  # last bytes of rollouts.jsonl that are looked at
@@ -31,9 +32,10 @@ def progress(history: Sequence[Row], total: int) -> str:
 
 
 def curves_of(history: Sequence[Row]) -> list[str]:
-    """The metrics that are drawn: the usual ones and the evaluations' means that the run has."""
+    """The metrics that are drawn: the usual ones and the evaluations' results that the run has, without lengths and the like."""
     names = dict.fromkeys(name for row in history for name in row)
-    return [n for n in CURVES if n in names] + [n for n in names if n.startswith("eval/") and n.count("/") == 2]
+    results = [n for n in names if n.startswith("eval/") and n.count("/") == 2 and not n.endswith(BESIDE)]
+    return [n for n in CURVES if n in names] + results
 
 
 def curve(name: str, points: Sequence[tuple[float, float]]) -> str:

@@ -114,7 +114,9 @@ class Console:
     def line(self, values: Mapping[str, float]) -> str:
         """The text that a step's line shows for its values."""
         parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
-        parts += [f"eval/{name} {short(value)}" for name, value in in_group(values, "eval").items()]
+        measured = [name for name in values if name.startswith("eval/")]
+        results = sorted(measured, key=lambda name: HELD_OUT.fullmatch(name) is None)  # before lengths and the like
+        parts += [f"{name} {short(values[name])}" for name in results]
         if "time/step_s" in values:
             spent = {name: values[f"time/{name}_s"] for name in self.times if f"time/{name}_s" in values}
             parts.append(time_split(values["time/step_s"], spent))

@@ -35,6 +35,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 "loss/total": 10.5 - step,
                 "gap/mean": 0.15 * (step - 8) ** 2,
                 "stage": float(step > 10),
+                **dict.fromkeys((f"count/{n}" for n in range(60)), 1.0),  # as many as a real run has
             }
             writer.write(step, row)
         written = f"train.Run.tags = \\\n    ('same',\n     'a = {name}')\n\n# Parameters for train.Run:\nSEED = 0\n"

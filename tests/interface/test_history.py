@@ -5,6 +5,7 @@ import math
 import pytest
 
 from jaxrl_llm import command_line
+from jaxrl_llm.interface import page
 from jaxrl_llm.interface.python_run import PythonRun
 
 
@@ -16,3 +17,14 @@ def test_a_row_that_is_being_written_is_no_part_of_the_history(tmp_path, torn):
     (found,) = PythonRun(run, "").history
     assert math.isnan(found.pop("loss/total"))
     assert found == {"step": 1, "reward/mean": 0.5}
+
+
+def test_a_notebook_draws_results_of_evaluations_and_no_lengths():
+    names = (
+        "eval/held/greedy_length",
+        "eval/held/greedy_truncated",
+        "eval/held/greedy",
+        "eval/held/at/4",
+        "entropy/mean",
+    )
+    assert page.curves_of([dict.fromkeys(names, 1.0)]) == ["entropy/mean", "eval/held/greedy"]

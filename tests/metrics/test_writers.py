@@ -203,6 +203,13 @@ def test_a_plain_line_shows_reward_entropy_kl_speed_times_and_counts(capsys, tmp
     ]
 
 
+def test_the_results_of_an_evaluation_are_printed_before_what_was_measured_beside_them():
+    names = ("eval/a/greedy_length", "eval/a/greedy", "eval/a/sampled_truncated", "eval/a/sampled")
+    assert Console().line(dict.fromkeys(names, 1.0)) == (
+        "eval/a/greedy 1  eval/a/sampled 1  eval/a/greedy_length 1  eval/a/sampled_truncated 1"
+    )
+
+
 def test_a_first_step_is_called_healthy_only_where_it_is(capsys, tmp_path):
     Console(bar=False).open(tmp_path, None).write(1, {"reward/mean": 0.0, "reward/std": 0.0})
     assert "healthy" not in capsys.readouterr().out
