@@ -135,7 +135,7 @@ if [ "$(cat jaxrl_llm/.installed 2>/dev/null)" = "$sum" ]; then echo "installed 
 mkdir -p jaxrl_llm; tar -xzf jaxrl_llm.tar.gz -C jaxrl_llm; cd jaxrl_llm
 python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet --user uv
 [ -x .venv/bin/python ] || python3 -m uv venv --python PYTHON_VERSION .venv
-python3 -m uv pip install --quiet --python .venv/bin/python -e ".[tpu]"
+python3 -m uv pip install --quiet --python .venv/bin/python -e ".[tpu,datasets]"
 echo "$sum" >.installed'
 
 setup() {
