@@ -23,7 +23,7 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown(PlainReward):
-    """Evaluates the equation exactly, without executing it; the prompt's columns are `numbers` and `target`.
+    """Evaluates the equation exactly, without executing it; `numbers` and `target` are columns of the prompt, or in its `ground_truth`, where prepared rows have them.
 
     Attributes:
       attempt: score of a wrong answer in tags.
@@ -44,13 +44,15 @@ class Countdown(PlainReward):
         Raises:
           ValueError: the prompt lacks its columns.
         """
-        missing = {"numbers", "target"} - set(prompt.extra)
+        truth = prompt.extra.get("ground_truth")
+        given = {**prompt.extra, **(truth if isinstance(truth, Mapping) else {})}
+        missing = {"numbers", "target"} - set(given)
         if missing:
             raise ValueError(f"prompt {prompt.id!r} has no {sorted(missing)} in `extra`")
         equation = answers.tagged(text)
         if equation is None:
             return 0.0
-        return 1.0 if self.right(equation, prompt.extra["numbers"], prompt.extra["target"]) else self.attempt
+        return 1.0 if self.right(equation, given["numbers"], given["target"]) else self.attempt
 
     def right(self, equation: str, numbers: Sequence[int], target: int) -> bool:
         """Whether the left side of `equation` uses the numbers as allowed and equals `target`."""

@@ -8,6 +8,7 @@ import pytest
 from prepared_rows import asked, run, source, truths, written
 
 from jaxrl_llm.data import files, templates
+from jaxrl_llm.data.parquet_rows import ParquetRows
 from jaxrl_llm.data.prepare import (
     competition_math,
     countdown,
@@ -18,6 +19,7 @@ from jaxrl_llm.data.prepare import (
     math500,
     openmathreasoning,
 )
+from jaxrl_llm.rewards.countdown import Countdown
 
 
 def test_gsm8k_has_its_published_sizes_and_numbers_as_gold_answers(real_data: Path, tmp_path: Path) -> None:
@@ -177,3 +179,6 @@ def test_countdown_rows_of_a_file_keep_target_and_numbers(tmp_path: Path) -> Non
     (row,) = written(tmp_path / "out")
     assert row["reward_model"]["ground_truth"] == {"numbers": [4, 6, 1], "target": 24}
     assert "4, 6, 1" in asked([row])[0] and "equals 24" in asked([row])[0]
+    (prompt,) = ParquetRows(path=str(tmp_path / "out"), reference="").rows()  # as a run reads it
+    answers = ("<answer>4 * 6 * 1</answer>", "<answer>4 * 6</answer>", "24")
+    assert [Countdown().judge(prompt, answer) for answer in answers] == [1.0, 0.1, 0.0]
