@@ -28,7 +28,7 @@ class Pairwise(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Classify:
-    """Asks servers that answer /classify in vLLM's format (`vllm serve MODEL --task classify`), including this package's server.
+    """Asks servers that answer /classify in vLLM's format (`vllm serve MODEL --runner pooling`), including this package's server.
 
     Attributes:
       service: the servers; batches of pairs go to them in turn.
