@@ -10,8 +10,8 @@ import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.tokenizer import with_stop_ids
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner, to_host
 from jaxrl_llm.eval.answered import Answered, Record, Report, estimate, records
+from jaxrl_llm.eval.asking import Asking
 from jaxrl_llm.eval.evaluate import SEED, Evaluation, check_reward
 from jaxrl_llm.eval.progress import Progress
 from jaxrl_llm.eval.results import Results, described, same_configuration, write_whole
@@ -37,6 +38,7 @@ from jaxrl_llm.rollouts.collect import RolloutGenerator
 SCHEMA = 1
 SUMMARY = "summary.json"
 GRADED_AT_A_TIME = 32  # groups from an earlier start that are graded at the same time
+ASKED_AT_A_TIME = 128  # prompts whose answers are asked for one after the other
 
 
 @runtime_checkable
@@ -64,6 +66,7 @@ class Harness:
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       progress_s: seconds between progress lines.
       show_tokens: number of tokens a response whose text and log-prob are kept for the viewer; 0 keeps none.
+      asking: how each sampled answer is asked for, where it is not the prompt as it is; None samples all answers to the same prompt.
     """
 
     out_dir: str
@@ -77,6 +80,7 @@ class Harness:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     progress_s: float = 10.0
     show_tokens: int = 512
+    asking: Asking | None = None
 
     @property
     def max_length(self) -> int:
@@ -121,6 +125,7 @@ class Evaluating:
             tokenizer=model.tokenizer, max_prompt_tokens=harness.max_prompt_tokens, truncation=harness.truncation,
             template_kwargs=harness.template_kwargs,
         )  # fmt: skip
+        self.forms = replace(self.encoder)  # of prompts that `asking` makes, which are not counted
         encoded = [self._encode(row) for row in rows]
         self.places = {p.id: i for i, p in enumerate(encoded) if p is not None}
         self.prompts = {p.id: p for p in encoded if p is not None}
@@ -168,15 +173,46 @@ class Evaluating:
     async def _ask(self, kind: str, n: int) -> None:
         """Samples answers of one kind for the prompts that lack them; groups are graded while others are sampled."""
         prompts = [p for name, p in self.prompts.items() if (name, kind) not in self.results.groups]
-        settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
-        seeds = [seed_of(self.harness.seed, self.places[p.id]) for p in prompts]
-        generator = RolloutGenerator(sampler=self.sampler, tokenizer=self.model.tokenizer)
+        asking = self.harness.asking if kind == "sampled" else None
+        answers = self._same(prompts, kind, n) if asking is None else self._each(asking, prompts, kind, n)
         try:
             async with asyncio.TaskGroup() as grading:
-                async for _, rollouts in generator.groups(prompts, n, settings, seeds):
+                async for rollouts in answers:
                     grading.create_task(self._record(rollouts, kind))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _same(self, prompts: Sequence[Prompt], kind: str, n: int) -> AsyncIterator[list[Rollout]]:
+        """Yields n answers to each prompt, as they finish."""
+        settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
+        seeds = [seed_of(self.harness.seed, self.places[p.id]) for p in prompts]
+        generator = RolloutGenerator(sampler=self.sampler, tokenizer=self.model.tokenizer)
+        async for _, rollouts in generator.groups(prompts, n, settings, seeds):
+            yield rollouts
+
+    async def _each(self, asking: Asking, prompts: Sequence[Prompt], kind: str, n: int) -> AsyncIterator[list[Rollout]]:
+        """Yields n answers to each prompt, the k-th to its k-th form; a block of prompts at a time, which is kept as a whole."""
+        settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
+        generator = RolloutGenerator(sampler=self.sampler, tokenizer=self.model.tokenizer)
+        for start in range(0, len(prompts), ASKED_AT_A_TIME):
+            block = prompts[start : start + ASKED_AT_A_TIME]
+            found: list[list[Rollout]] = [[] for _ in block]
+            for k in range(n):
+                forms = [self._form(asking, p, [r.text for r in had]) for p, had in zip(block, found, strict=True)]
+                seeds = [seed_of(seed_of(self.harness.seed, self.places[p.id]), k) for p in block]
+                async for i, [rollout] in generator.groups(forms, 1, settings, seeds):
+                    found[i].append(replace(rollout, prompt=block[i]))
+            for rollouts in found:
+                yield rollouts
+
+    def _form(self, asking: Asking, prompt: Prompt, before: Sequence[str]) -> Prompt:
+        form = self.forms.prompt(asking.form(prompt, before))
+        if form is None:
+            raise ValueError(
+                f"prompt {prompt.id!r} is longer than {self.harness.max_prompt_tokens} tokens after {len(before)} answers: raise PROMPT_LIMIT, or "
+                "lower RESPONSE_LIMIT or SAMPLES"
+            )
+        return form
 
     async def _record(self, rollouts: Sequence[Rollout], kind: str) -> None:
         try:
@@ -248,8 +284,9 @@ class Evaluating:
         asked = hashlib.sha256()
         for prompt in self.prompts.values():
             asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
-        evaluation = self.evaluation
+        evaluation, asking = self.evaluation, self.harness.asking
         grading = {"reward": described(evaluation.reward), "answer": described(evaluation.answer)}
+        grading |= {} if asking is None else {"asking": described(asking)}
         return {
             "schema": SCHEMA,
             "model_hash": self.hash,

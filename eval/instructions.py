@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.data.files import FileRows
-from jaxrl_llm.eval.answered import Answered, mean
+from jaxrl_llm.eval.answered import Answered, mean, value
 from jaxrl_llm.eval.questions import required
 from jaxrl_llm.eval.results import write_whole
 from jaxrl_llm.experience import Prompt
+
+RIDGE = 1e-3  # keeps the fit of a win rate finite where all are won or lost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +27,8 @@ class Instructions(FileRows):
       id: columns that may hold the prompt's id.
       category: columns that may hold the category, by which metrics can be split.
       context: column of a text that is put before the instruction, where the row has one; empty for none.
+      reference: columns that may hold another model's output, which a judge compares with; empty where there is none.
+      keep: further columns that prompts have as `extra`, such as the paraphrases that `asking.Paraphrases` asks.
     """
 
     name: str = "instructions"
@@ -33,13 +37,15 @@ class Instructions(FileRows):
     id: Sequence[str] = ("id", "question_id")
     category: Sequence[str] = ("category",)
     context: str = ""
+    reference: Sequence[str] = ()
+    keep: Sequence[str] = ()
 
     def rows(self) -> Sequence[Prompt]:
         """Returns all prompts.
 
         Raises:
           FileNotFoundError: there is nothing at `path`.
-          ValueError: a row has no instruction; the message names the file and the row.
+          ValueError: a row has no instruction, no reference or no column to keep; the message names the file and the row.
         """
         return [self._prompt(number, where, row) for number, (where, row) in enumerate(self.located())]
 
@@ -56,7 +62,9 @@ class Instructions(FileRows):
             "category": next((str(row[c]) for c in self.category if row.get(c)), ""),
             "dataset": row.get("dataset") or self.name,
         }
-        return Prompt(id=name, source=self.name, extra=extra, **self.asked(asked))
+        extra |= {column: required(where, row, (column,), "Instructions.keep") for column in self.keep}
+        other = str(required(where, row, self.reference, "Instructions.reference")) if self.reference else ""
+        return Prompt(id=name, source=self.name, reference=other, extra=extra, **self.asked(asked))
 
 
 def _input(row: Mapping[str, Any]) -> str:
@@ -64,6 +72,49 @@ def _input(row: Mapping[str, Any]) -> str:
     instances = row.get("instances")
     given = instances[0].get("input") if instances else row.get("input")
     return str(given or "").strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WinRate:
+    """Measures "win_rate", 0 to 100: how often a judge prefers the answers to the reference's, ties half (rewards/preferred.py).
+
+    "win_rate_at_equal_length" is the same at equal lengths, by a logistic regression on tanh of the difference of lengths in its standard
+    deviations; AlpacaEval's length-controlled rate adds a term for each instruction, which was fitted to other models' results.
+
+    Attributes:
+      part: the reward's part that is 1 for a win.
+    """
+
+    part: str = "preferred"
+
+    def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
+        """Returns the win rate, one value a prompt, over its greedy responses or else its sampled ones, and the other as a scalar."""
+        rates, longer = [], []
+        for one in answered:
+            rates.append(mean([value(record, self.part) for record in one.main]))
+            longer.append(mean([float(len(record["response"]) - len(one.prompt.reference)) for record in one.main]))
+        won, more = np.array(rates, np.float64), np.array(longer, np.float64)
+        return {"win_rate": 100 * won, "win_rate_at_equal_length": np.array(100 * at_equal_length(won, more))}
+
+
+def at_equal_length(won: np.ndarray, longer: np.ndarray) -> float:
+    """The win rate sigmoid(a) of won ~ sigmoid(a + b tanh(longer / std)), with a little weight against large a and b.
+
+    Args:
+      won: share of wins of each prompt [N]; NaN where it is unknown.
+      longer: characters by which the response is longer than the reference [N].
+    """
+    known = ~np.isnan(won)
+    if not known.any():
+        return float("nan")
+    spread = longer[known].std()
+    features = np.stack([np.ones(known.sum()), np.tanh(longer[known] / spread) if spread else np.zeros(known.sum())])
+    weights = np.zeros(2)
+    for _ in range(50):  # Newton's method
+        p = 1 / (1 + np.exp(-weights @ features))
+        slope = features @ (won[known] - p) - RIDGE * weights
+        weights += np.linalg.solve((features * (p * (1 - p))) @ features.T + RIDGE * np.eye(2), slope)
+    return float(1 / (1 + np.exp(-weights[0])))
 
 
 @dataclass(frozen=True, kw_only=True)

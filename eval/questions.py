@@ -1,7 +1,7 @@
 """Questions with a gold answer from any .jsonl, .json or .parquet file, folder or Hugging Face dataset."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxrl_llm.data.files import FileRows
@@ -20,6 +20,7 @@ class Questions(FileRows):
       answer: columns that may hold the gold answer; a list of answers is joined by ", ", so that all of them are required.
       gold_in_box: whether the answer column is a worked solution with the gold answer in its last \\boxed{}.
       category: columns that may hold the category, by which metrics can be split.
+      where: {column: text}; only rows whose columns contain these texts are asked, such as those of one year.
     """
 
     name: str = "questions"
@@ -28,6 +29,7 @@ class Questions(FileRows):
     answer: Sequence[str] = ("answer", "final_answer", "Answer")
     gold_in_box: bool = False
     category: Sequence[str] = ("subject", "level", "type")
+    where: Mapping[str, str] = field(default_factory=dict)
     template: str | Template = "chat_boxed"
 
     def rows(self) -> Sequence[Prompt]:
@@ -35,8 +37,15 @@ class Questions(FileRows):
 
         Raises:
           FileNotFoundError: there is nothing at `path`.
-          ValueError: a row has no question or no answer; the message names the file and the row.
+          ValueError: a row has no question or no answer, or no row has the texts of `where`; the message names the file.
         """
+        chosen = [
+            (place, row)
+            for place, row in self.located(*self.where)
+            if all(text in str(row[column]) for column, text in self.where.items())
+        ]
+        if not chosen:
+            raise ValueError(f"{self.path}: no row has {dict(self.where)}: check Questions.where")
         return [
             Prompt(
                 id=f"{self.name}/{number}",
@@ -45,7 +54,7 @@ class Questions(FileRows):
                 extra={"category": str(_first(row, self.category) or "")},
                 **self.asked(str(required(where, row, self.question, "Questions.question"))),
             )
-            for number, (where, row) in enumerate(self.located())
+            for number, (where, row) in enumerate(chosen)
         ]
 
     def _gold(self, where: str, row: Mapping[str, Any]) -> str:

@@ -107,6 +107,20 @@ def test_gold_answers_come_from_columns_lists_floats_and_boxes(tmp_path):
         boxed.rows()
 
 
+def test_rows_are_chosen_by_what_their_columns_hold(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    rows = [
+        {"problem": f"{year}?", "answer": "025", "url": f"wiki/{year}_AIME_I_Problems/1"} for year in (2022, 2023, 2022)
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    chosen = Questions(path=str(file), where={"url": "2022_AIME", "answer": "025"}, template="question_only").rows()
+    assert [(p.id, p.text) for p in chosen] == [("questions/0", "2022?"), ("questions/1", "2022?")]
+    with pytest.raises(ValueError, match=r"no row has \{'url': '2021_AIME'\}: check Questions.where"):
+        Questions(path=str(file), where={"url": "2021_AIME"}).rows()
+    with pytest.raises(ValueError, match="no value in column 'year'"):
+        Questions(path=str(file), where={"year": "2022"}).rows()
+
+
 @pytest.mark.parametrize(
     ("file", "count"),
     [("aime24", 30), ("aime25", 30), ("amc23", 40), ("hmmt25", 30), ("brumo25", 30), ("../math/math500", 500)],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from records_of import answered
 
-from jaxrl_llm.eval.instructions import AlpacaOutputs, Instructions
+from jaxrl_llm.eval.instructions import AlpacaOutputs, Instructions, WinRate, at_equal_length
 from jaxrl_llm.eval.ngrams import NgramDiversity, distinct_n, unique_counts, unique_shares
 from jaxrl_llm.eval.novelty import Novelty, partition, rouge1, rouge1_similar, utility_flat, utility_patience
 
@@ -103,6 +103,44 @@ def test_alpaca_outputs_are_an_array_in_its_schema(tmp_path):
         {"instruction": "2+2?", "output": "four", "generator": "mine", "dataset": "helpful_base"},
         {"instruction": "hm", "output": "", "generator": "mine", "dataset": "vicuna"},
     ]
+
+
+def test_the_reference_output_is_read_from_alpaca_evals_rows(tmp_path):
+    file = tmp_path / "eval.json"
+    file.write_text(
+        json.dumps([{"instruction": "2+2?", "output": "Four.", "generator": "g", "dataset": "helpful_base"}])
+    )
+    assert Instructions(path=str(file)).rows()[0].reference == ""
+    judged = Instructions(path=str(file), reference=("output",)).rows()[0]
+    assert (judged.reference, judged.extra["instruction"], judged.extra["dataset"]) == ("Four.", "2+2?", "helpful_base")
+    with pytest.raises(ValueError, match=r"Instructions\.reference"):
+        Instructions(path=str(file), reference=("answer",)).rows()
+
+
+def test_the_win_rate_is_the_mean_verdict_in_percent():
+    groups = [
+        answered(name, greedy=(text, score))
+        for name, text, score in (("p", "ab", 1.0), ("q", "abc", 0.5), ("r", "", None))
+    ]
+    found = WinRate(part="part").measure(groups)
+    np.testing.assert_allclose(found["win_rate"], [100, 50, np.nan])
+    assert 0 < float(found["win_rate_at_equal_length"]) < 100
+
+
+def test_a_win_rate_that_length_explains_is_a_half_at_equal_length():
+    rng = np.random.default_rng(0)
+    longer = rng.normal(size=4000) * 100
+    # Wins by length alone, but for a constant lead of 0.4 in log-odds: at equal length sigmoid(0.4) = 0.599 wins.
+    p = 1 / (1 + np.exp(-(0.4 + 2.0 * np.tanh(longer / longer.std()))))
+    won = (rng.random(4000) < p).astype(float)
+    assert at_equal_length(won, longer) == pytest.approx(1 / (1 + np.exp(-0.4)), abs=0.03)
+    assert (
+        at_equal_length(won, longer + 60) < won.mean() - 0.02
+    )  # longer answers won more than they would at equal length
+    for value in (0.0, 1.0):
+        assert at_equal_length(np.full(50, value), longer[:50]) == pytest.approx(value, abs=0.01)
+    assert np.isnan(at_equal_length(np.array([np.nan]), np.array([1.0])))
+    assert at_equal_length(np.array([1.0, 0.0]), np.zeros(2)) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
