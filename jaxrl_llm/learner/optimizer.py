@@ -65,6 +65,9 @@ class Optimizer:
         Norms' scales, routers and heads of value models are float32 whatever it is. A stage that follows begins from the bfloat16 alone.
       gradients_dtype: dtype of the gradient of a micro-batch, "float32" or "bfloat16"; gradients of several micro-batches are summed
         in float32 whatever it is, and so is each product's. None takes the dtype that the weights rest in.
+      slow_above: last layer, from 0, that learns at the full rate; later layers and the final norm learn at `slow_factor` of it, their
+        weight decay included (BuPO's alternative to a first phase, https://arxiv.org/abs/2512.19673). None slows none.
+      slow_factor: that factor.
     """
 
     learning_rate: float = 1e-6
@@ -81,9 +84,15 @@ class Optimizer:
     offload: bool = False
     weights: Literal["float32", "stochastic", "compensated"] = "float32"
     gradients_dtype: str | None = None
+    slow_above: int | None = None
+    slow_factor: float = 0.1
 
     def __post_init__(self) -> None:
-        components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps")
+        components.at_least(self, 0, "learning_rate", "max_grad_norm", "warmup_steps", "slow_above", "slow_factor")
+        if self.slow_above is not None and self.offload:
+            components.refuse(
+                self, "slow_above", "None with train.Optimizer.offload, which updates parts of layers on their own"
+            )
         components.choices(self)
         components.one_of(self, (None, *DTYPES), "gradients_dtype")
 
@@ -113,10 +122,12 @@ class Optimizer:
 
     def transform(self, updates: int) -> optax.GradientTransformation:
         """The optax chain for a run of `updates` updates; the learner clips gradients, since it knows the global norm."""
+        slower = [] if self.slow_above is None else [scale_late_layers(self.slow_above, self.slow_factor)]
         return optax.chain(
             scale_by_adam(self.b1, self.b2, self.epsilon, self.moments_dtype, self.second_moment_dtype),
             optax.add_decayed_weights(self.weight_decay, decays),
             optax.scale_by_learning_rate(self.rate(updates)),
+            *slower,
         )
 
 
@@ -207,6 +218,38 @@ def scale_by_adam(
         )
         state = optax.ScaleByAdamState(count=count, mu=cast(mu, mu_dtype), nu=cast(nu, nu_dtype))  # type: ignore[arg-type]
         return {part: direction(part) for part in mu}, state
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
+
+
+def scale_late_layers(last: int, factor: float) -> optax.GradientTransformation:
+    """Multiplies the changes of the layers after `last` (from 0) and of the final norm by `factor`.
+
+    Raises:
+      ValueError: the model has no layer after `last`.
+    """
+
+    def numbers(params: Any) -> dict[str, np.ndarray]:
+        stacks = {part: stack for part in params if (stack := stack_of(part)) is not None}
+        return {part: np.arange(_depth(params[part])[0]) * len(stacks) + stack for part, stack in stacks.items()}
+
+    def init(params: Any) -> optax.EmptyState:
+        layers = 1 + max(int(found.max()) for found in numbers(params).values())
+        if last >= layers - 1:
+            raise ValueError(
+                f"train.Optimizer.slow_above must be below {layers - 1}, the last of the model's {layers} layers (got {last}): none would be slower"
+            )
+        return optax.EmptyState()
+
+    def update(changes: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        factors = {part: jnp.where(found > last, factor, 1.0) for part, found in numbers(changes).items()}
+        factors["norm"] = jnp.asarray(factor)
+        slowed = {
+            part: jax.tree.map(lambda x: x * along(factors[part], x).astype(x.dtype), tree) if part in factors else tree  # noqa: B023
+            for part, tree in changes.items()
+        }
+        return slowed, state
 
     return optax.GradientTransformation(init, update)  # type: ignore[arg-type]
 

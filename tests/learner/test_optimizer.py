@@ -115,3 +115,30 @@ def test_moments_of_16_bits_are_rounded_where_they_rest_and_summed_in_float32():
 def test_a_negative_field_is_refused(field):
     with pytest.raises(ValueError, match=re.escape(f"train.Optimizer.{field} must be >= 0 (got -1)")):
         Optimizer(**{field: -1})
+
+
+@pytest.mark.parametrize("stacks", [1, 2])
+def test_late_layers_and_the_final_norm_learn_at_a_share_of_the_rate(stacks):
+    # Four layers, stacked as one stack or as two that take turns: layers 2 and 3 are slow.
+    rng = np.random.default_rng(0)
+    parts = {"layers": [0, 1, 2, 3]} if stacks == 1 else {"layers": [0, 2], "layers_1": [1, 3]}
+    shapes = {"embedding": (5, 3), "norm": (3,)} | {part: (len(own), 3, 2) for part, own in parts.items()}
+    draw = lambda: {part: {"kernel": jnp.asarray(rng.normal(size=s), jnp.float32)} for part, s in shapes.items()}  # noqa: E731
+    params, gradient = draw(), draw()
+    fields = {"learning_rate": 0.1, "weight_decay": 0.5, "schedule": "linear"}
+    plain = Optimizer(**fields).transform(10)
+    slowed = Optimizer(**fields, slow_above=1, slow_factor=0.25).transform(10)
+    want, _ = plain.update(gradient, plain.init(params), params)
+    got, _ = slowed.update(gradient, slowed.init(params), params)
+    factor = {part: np.where(np.array(own) > 1, 0.25, 1.0)[:, None, None] for part, own in parts.items()}
+    for part in shapes:
+        share = factor.get(part, 0.25 if part == "norm" else 1.0)
+        np.testing.assert_allclose(got[part]["kernel"], share * want[part]["kernel"], rtol=1e-6)
+
+
+def test_a_share_of_the_rate_for_layers_that_are_not_there_is_refused():
+    params = {"layers": {"kernel": jnp.zeros((4, 3, 2))}, "norm": {"scale": jnp.zeros(3)}}
+    with pytest.raises(ValueError, match="slow_above must be below 3, the last of the model's 4 layers"):
+        Optimizer(slow_above=3).transform(10).init(params)
+    with pytest.raises(ValueError, match=r"train.Optimizer.slow_above must be None with train.Optimizer.offload"):
+        Optimizer(slow_above=1, offload=True)
