@@ -42,11 +42,18 @@ def sizes(width: int, layers: int, heads: int, mlp: int, tied: bool) -> dict[str
 LLAMA_8B = LLAMA | sizes(4096, 32, 32, 14336, False) | {"rope_scaling": SCALING | {"factor": 8.0}}
 QWEN3_4B = QWEN3 | sizes(2560, 36, 32, 9728, True) | {"rope_theta": 1e6, "max_position_embeddings": 40960}
 QWEN3_06B = QWEN3 | sizes(1024, 28, 16, 3072, True) | {"rope_theta": 1e6, "max_position_embeddings": 40960}
+CODER = (
+    QWEN2
+    | sizes(896, 24, 14, 4864, True)
+    | {"num_key_value_heads": 2, "rope_theta": 1e6, "max_position_embeddings": 32768}
+)
 # {id, or folder under the one that a run is started in: (config.json as published, millions of parameters as published)}
 MODELS: dict[str, tuple[dict[str, Any], float]] = {
-    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (
-        QWEN2 | sizes(896, 24, 14, 4864, True) | {"num_key_value_heads": 2, "rope_theta": 1e6, "max_position_embeddings": 32768},
-        494.0,
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": (CODER, 494.0),
+    "runs/real/cs336_grpo/model": (CODER, 494.0),
+    "HuggingFaceTB/SmolLM2-135M-Instruct": (
+        LLAMA | sizes(576, 30, 9, 1536, True) | {"vocab_size": 49152, "num_key_value_heads": 3, "head_dim": 64, "rope_theta": 1e5},
+        134.5,
     ),
     "Qwen/Qwen2.5-Math-1.5B": (
         QWEN2 | sizes(1536, 28, 12, 8960, True) | {"num_key_value_heads": 2, "rope_theta": 1e4, "max_position_embeddings": 4096},
@@ -59,11 +66,13 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
     "Qwen/Qwen3-0.6B": (QWEN3_06B, 596.0),
     "runs/classmate_warmup_qwen3_0p6b/model": (QWEN3_06B, 596.0),
     "Qwen/Qwen3-4B": (QWEN3_4B, 4022.5),
+    "Qwen/Qwen3-8B": (QWEN3 | sizes(4096, 36, 32, 12288, False) | {"rope_theta": 1e6, "max_position_embeddings": 40960}, 8190.7),
     "Qwen/Qwen3-4B-Base": (QWEN3_4B | {"max_position_embeddings": 32768}, 4022.5),
     "Qwen/Qwen3-Embedding-4B": (QWEN3_4B | {"vocab_size": 151665}, 4021.8),
     "OctoThinker/OctoThinker-3B-Long-Base": (
         LLAMA | sizes(3072, 28, 24, 8192, True) | {"rope_scaling": SCALING | {"factor": 32.0}}, 3212.7,
     ),
+    "OctoThinker/OctoThinker-8B-Long-Base": (LLAMA_8B, 8030.3),
     "meta-llama/Llama-3.1-8B": (LLAMA_8B, 8030.3),
     "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_8B, 8030.3),
     "runs/cs336_instruct_llama3p1_8b/model": (LLAMA_8B, 8030.3),
@@ -77,8 +86,10 @@ MODELS: dict[str, tuple[dict[str, Any], float]] = {
 
 # {data set: the parts that its preparation command writes}
 PARTS: dict[str, tuple[str, ...]] = {
+    "anthropic_hh_rlhf": ("train", "test", "dev", "warmup_train", "warmup_dev"),
     "beavertails": ("train", "test"),
     "competition_math": ("train", "test"),
+    "countdown": ("train", "test"),
     "deepmath": ("train",),
     "deepscaler": ("train",),
     "gsm8k": ("train", "test"),
@@ -86,8 +97,11 @@ PARTS: dict[str, tuple[str, ...]] = {
     "helpful_instructions": ("train", "test", "dev", "warmup_train", "warmup_dev"),
     "hh_rlhf": ("val", "train"),
     "math500": ("test",),
+    "math_bare": ("train", "test"),
+    "mmlu_hinted": ("train", "dev", "test"),
     "mmlu_sycophancy": ("train", "dev", "test"),
     "openmathreasoning": ("train", "val"),
+    "safety_tuned_llamas": ("train",),
     "ultrachat": ("train", "test"),
     "wildchat": ("train", "test"),
     "wmdp_merge": ("train", "test"),
@@ -100,6 +114,7 @@ def row(name: str) -> dict[str, Any]:
     truth = {"response": answer} if name in ("beavertails", "wmdp_merge") else answer
     own: dict[str, Any] = {
         "openmathreasoning": {"response": "2 + 2\n</think> <answer>4</answer>"},
+        "safety_tuned_llamas": {"response": "4"},
         "ultrachat": {"response": "4"},
     }
     if name == "hh_rlhf":

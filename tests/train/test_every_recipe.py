@@ -14,7 +14,19 @@ from pathlib import Path
 import pytest
 from every_recipe import MODELS, ROOT
 
-SHARED = ("base",)  # included by others, and no run
+from jaxrl_llm import command_line
+
+SHARED = ("base", "tokenbuncher_words")  # included by others, and no run
+# Of gin/real, those that include the others: a run's baseline differs from it in a reward or a schedule.
+REAL = (
+    "bupo",
+    "classmate_smollm2",
+    "cs336_expert_iteration",
+    "cs336_sft",
+    "darling",
+    "darling_countdown",
+    "tokenbuncher_defence",
+)
 MODEL_PATH = "MODEL_PATH='Qwen/Qwen3-4B'"
 # What a user must say beside the file.
 ASKED: Mapping[str, Sequence[str]] = {
@@ -22,8 +34,10 @@ ASKED: Mapping[str, Sequence[str]] = {
     "bupo_entropy_flow_tiny": ("MODEL_PATH='runs/tokenbuncher_base_tiny/model'",),
     "grpo_gsm8k": ("PRETRAINED='Qwen/Qwen2.5-Coder-0.5B-Instruct'", "GSM8K_PATH='data_sets/grade_school'"),
     "grpo_qwen_coder_0p5b_gsm8k": ("GSM8K_PATH='data_sets/grade_school'",),
+    "real/bupo": ("BUPO_LAYER=3",),
 }
 NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
+NAMES += [f"real/{name}" for name in (*REAL, "tokenbuncher_attack_ppo")]
 LIMIT_S = 1200
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("every_recipe")]  # the runs are made once, by one worker
@@ -50,10 +64,22 @@ def test_a_gin_file_passes_a_dry_run(name: str, results: Mapping[str, tuple[int,
     assert "entropies    of" in said if name.startswith("bupo_entropy_flow") else "\npeak of " in said
 
 
+@pytest.mark.parametrize("name", sorted({file.stem for file in (ROOT / "gin" / "real").glob("*.gin")} - {*SHARED}))
+def test_a_run_on_a_real_model_takes_ten_minutes_and_says_what_it_shows(name: str) -> None:
+    file = ROOT / "gin" / "real" / f"{name}.gin"
+    run, _ = command_line.build([str(file)], ASKED.get(f"real/{name}", ()))
+    assert run.stop_after_s == 600 and run.run_dir == f"runs/real/{name}"
+    (stage,) = run.stages
+    assert stage.evaluations and run.checkpoints.best is None
+    header = file.read_text().partition("from __gin__")[0]
+    assert "not measured" in header and "Shows: " in header
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [
         ("bupo_grpo_qwen3_4b", "Qwen/Qwen3-4B"),
+        ("bupo_qwen3_8b", "Qwen/Qwen3-8B"),
         ("bupo_llama_3b", "OctoThinker/OctoThinker-3B-Long-Base"),
         ("classmate_cot_qwen3_0p6b", "runs/classmate_warmup_qwen3_0p6b/model"),
         ("cs336_grpo_qwen2p5_math_1p5b", "Qwen/Qwen2.5-Math-1.5B"),

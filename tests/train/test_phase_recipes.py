@@ -52,11 +52,19 @@ def test_an_attack_has_the_released_script_s_numbers(name: str, group: int, mini
 
 
 def test_bupo_and_its_baseline_differ_in_the_schedule_alone() -> None:
-    for name, baseline, layer, steps in (("qwen3_4b", "grpo_qwen3_4b", 5, 30), ("llama_3b", "grpo_llama_3b", 26, 20)):
-        (stage,), (other,) = built(f"bupo_{name}").stages, built(f"bupo_{baseline}").stages
+    published = (("qwen3_4b", 5, 30), ("qwen3_8b", 5, 20), ("llama_3b", 26, 20), ("llama_8b", 30, 20))
+    for name, layer, steps in published:
+        (stage,), (other,) = built(f"bupo_{name}").stages, built(f"bupo_grpo_{name}").stages
         assert isinstance(stage.schedule, BuPO) and (stage.schedule.layer, stage.schedule.steps) == (layer, steps)
         assert other.schedule is None and stage.algorithm == other.algorithm and stage.settings == other.settings
         assert (stage.prompts_per_step, stage.group_size, stage.minibatches, stage.steps) == (128, 8, 4, 300)
+
+
+def test_the_defence_takes_adapters_of_the_original_s_rank_and_alpha() -> None:
+    files = [str(GIN / f"{name}.gin") for name in ("tokenbuncher_defence", "adapters/lora")]
+    run, _ = command_line.build(files, ["lora.LoRA.alpha = 16.0"])
+    assert (run.policy.lora.rank, run.policy.lora.alpha) == (16, 16.0)
+    assert "--gin='lora.LoRA.alpha = 16.0'" in (GIN / "tokenbuncher_defence.gin").read_text()
 
 
 def test_attacks_and_defence_begin_from_the_exported_base() -> None:

@@ -99,6 +99,7 @@ DARLING: Mapping[str, Numbers] = {
     "darling_partition_classifier": {
         "prompts_per_step": 64, "steps": 80, "optimizer.learning_rate": 2e-5, "optimizer.warmup_steps": 10,
         "optimizer.schedule": "cosine", "optimizer.final_fraction": 0.1, "save": 10, "data.both_orders": True,
+        "optimizer.b2": 0.999, "optimizer.weight_decay": 0.01,
     },
 }  # fmt: skip
 
@@ -110,12 +111,35 @@ BUPO_BOTH: Numbers = {
     "evaluations[math500].settings.temperature": 1.0, "best": "eval/math500/sampled",
 }  # fmt: skip
 QWEN: Numbers = {**BUPO_BOTH, **sizes(128, 8, 1024, 7168, 4, 300)}
+UNLIKE_GRPO: Numbers = {name: value for name, value in QWEN.items() if name != "algorithm.std"} | {"schedule": None}
 LLAMA: Numbers = {**BUPO_BOTH, **sizes(128, 8, 1024, 3072, 4, 300)}
 BUPO: Mapping[str, Numbers] = {
     "bupo_grpo_qwen3_4b": {**QWEN, "schedule": None},
     "bupo_qwen3_4b": {**QWEN, "schedule.layer": 5, "schedule.steps": 30},
     "bupo_grpo_llama_3b": {**LLAMA, "schedule": None},
     "bupo_llama_3b": {**LLAMA, "schedule.layer": 26, "schedule.steps": 20},
+    "bupo_grpo_qwen3_8b": {**QWEN, "schedule": None},
+    "bupo_qwen3_8b": {**QWEN, "schedule.layer": 5, "schedule.steps": 20},
+    "bupo_grpo_llama_8b": {**LLAMA, "schedule": None},
+    "bupo_llama_8b": {**LLAMA, "schedule.layer": 30, "schedule.steps": 20},
+    "bupo_layer_rates_qwen3_4b": {**QWEN, "schedule": None, "optimizer.slow_above": 5, "optimizer.slow_factor": 0.1},
+    "bupo_ppo_qwen3_4b": {
+        **UNLIKE_GRPO,
+        "algorithm": "PPO",
+        "algorithm.gamma": 1.0,
+        "algorithm.lam": 1.0,
+        "critic_optimizer.learning_rate": 1e-5,
+        "critic_optimizer.b2": 0.999,
+        "critic_optimizer.weight_decay": 0.01,
+        "critic_optimizer.max_grad_norm": 1.0,
+    },
+    "bupo_rloo_qwen3_4b": {**UNLIKE_GRPO, "algorithm": "RLOO"},
+    "bupo_reinforce_plus_plus_qwen3_4b": {
+        **UNLIKE_GRPO,
+        "algorithm": "ReinforcePlusPlus",
+        "algorithm.gamma": 1.0,
+        "algorithm.baseline": False,
+    },
 }
 
 # -- Classmate-CoT: my_scripts/*.sh of Lorenayannnnn/classmate-cot-verl --------------------------------------------------
@@ -140,7 +164,7 @@ CLASSMATE: Mapping[str, Numbers] = {
         **TOGETHER, "reward.behaviour": "MultipleChoice", "reward.behaviour.places": ("phrase", "bracketed"),
         f"{EVALUATION}.reward.monitor.parser": "binary",
     },
-    "classmate_cot_gsm8k_qwen3_0p6b": {**TOGETHER, "reward.behaviour": "Numeric"},
+    "classmate_cot_gsm8k_qwen3_0p6b": {**TOGETHER, "reward.behaviour": "Numeric", f"{EVALUATION}.limit": 100},
     "classmate_cot_math_qwen3_0p6b": {**TOGETHER, "reward.behaviour": "Maths"},
     "classmate_selfplay_qwen3_0p6b": {
         **TOGETHER, **RATED, "reward.classmates[0].weights": "policy", "reward.classmates[0].refresh_every": 0,
@@ -180,6 +204,7 @@ CS336: Mapping[str, Numbers] = {
 TABLES: Mapping[str, Numbers] = {**TOKENBUNCHER, **DARLING, **BUPO, **CLASSMATE, **CS336}
 NOTED = {
     "bupo_grpo_qwen3_4b": "its script has 8192",
+    "bupo_ppo_qwen3_4b": "the critic's other numbers are verl's",
     "bupo_llama_3b": "with 30 steps; the paper has 20",
     "darling_chat_baseline_llama3p1_8b": "takes 32 prompts a step",
     "tokenbuncher_attack_obj2": "which its two epochs of 93 do not reach",
