@@ -48,3 +48,11 @@ def test_every_ablation_of_cs336_is_a_line_for_recipe_and_twin(binding: str) -> 
         command_line.build([str(GIN / f"{name}.gin")], [binding])
     said = (GIN / "cs336_grpo_qwen2p5_math_1p5b.gin").read_text().splitlines()
     assert any(line.startswith("#") and binding in line for line in said)
+
+
+def test_a_classmate_has_the_original_s_4096_tokens() -> None:
+    run, _ = command_line.build(
+        [str(GIN / name) for name in ("classmate_baseline_qwen3_0p6b.gin", "rewards/classmate.gin")]
+    )
+    (mate,) = run.stages[-1].reward.classmates
+    assert (mate.max_length, mate.settings.max_tokens) == (4096, 4096)
