@@ -17,14 +17,13 @@ from every_recipe import MODELS, ROOT
 from jaxrl_llm import command_line
 
 SHARED = ("base", "tokenbuncher_words")  # included by others, and no run
-# Of gin/real, those that include the others: a run's baseline differs from it in a reward or a schedule.
+# Of gin/real, those that include the others or compile programs of their own; each is built below.
 REAL = (
     "bupo",
     "classmate_smollm2",
-    "cs336_expert_iteration",
     "cs336_sft",
-    "darling",
     "darling_countdown",
+    "tokenbuncher_attack_ppo",
     "tokenbuncher_defence",
 )
 MODEL_PATH = "MODEL_PATH='Qwen/Qwen3-4B'"
@@ -37,7 +36,7 @@ ASKED: Mapping[str, Sequence[str]] = {
     "real/bupo": ("BUPO_LAYER=3",),
 }
 NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
-NAMES += [f"real/{name}" for name in (*REAL, "tokenbuncher_attack_ppo")]
+NAMES += [f"real/{name}" for name in REAL]
 LIMIT_S = 1200
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("every_recipe")]  # the runs are made once, by one worker
