@@ -4,8 +4,8 @@ A sequence of n tokens takes n - 1 positions: position t holds token t and predi
 longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
 no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
 
-With a tail, rows are filled first (best fit, longest first), and the last micro-batches have fewer rows in place of empty
-ones: their numbers of rows are halved, and each is a shape of its own to compile. Rows of similar cost then share a micro-batch,
+With a tail, rows are filled first, each with the longest sequence left and those beside it that leave the least room, and the last
+micro-batches have fewer rows in place of empty ones: their numbers of rows are halved, and each is a shape of its own to compile. Rows of similar cost then share a micro-batch,
 in an order by which the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention
 grows with its length.
 """
@@ -20,6 +20,8 @@ import numpy as np
 
 from jaxrl_llm import components
 
+WINDOW = 128  # most sequences among which those beside a row's longest are looked for
+
 # The length at which a causal sequence's attention costs as much as its matrix products, weights / (layers x heads x head width).
 # It is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
 ATTENTION = 32768
@@ -33,7 +35,7 @@ class Packing:
       row_tokens: positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
       rows: rows of a micro-batch over all devices, a multiple of data x fsdp x expert; "auto" lets a launch choose them, with rematerialisation and
         the place and dtype of moments, by the device's memory. A resumed run keeps what was chosen.
-      sequences_per_row: most sequences of one row.
+      sequences_per_row: most sequences of one row; below row_tokens / (mean positions of a sequence) it leaves rows half empty.
       tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp x expert. 0
         gives every micro-batch the same shape.
     """
@@ -156,20 +158,36 @@ class Placement:
 
 
 def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
-    """Fills as many rows as it takes with at most `most` sequences each, by best fit, longest first."""
-    rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # (room, row) of the rows that take another sequence, in order
-    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect.bisect_left(free, (lengths[i], -1))
-        if place == len(free):
-            room, row = capacity, len(rows)
-            rows.append([])
-        else:
-            room, row = free.pop(place)
-        rows[row].append(i)
-        if len(rows[row]) < most:
-            bisect.insort(free, (room - lengths[i], row))
+    """Fills rows with at most `most` sequences each: the longest one left, and beside it those that leave the least room (Gupta and Ho 1999).
+
+    Where more than WINDOW sequences would fit beside it, evenly spaced ones of them are looked at.
+    """
+    size = [max(n, 1) for n in lengths]
+    left, rows = sorted(range(len(lengths)), key=lambda i: (-size[i], i)), []
+    while left:
+        row = [left.pop(0)]
+        room = capacity - size[row[0]]
+        begin = bisect.bisect_left(left, -room, key=lambda i: -size[i])
+        tried = range(begin, len(left), max(1, -(-(len(left) - begin) // WINDOW)))
+        beside = _closest([size[left[k]] for k in tried], room)[: most - 1]
+        row += [left[tried[k]] for k in beside]
+        for k in reversed(beside):
+            del left[tried[k]]
+        rows.append(row)
     return rows
+
+
+def _closest(sizes: Sequence[int], room: int) -> list[int]:
+    """The numbers, in order, of the `sizes` whose sum is the largest that is at most `room`; bit n of a sum set says that n can be reached."""
+    within, reached = (1 << (room + 1)) - 1, [1]
+    for size in sizes:
+        reached.append((reached[-1] | (reached[-1] << size)) & within)
+    total, found = reached[-1].bit_length() - 1, []
+    for k in range(len(sizes) - 1, -1, -1):
+        if not reached[k] >> total & 1:
+            found.append(k)
+            total -= sizes[k]
+    return found[::-1]
 
 
 def _spread_order(size: int) -> list[int]:

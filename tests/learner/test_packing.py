@@ -187,8 +187,8 @@ def test_a_tail_leaves_out_the_rows_that_nothing_fills(seed: int) -> None:
     assert empty < tail
 
 
-def test_rows_of_a_tail_are_filled_by_best_fit_longest_first() -> None:
-    # 9: 5 + 4, 5 + 4, 3 + 3 + 3 by hand; best fit puts each 4 beside a 5.
+def test_rows_of_a_tail_are_filled_longest_first() -> None:
+    # 9: 5 + 4, 5 + 4, 3 + 3 + 3 by hand; each 4 fills the row of a 5.
     (placement,) = Packing(row_tokens=9, rows=4, tail=1).place([3, 5, 4, 3, 5, 4, 3])[:1]
     assert len(placement.rows) == 2
     (whole,) = Packing(row_tokens=9, rows=4, tail=4).place([3, 5, 4, 3, 5, 4, 3])
@@ -210,6 +210,49 @@ def test_real_lengths_fill_their_rows_and_load_four_devices_evenly(name: str, re
     for placement in placements[: -(8).bit_length()]:  # the full micro-batches
         device = np.array(costs(placement, lengths)).reshape(4, 2).sum(axis=1)
         assert device.max() / device.mean() < 1.01
+
+
+def test_sequences_that_best_fit_leaves_over_share_full_rows() -> None:
+    """20 positions in two rows of 10; best fit puts a 4 beside the 5, and then needs a third row."""
+    lengths = [5, 4, 4, 3, 2, 2]
+    placements = Packing(row_tokens=10, rows=2, tail=1).place(lengths)
+    assert [sorted(loads(p, lengths)) for p in placements] == [[10, 10]]
+
+
+def test_a_row_takes_no_more_sequences_than_it_may() -> None:
+    lengths = [6, *[1] * 9, 0, 0]
+    placements = Packing(row_tokens=10, rows=1, sequences_per_row=3, tail=1).place(lengths)
+    assert [len(p.rows[0]) for p in placements] == [3, 3, 3, 3]
+
+
+def test_rows_of_minibatches_of_real_samples_are_filled(real_data: Path) -> None:
+    """256 samples a minibatch, of four models that answered problems of GSM8K, in rows that hold a prompt and a response of 640 tokens."""
+    samples, rng, packing = (
+        sampled_lengths(real_data),
+        np.random.default_rng(0),
+        Packing(row_tokens=1280, rows=16, tail=1),
+    )
+    for _ in range(4):
+        problems = rng.choice(len(samples), 32, replace=False)
+        lengths = [min(int(n), 1152) for i in problems for n in rng.choice(samples[i], 8)]
+        placements = packing.place(lengths)
+        assert sum(lengths) / sum(1280 * len(p.rows) for p in placements) > 0.97
+        assert placements == packing.place(lengths)
+
+
+def sampled_lengths(folder: Path) -> list[list[int]]:
+    """Positions of four sampled answers to each problem, with the 45 tokens of a chat template."""
+    from tokenizers import Tokenizer
+
+    text = gzip.decompress((folder / "tokenizers/qwen3/tokenizer.json.gz").read_bytes()).decode()
+    tokenizer = Tokenizer.from_str(text)
+    rows = [
+        json.loads(x) for x in (folder / "graders/gsm8k_example_model_solutions.jsonl").read_text().splitlines()[:300]
+    ]
+    answers = [[v["solution"] for v in row.values() if isinstance(v, dict)] for row in rows]
+    count = lambda texts: [len(found.ids) for found in tokenizer.encode_batch(texts)]  # noqa: E731
+    prompts, flat = count([row["question"] for row in rows]), iter(count([x for four in answers for x in four]))
+    return [[45 + prompt + next(flat) for _ in four] for prompt, four in zip(prompts, answers, strict=True)]
 
 
 def real_lengths(name: str, folder: Path) -> list[int]:
