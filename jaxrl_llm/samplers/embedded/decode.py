@@ -227,6 +227,15 @@ def place(
     return policy.constrained(cache), seen
 
 
+@partial(jax.jit, static_argnames=("policy",))
+def resized(
+    cache: Cache, seen: Bool[Array, "S W"], source: Int[Array, " N"], *, policy: Policy
+) -> tuple[Cache, Bool[Array, "N W"]]:
+    """Returns a cache and a table of N slots, which hold what the slots source[n] held; every part of a cache has its slots in axis 1."""
+    seen = policy.partitioner.constrain(seen[source], ("batch", "vocabulary"))
+    return policy.constrained({name: entries[:, source] for name, entries in cache.items()}), seen
+
+
 @partial(jax.jit, static_argnames=("policy", "steps", "cut", "record"), donate_argnames=("cache", "seen"))
 def decode(
     params: Params,

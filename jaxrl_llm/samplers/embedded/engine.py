@@ -20,7 +20,16 @@ from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.decode import check_shapes
-from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, announce, bytes_of, fitting, free_bytes
+from jaxrl_llm.samplers.embedded.slots import (
+    Capacity,
+    Prefix,
+    SlotBatch,
+    announce,
+    bytes_of,
+    fitting,
+    free_bytes,
+    taken_bytes,
+)
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
@@ -67,6 +76,7 @@ class Engine:
       cache: dtype of cached keys and values; None is the policy's.
       record: whether completions have the experts of each token.
       keep: whether the slots of conversations are kept between their turns.
+      shrink: factor by which a batch shrinks where no more sequences are left, and nothing waits; 0 for never.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -80,6 +90,7 @@ class Engine:
     cache: str | None = None
     record: bool = False
     keep: bool = True
+    shrink: int = 0
     version: int = field(default=-1, init=False)
 
     everywhere = True  # all processes of a run ask it alike, and decode together
@@ -268,16 +279,40 @@ class Engine:
             raise RuntimeError(
                 "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
             )
+        self._grown(batch)
         self._resume(batch, params, version)
         while not batch.place(params, version) and batch.room and (block := self._next_block(batch)):
             self._counters.prefilled += batch.prefill(block, params, version)
             self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
+        self._shrunk(batch)
         chunk = batch.step(params, self.decode_chunk)
         await _finished(chunk)
         kept, steps = batch.collect(chunk, version, self._text)
         self._counters.generated += kept
         self._counters.slot_steps += steps * batch.capacity.slots
         self._counters.seconds += time.perf_counter() - started
+
+    def _shrunk(self, batch: SlotBatch) -> None:
+        """Moves the last sequences to fewer slots, by factors of `shrink`, where a device has room for both caches meanwhile."""
+        live, slots = batch.movable, batch.capacity.slots
+        if not self.shrink or not live or self._waiting:
+            return
+        unit = self.policy.partitioner.batch_shards
+        while slots % (self.shrink * unit) == 0 and live <= slots // self.shrink:
+            slots //= self.shrink
+        if slots == batch.capacity.slots:
+            return
+        both = (
+            taken_bytes(self.policy, replace(batch.capacity, slots=n), self.cache)
+            for n in (batch.capacity.slots, slots)
+        )
+        if self._free is None or sum(both) <= self._free:
+            batch.resize(slots)
+
+    def _grown(self, batch: SlotBatch) -> None:
+        """Gives a batch that has shrunk its slots back where something waits."""
+        if batch.capacity != batch.whole and self._waiting:
+            batch.resize(batch.whole.slots)
 
     def _resume(self, batch: SlotBatch, params: Params, version: int) -> None:
         """Lets the turns go on whose conversations are parked, some at a time: their slots' entries are copied as often as a block's."""
@@ -337,7 +372,7 @@ class Engine:
 
     def _holds(self, batch: SlotBatch, request: Request) -> bool:
         """Returns whether the batch holds a request, with the slots that there is room for at its length."""
-        held, wanted = batch.capacity, self._capacity({request})
+        held, wanted = batch.whole, self._capacity({request})
         if wanted.length <= held.length and wanted.penalised <= held.penalised:
             wanted = self._fitting(replace(wanted, length=held.length, penalised=held.penalised))
         return held.holds(wanted)

@@ -34,6 +34,8 @@ class EmbeddedSampler:
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`.
       keep_turns: keep the keys and values of an environment's or agent's rollout between its turns while no other sequence needs the slot, so
         that a turn prefills only what is new; not where experts are recorded, or layers hold a state in place of keys and values.
+      shrink: where a batch's last sequences fill no more than 1/shrink of its slots and nothing waits, they move to a cache of that many slots, and
+        so on: a step then costs what the slots that are left cost, for a program that is compiled at each size. 0 keeps all slots to the end.
     """
 
     slots: int = 512
@@ -44,10 +46,13 @@ class EmbeddedSampler:
     cache: str | None = None
     record_routes: bool = False
     keep_turns: bool = True
+    shrink: int = 0
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
         components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
+        if self.shrink != 0:
+            components.at_least(self, 2, "shrink")
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
         """Returns the running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
@@ -63,4 +68,5 @@ class EmbeddedSampler:
             policy=policy, serve=partial(served, policy, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
+            shrink=self.shrink,
         )  # fmt: skip

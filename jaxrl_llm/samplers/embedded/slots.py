@@ -135,12 +135,34 @@ class SlotBatch:
         self._cache, self._seen = decode.empty(
             policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
         )
+        self.whole = capacity  # what `capacity` is where the batch was not resized
         self.parking: parking.Parking | None = None  # until a slot is parked
         self._keeps = keep and not (record or capacity.penalised) and self._cache.keys() == parking.KEPT
 
     @property
     def busy(self) -> bool:
         return self._block is not None or any(draft is not None for draft in self._drafts)
+
+    @property
+    def movable(self) -> int | None:
+        """The number of sequences that are decoded; None where others may come into this batch by themselves: of its block, or next turns."""
+        live = [draft for draft in self._drafts if draft is not None and draft.request.open]
+        waits = self._block is not None or bool(self.parking)
+        return None if waits or any(draft.request.conversation for draft in live) else len(live)
+
+    def resize(self, slots: int) -> None:
+        """Moves the live sequences, in their order, to a batch of so many slots; the free ones stay behind."""
+        gone = set(self.free())
+        live = [slot for slot in range(self.capacity.slots) if slot not in gone]
+        source = np.zeros(slots, np.int32)
+        source[: len(live)] = live
+        self._programs.add(("resize", self.capacity, slots))
+        self._cache, self._seen = decode.resized(self._cache, self._seen, source, policy=self.policy)
+        held, self._slots = self._slots, decode.Slots.empty(slots, self.capacity.stop_ids)
+        for new, old in zip(jax.tree.leaves(self._slots), jax.tree.leaves(held), strict=True):
+            new[: len(live)] = old[live]
+        self._drafts = [*(self._drafts[slot] for slot in live), *[None] * (slots - len(live))]
+        self.capacity = replace(self.capacity, slots=slots)
 
     def free(self) -> list[int]:
         """Returns the free slots; those whose request was given up are freed here."""

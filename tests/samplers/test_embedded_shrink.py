@@ -1,0 +1,89 @@
+"""The last sequences of a batch move to fewer slots, and draw there what they draw in all of them."""
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sampler_cases import sample
+
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded import engine as engine_module
+from jaxrl_llm.samplers.embedded import slots
+from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+
+SHORT, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=11)
+
+
+def serving(tiny, run, **fields):
+    """Runs `await run(engine)` with a sampler of 32 slots that looks after every second step."""
+
+    async def main():
+        engine = tiny.start(slots=32, decode_chunk=2, **fields)
+        await engine.publish(tiny.params, 0)
+        result = await run(engine)
+        await engine.close()
+        return result
+
+    return asyncio.run(main())
+
+
+def mixed(prefixes, **changes):
+    """30 sequences of two tokens and two of eleven, which the batch holds together."""
+
+    async def run(engine):
+        long, short = replace(LONG, **changes), replace(SHORT, **changes)
+        found = await asyncio.gather(sample(engine, prefixes[:2], 1, long), sample(engine, prefixes, 3, short))
+        return [c for groups in found for group in groups for c in group], engine.metrics()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"temperature": 0}, {"repetition_penalty": 1.5}], ids=["sampled", "greedy", "penalised"]
+)
+def test_what_is_drawn_is_that_of_all_slots_for_a_quarter_of_the_slot_steps(tiny, prefixes, changes):
+    whole, spent = serving(tiny, mixed(prefixes, **changes))
+    fewer, saved = serving(tiny, mixed(prefixes, **changes), shrink=4)
+    for a, b in zip(fewer, whole, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.finish == b.finish and len(a.versions) == len(a.tokens)
+        np.testing.assert_allclose(a.logprobs, b.logprobs, rtol=0, atol=2e-6)
+    steps = lambda metrics: metrics["sampler/generated_tokens"] / metrics["sampler/occupancy"]  # noqa: E731
+    assert steps(spent) == pytest.approx(11 * 32)
+    assert steps(saved) == pytest.approx(2 * 32 + 9 * 2), "after the first chunk two slots are left: 32, 8, 2"
+
+
+def test_a_call_that_comes_later_gets_the_slots_back(tiny, prefixes):
+    async def run(engine):
+        long = asyncio.create_task(sample(engine, prefixes[:2], 1, LONG))
+        await sample(engine, prefixes, 3, SHORT)
+        while engine._batch.capacity.slots == 32:
+            await asyncio.sleep(0)
+        assert engine._batch.capacity.slots == 2
+        late = await sample(engine, prefixes, 2, SHORT)
+        assert not long.done(), "it waited for the end of the batch"
+        return await long, late
+
+    for found, settings, n in zip(serving(tiny, run, shrink=4), (LONG, SHORT), (1, 2), strict=True):
+        alone = serving(tiny, lambda engine, s=settings, n=n: sample(engine, prefixes[: 2 if n == 1 else 10], n, s))
+        assert [[c.tokens.tolist() for c in g] for g in found] == [[c.tokens.tolist() for c in g] for g in alone]
+
+
+def test_a_batch_whose_copy_has_no_room_keeps_its_slots(tiny, prefixes, monkeypatch):
+    """Of 32 slots 8 are left, whose cache is a quarter of the batch's; the batch leaves a tenth of the memory free."""
+    batch = slots.taken_bytes(tiny.policy, slots.Capacity(slots=32, length=32, stop_ids=4, penalised=False))
+
+    async def run(engine):
+        await asyncio.gather(sample(engine, prefixes[:8], 1, LONG), sample(engine, prefixes[:8], 3, SHORT))
+        metrics = engine.metrics()
+        return metrics["sampler/generated_tokens"] / metrics["sampler/occupancy"]
+
+    monkeypatch.setattr(engine_module, "free_bytes", lambda devices: int(batch / slots.SHARE) + 64)
+    assert serving(tiny, run, shrink=4) == pytest.approx(11 * 32)
+    monkeypatch.setattr(engine_module, "free_bytes", lambda devices: int(batch * 1.3))
+    assert serving(tiny, run, shrink=4) == pytest.approx(2 * 32 + 9 * 8)
+
+
+def test_a_factor_of_one_shrinks_nothing_and_is_refused():
+    with pytest.raises(ValueError, match=r"embedded.EmbeddedSampler.shrink must be >= 2 \(got 1\)"):
+        EmbeddedSampler(shrink=1)
