@@ -27,22 +27,22 @@ class FileRows(Templated):
       path: a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face dataset id.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset; None for its default.
-      limit: most rows; None for all.
+      skip: first rows that are left out, such as those that settings are chosen on.
+      limit: most rows after them; None for all.
     """
 
     path: str
     split: str = "train"
     subset: str | None = None
+    skip: int = 0
     limit: int | None = None
 
     def located(self, *columns: str) -> list[Located]:
         """Returns the rows, which have a value in each of `columns`; raises as `read` does."""
-        return read(self.path, columns, split=self.split, subset=self.subset, limit=self.limit)
+        return read(self.path, columns, split=self.split, subset=self.subset, skip=self.skip, limit=self.limit)
 
 
-def read(
-    path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
-) -> list[Located]:
+def read(path: str, columns: Sequence[str], **part: Any) -> list[Located]:
     """Returns the rows of `each` as a list of at least one row.
 
     Raises:
@@ -50,14 +50,23 @@ def read(
       ValueError: a row is malformed, a column is missing or there are no rows; the message names the file and the row.
       ModuleNotFoundError: `path` is a dataset id, and the package `datasets` is not installed.
     """
-    found = list(each(path, columns, split=split, subset=subset, limit=limit))
+    found = list(each(path, columns, **part))
     if not found:
-        raise ValueError(f"{path!r} has no rows in split {split!r}: a data source needs at least one")
+        left = f" after the first {part['skip']}" if part.get("skip") else ""
+        raise ValueError(
+            f"{path!r} has no rows in split {part.get('split', 'train')!r}{left}: a data source needs at least one"
+        )
     return found
 
 
 def each(
-    path: str, columns: Sequence[str], *, split: str = "train", subset: str | None = None, limit: int | None = None
+    path: str,
+    columns: Sequence[str],
+    *,
+    split: str = "train",
+    subset: str | None = None,
+    skip: int = 0,
+    limit: int | None = None,
 ) -> Iterator[Located]:
     """Yields rows of a local file, of the split's files in a local folder, or of a Hugging Face dataset.
 
@@ -68,7 +77,8 @@ def each(
       columns: columns that every row must have.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
-      limit: most rows; None for all.
+      skip: first rows that are left out.
+      limit: most rows after them; None for all.
 
     Raises:
       FileNotFoundError: there is nothing at `path`.
@@ -77,7 +87,9 @@ def each(
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, or None for all rows (got {limit})")
-    for where, row in islice(_rows(path, split, subset), limit):
+    if skip < 0:
+        raise ValueError(f"skip must be at least 0 (got {skip})")
+    for where, row in islice(_rows(path, split, subset), skip, None if limit is None else skip + limit):
         missing = [column for column in columns if row.get(column) is None]
         if missing:
             raise ValueError(

@@ -26,7 +26,7 @@ class GSM8K(FileRows):
           ValueError: the data is malformed; the message names the file and the row.
         """
         prompts = []
-        for number, (where, row) in enumerate(self.located("question", "answer")):
+        for number, (where, row) in enumerate(self.located("question", "answer"), start=self.skip):
             reference = gold(str(row["answer"]))
             if not reference:
                 raise ValueError(

@@ -86,8 +86,8 @@ async def evaluate(
 
     Returns:
       {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of sampled ones, and for each kind the share of
-      truncated answers ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct")}, and the
-      metrics of the evaluation's measures.
+      truncated answers ("_truncated"), the mean length ("_length") and the number of distinct answers ("_distinct"); "eval/NAME/prompts"},
+      and the metrics of the evaluation's measures.
 
     Raises:
       ValueError: the reward needs the learner's token stats.
@@ -104,7 +104,8 @@ async def evaluate(
     generator.counters.clear()
     generator.take_played()
     found = evaluation.metrics(answered)
-    return {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}, shown
+    metrics = {f"eval/{evaluation.name}/{name}": estimate(values).mean for name, values in found.items()}
+    return metrics | {f"eval/{evaluation.name}/prompts": float(len(prompts))}, shown
 
 
 def check_reward(name: str, reward: Reward | None) -> None:

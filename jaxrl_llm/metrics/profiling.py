@@ -84,19 +84,33 @@ def _kernels(file: Path) -> Iterator[tuple[str, float]]:
 
 
 class Compilations:
-    """Counts the programs that XLA compiled since the last `take`; a process makes one, before the programs that it counts."""
+    """Counts the programs that XLA compiled since the last `take`, and their seconds; a process makes one, before the programs that it counts."""
 
     def __init__(self) -> None:
         self._made, self._seen = 0, 0
+        self._seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
     def _listen(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        self._made += event == EVENT
+        if event == EVENT:
+            self._made, self._seconds = self._made + 1, self._seconds + duration_secs
 
     def take(self) -> int:
         """Returns the number of programs compiled since the last call."""
         new, self._seen = self._made - self._seen, self._made
         return new
+
+    def spent(self) -> float:
+        """Returns the seconds that compilation, or reading compiled programs, took since the last call; of programs compiled at once, their sum."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def peak_memory() -> dict[str, float]:
+    """{"memory/peak_gib": the most that a device of this process has held since it started}; {} where the backend keeps no account, as a CPU's."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}
 
 
 @command_line.told

@@ -90,6 +90,7 @@ def provenance(run_dir: Path, seed: int, config: str) -> None:
         "commit": commit(),
         "jax": jax.__version__,
         "devices": [str(d) for d in jax.devices()],
+        "kind": jax.devices()[0].device_kind,
     }
     replace_text(run_dir / "run.json", json.dumps(facts, indent=2) + "\n")
 

@@ -6,6 +6,7 @@ It runs the project's own Learner, Policy and EmbeddedSampler, and prints one JS
 several values, separated by commas; each combination is measured in its own process, one after the other, so that its memory
 peak is its own and a failure does not affect the others. Times are medians of calls that wait for their result; tokens/s and MFU
 follow metrics/flops.py: causal attention, real head width, head counted, embedding not counted, recomputation not counted.
+--work=speedrun launches whole runs of a gin file, one for each of --seeds, and prints their row of the leaderboard (eval/reports/leaderboard.py).
 With --topology=v6e:16x16 and the like, programs are compiled for a target that need not be attached (programs.py), and nothing runs.
 """
 
@@ -27,6 +28,7 @@ from jaxrl_llm import command_line
 from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.distributed import compilation_cache, topology, xla_flags
 from jaxrl_llm.distributed.mesh import to_host
+from jaxrl_llm.eval.reports import leaderboard
 from jaxrl_llm.experience import Group, Prompt, SamplingParams
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import api as attention
@@ -280,6 +282,28 @@ def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict
     return {**flags, "error": " | ".join(said[-3:])[-800:]}
 
 
+def speedrun(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """Makes and prints a row of the leaderboard; refuses one whose runs were not whole."""
+    if not arguments.gin_file or arguments.runs is None:
+        parser.error("--work=speedrun needs --gin_file and --runs: the runs, and the folder that they lie in")
+    try:
+        seeds = [int(seed) for seed in arguments.seeds.split(",")]
+    except ValueError:
+        parser.error(f"--seeds must be whole numbers, separated by commas (got {arguments.seeds!r})")
+    found = leaderboard.speedrun(arguments.gin_file, arguments.gin, seeds, arguments.runs, arguments.name)
+    tell(found, arguments.output)
+    print(leaderboard.line(found), file=sys.stderr)
+    return 0
+
+
+def tell(found: dict[str, Any], output: str | None) -> None:
+    """Prints a row, and adds it to a file."""
+    print(json.dumps(found), flush=True)
+    if output:
+        with open(output, "a", encoding="utf-8") as file:
+            file.write(json.dumps(found) + "\n")
+
+
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; the exit code is 1 where a configuration failed."""
@@ -297,7 +321,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--topology", metavar="NAME", help="compile for v6e:16x16, v5p:4x4x4, h200:8 ..., and measure nothing"
     )
+    parser.add_argument("--gin_file", action="append", default=[], help="of --work=speedrun: as launch takes it")
+    parser.add_argument("--gin", action="append", default=[], help="of --work=speedrun: as launch takes it")
+    parser.add_argument("--seeds", default="0", help="of --work=speedrun: a run for each (default 0)")
+    parser.add_argument("--runs", type=Path, help="of --work=speedrun: folder of the runs")
+    parser.add_argument("--name", default="", help="of --work=speedrun: what the row is called")
     arguments = parser.parse_args(argv)
+    if arguments.work == "speedrun":
+        return speedrun(parser, arguments)
     if arguments.topology:
         topology.prepare(arguments.topology)
     else:
@@ -320,10 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else in_process(flags, more, arguments.limit)
         )
         failed += "error" in found
-        print(json.dumps(found), flush=True)
-        if arguments.output:
-            with open(arguments.output, "a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
+        tell(found, arguments.output)
     return 1 if failed else 0
 
 

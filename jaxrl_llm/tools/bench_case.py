@@ -27,7 +27,7 @@ from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 
 # Flags that take several values: name -> (type, default, meaning).
 SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "work": (str, "update", "update, score, sample or step"),
+    "work": (str, "update", "update, score, sample, step or speedrun"),
     "model": (str, "qwen2.5-1.5b", f"one of {', '.join(SHAPES)}"),
     "layers": (int, "0", "layers of the model; 0 takes all"),
     "dtype": (str, "bfloat16", "dtype of activations and cache"),

@@ -115,10 +115,12 @@ class Trainer:
     async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
         """One step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
         self.progress.begin()
+        self.compilations.spent()  # on what came before the step
         self.watching.at("beginning a step", step=step)
         if stage.config.samples:
             await self.publish(state, version=step - 1)
         state, metrics, result = await stage.step(state, step)
+        metrics["time/compile_s"] = self.compilations.spent()
         self.stopped = self.stopped or self.ends(2 * step)
         metrics |= {"stage": float(stage.number), "update/step": float(step)}
         pending = None
@@ -209,7 +211,7 @@ class Trainer:
     def measures(self, stage: StageTrainer, result: StepResult, step: int) -> dict[str, float]:
         """Times, speed and counts of a step."""
         seconds = self.progress.seconds
-        metrics = {f"time/{name}_s": s for name, s in seconds.items()}
+        metrics = {f"time/{name}_s": s for name, s in seconds.items()} | profiling.peak_memory()
         metrics |= diagnostics.speed(
             result.batch, self.policy.architecture, stage.config.epochs, seconds, stage.layers
         )  # fmt: skip

@@ -91,6 +91,19 @@ def test_bad_files_are_named_with_what_is_read(tmp_path: Path) -> None:
         GSM8K(path=str(tmp_path), limit=0).rows()
 
 
+def test_training_problems_to_choose_settings_on_are_none_that_are_learned_from(tmp_path: Path) -> None:
+    file = str(write(tmp_path, "train.jsonl", ROWS))
+    chosen, learned = GSM8K(path=file, limit=1).rows(), GSM8K(path=file, skip=1).rows()
+    assert [row.id for row in chosen] == ["gsm8k/train/0"]
+    assert [row.id for row in learned] == ["gsm8k/train/1", "gsm8k/train/2"]
+    assert [row.reference for row in (*chosen, *learned)] == ["1234", "-5", "0.5"]
+    assert [row.id for row in GSM8K(path=file, skip=1, limit=1).rows()] == ["gsm8k/train/1"]
+    with pytest.raises(ValueError, match=r"no rows in split 'train' after the first 3"):
+        GSM8K(path=file, skip=3).rows()
+    with pytest.raises(ValueError, match=r"skip must be at least 0 \(got -1\)"):
+        GSM8K(path=file, skip=-1).rows()
+
+
 def test_a_dataset_id_needs_the_datasets_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"'openai/gsm8k' is no local path.*pip install datasets"):

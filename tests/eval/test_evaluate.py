@@ -47,6 +47,7 @@ def test_greedy_and_sampled_means_over_valid_answers():
         "eval/heldout/sampled_length": 3,
         "eval/heldout/sampled_distinct": 12,
         "eval/heldout/sampled_invalid": 3,
+        "eval/heldout/prompts": 3,
     })  # fmt: skip
     assert [len(g.rollouts) for g in groups] == [1, 1, 1, 4, 4, 4]
     assert [g.rollouts[0].prompt.id for g in groups] == ["0", "1", "2"] * 2
@@ -76,7 +77,7 @@ def test_sampled_answers_use_the_settings_and_greedy_ones_their_limits_alone():
 @pytest.mark.parametrize(("fields", "kinds"), [({"samples": 0}, {"greedy"}), ({"greedy": False}, {"sampled"})])
 def test_only_what_is_asked_for_is_measured(fields, kinds):
     metrics, groups, _ = run(name="test", **fields)
-    assert {name.split("/")[2].split("_")[0] for name in metrics} == kinds and len(groups) == 3
+    assert {name.split("/")[2].split("_")[0] for name in metrics} == kinds | {"prompts"} and len(groups) == 3
 
 
 def test_answers_that_reach_the_limit_are_counted():
