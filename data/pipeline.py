@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.data.tokenizer import ids
-from jaxrl_llm.experience import Prompt, Rollout
+from jaxrl_llm.experience import Group, Prompt, Rollout
 
 Row = TypeVar("Row")
 
@@ -54,9 +54,24 @@ class PromptStream(Generic[Row]):
 
     def next_batch(self, n: int) -> list[Row]:
         """Returns the next `n` rows."""
-        batch = [self.rows[self._order(g)] for g in range(self.position, self.position + n)]
-        self.position += n
-        return batch
+        return self.numbered([self.next_number() for _ in range(n)])
+
+    def next_number(self) -> int:
+        """Returns the number of the next row, which counts as read."""
+        number = self._order(self.position)
+        self.position += 1
+        return number
+
+    def numbered(self, numbers: Sequence[int]) -> list[Row]:
+        """Returns the rows of these numbers."""
+        return [self.rows[i] for i in numbers]
+
+    def learn(self, groups: Sequence[Group]) -> None:
+        """Is told how the rollouts of its prompts were rewarded; this stream draws all of them alike."""
+
+    def take(self) -> dict[str, float]:
+        """Metrics of the stream since the last call."""
+        return {"data/epoch": self.epoch}
 
     def state(self) -> dict[str, Any]:
         """JSON-like state: the number of rows read, and what identifies their order."""

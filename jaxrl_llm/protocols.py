@@ -78,7 +78,7 @@ class Isolating(Protocol):
 
 @runtime_checkable
 class Filter(Protocol):
-    """Decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` batches were drawn."""
+    """Decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` times its size were drawn."""
 
     max_draws: int
 

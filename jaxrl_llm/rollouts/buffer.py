@@ -19,6 +19,7 @@ from jaxrl_llm.data.pipeline import PromptStream
 from jaxrl_llm.distributed.serialization import Deferred
 from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
+from jaxrl_llm.rollouts.curriculum import CurriculumStream
 
 FORMAT = 3  # of the buffer in checkpoints; 2 knows no branches, and 1, which has no number, holds arrays as base64 text
 _PLAYED = ("branches", "turns", "valid", "error", "rewards", "info")  # what an environment or an agent adds
@@ -55,7 +56,7 @@ class RolloutBuffer:
       least: fewest rollouts of a group that are worth learning from.
     """
 
-    stream: PromptStream[Prompt]
+    stream: PromptStream[Prompt] | CurriculumStream
     collector: Collector
     prompts: int
     max_staleness: int
@@ -89,7 +90,7 @@ class RolloutBuffer:
         return self._fresh(groups, step - 1 - self.max_staleness)
 
     async def _batch(self, coming: PendingBatch) -> list[Group]:
-        return await self.collector.batch(lambda n: self._draw(coming, n), self.prompts, coming.step)
+        return await self.collector.batch(lambda n: self._draw(coming, n), self.prompts, coming.step, self.stream.learn)
 
     def _draw(self, coming: PendingBatch, n: int) -> list[Prompt]:
         """The next prompts of the stream, or those that the batch drew before the run was resumed."""
@@ -164,7 +165,7 @@ class RolloutBuffer:
         self._counters.clear()
         self._waited_s = 0.0
         ready = sum(_whole(coming) is not None for coming in self._coming)
-        return {**taken, **counts, "data/epoch": self.stream.epoch, "buffer/whole": float(ready)}
+        return {**taken, **counts, **self.stream.take(), "buffer/whole": float(ready)}
 
 
 def _whole(coming: PendingBatch) -> list[Group] | None:

@@ -11,7 +11,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,7 +23,13 @@ from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Completion, Group, Prompt, Role, Rollout, SamplingParams, Scores, seed_of
 from jaxrl_llm.protocols import Filter, Marker, Reward, Sampler
 from jaxrl_llm.rollouts import given_rewards
+from jaxrl_llm.rollouts.curriculum import CurriculumStream
 from jaxrl_llm.rollouts.schedule import Slots
+
+LOOK_S = 1.0  # seconds after which what was asked for meanwhile is looked at for errors
+
+Draw = Callable[[int], list[Prompt]]  # the next prompts of the data stream
+Learn = Callable[[Sequence[Group]], None]
 
 _log = logging.getLogger(__name__)
 
@@ -110,7 +116,7 @@ class RolloutGenerator:
         )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False)
 class Collector:
     """Draws prompts, samples and scores their groups, and filters them until a batch is full.
 
@@ -141,27 +147,78 @@ class Collector:
     counters: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=lambda: {"sample": 0.0, "reward": 0.0})
     unfiltered: list[float] = field(default_factory=list)
+    _sampled: float = field(default=0.0, init=False)  # when the last rollout came
 
-    async def batch(self, draw: Callable[[int], list[Prompt]], count: int, step: int) -> list[Group]:
-        """Returns `count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` draws did not suffice.
+    async def batch(self, draw: Draw, count: int, step: int, learn: Learn | None = None) -> list[Group]:
+        """Returns `count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` x `count` prompts did not suffice.
+
+        Each group that the filter leaves out is replaced by one more prompt, asked for as soon as its rewards are there, so that just as many
+        are drawn as the batch needs. Which ones these are, and their seeds, does not depend on the order in which groups finish.
 
         Args:
           draw: returns the next prompts of the data stream.
-          step: seeds the sampling, together with the seed of the run, the number of the draw and the place in it.
+          step: seeds the sampling, together with the seed of the run and the number of the prompt among those drawn for the step.
+          learn: is told all groups, those that the filter leaves out too, in the order their prompts were drawn.
         """
-        kept: list[Group] = []
-        for attempt in range(self.filter.max_draws if self.filter else 1):
-            groups = await self.score(draw(count), (self.seed, step, attempt))
-            good = [g for g in groups if self.filter is None or self.filter.keep(g)]
-            self._note(groups)
-            self.counters["groups/filtered"] += len(groups) - len(good)
-            kept += good
-            if len(kept) >= count:
-                break
+        begin = self._sampled = time.perf_counter()
+        alone = self.generator.processes.count == 1
+        found = await (self._in_flight if alone else self._by_rounds)(draw, count, step)
+        self.seconds["sample"] += self._sampled - begin
+        self.seconds["reward"] += time.perf_counter() - self._sampled
+        if learn is not None:
+            learn(found)
+        self._note(found)
+        kept = [g for g in found if self._keeps(g)]
+        self.counters["groups/filtered"] += len(found) - len(kept)
         kept = self._enough(kept)
-        self.counters["groups/surplus"] += max(len(kept) - count, 0)
+        self.counters["groups/surplus"] += max(len(kept) - count, 0)  # 0, under the name that readers of runs know
         self.counters["groups/missing"] += max(count - len(kept), 0)
-        return kept[:count]
+        return kept
+
+    async def _in_flight(self, draw: Draw, count: int, step: int) -> list[Group]:
+        """All groups drawn for a step, in their order; a group that is left out is replaced while others are still sampled."""
+        most = count * (self.filter.max_draws if self.filter else 1)
+        asked: set[asyncio.Future[list[Group]]] = set()
+        found: dict[int, Group] = {}
+        drawn = 0
+
+        def ask(n: int) -> None:
+            nonlocal drawn
+            first, drawn = drawn, drawn + n
+
+            def scored(i: int, group: Group) -> None:
+                found[first + i] = group
+                if drawn < most and not self._keeps(group):
+                    ask(1)
+
+            asked.add(asyncio.ensure_future(self._scored(draw(n), self._seeds(count, step, first, n), scored)))
+
+        async with _ended(asked):
+            ask(count)
+            while left := {task for task in asked if not task.done()}:
+                await asyncio.wait(left, timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                for task in asked:
+                    if task.done():
+                        task.result()  # raises its error
+        return [found[i] for i in sorted(found)]
+
+    async def _by_rounds(self, draw: Draw, count: int, step: int) -> list[Group]:
+        """The groups of `_in_flight`; those that are missing are asked for together, since all processes of a run must ask alike."""
+        most = count * (self.filter.max_draws if self.filter else 1)
+        found: list[Group] = []
+        missing = count
+        while missing:
+            seeds = self._seeds(count, step, len(found), missing)
+            found += await self._scored(draw(missing), seeds)
+            missing = min(count - sum(map(self._keeps, found)), most - len(found))
+        return found
+
+    def _seeds(self, count: int, step: int, first: int, n: int) -> list[int]:
+        """Seeds of the `n` prompts from number `first` on, of those that are drawn for a step of `count`."""
+        return [seed_of(self.seed, step, *divmod(i, count)) for i in range(first, first + n)]
+
+    def _keeps(self, group: Group) -> bool:
+        return self.filter is None or self.filter.keep(group)
 
     def _enough(self, groups: list[Group]) -> list[Group]:
         """The groups without those of which failed rollouts leave fewer than `least`; all of them where none is left."""
@@ -178,22 +235,34 @@ class Collector:
 
     async def score(self, prompts: Sequence[Prompt], seed: tuple[int, ...]) -> list[Group]:
         """Returns the scored group of every prompt, in the order of `prompts`."""
-        seeds = [seed_of(*seed, i) for i in range(len(prompts))]
-        begin = time.perf_counter()
+        begin = self._sampled = time.perf_counter()
+        groups = await self._scored(prompts, [seed_of(*seed, i) for i in range(len(prompts))])
+        self.seconds["sample"] += self._sampled - begin
+        self.seconds["reward"] += time.perf_counter() - self._sampled
+        return groups
+
+    async def _scored(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], tell: Callable[[int, Group], None] | None = None
+    ) -> list[Group]:
+        """The scored group of every prompt, in their order; `tell` is told (number of the prompt, its group) as the rewards come."""
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
-        scoring: dict[int, asyncio.Task[Scores]] = {}
+        scoring: dict[int, asyncio.Task[Group]] = {}
         if self.greedy:
             async for i, greedy in self.generator.groups(prompts, 1, self.settings.greedy(), seeds, role="greedy"):
                 rollouts[i] += greedy
-        async with _ended(scoring):
+
+        async def one(i: int) -> Group:
+            group = Group(rollouts=rollouts[i], scores=await self._scores(rollouts[i]))
+            if tell is not None:
+                tell(i, group)
+            return group
+
+        async with _ended(scoring.values()):
             async for i, group in self.generator.groups(prompts, self.group_size, self.settings, seeds):
                 rollouts[i] = group + rollouts[i]
-                scoring[i] = asyncio.ensure_future(self._scores(rollouts[i]))
-            sampled = time.perf_counter()
-            scores = [await scoring[i] for i in range(len(prompts))]
-        self.seconds["sample"] += sampled - begin
-        self.seconds["reward"] += time.perf_counter() - sampled
-        groups = [Group(rollouts=r, scores=s) for r, s in zip(rollouts, scores, strict=True)]
+                scoring[i] = asyncio.ensure_future(one(i))
+            self._sampled = time.perf_counter()
+            groups = [await scoring[i] for i in range(len(prompts))]
         self._count_invalid(groups)
         return groups if self.generator.processes.count == 1 else self._agreed(groups)
 
@@ -215,8 +284,8 @@ class Collector:
         asked = [
             given_rewards.scored(self.reward, g.rollouts, self.weights, s) for g, s in zip(groups, stats, strict=True)
         ]
-        async with _ended(scoring := dict(enumerate(map(asyncio.ensure_future, asked)))):
-            scores = [await task for task in scoring.values()]
+        async with _ended(scoring := list(map(asyncio.ensure_future, asked))):
+            scores = [await task for task in scoring]
         scored = [Group(rollouts=g.rollouts, scores=s) for g, s in zip(groups, scores, strict=True)]
         self._count_invalid(scored)
         return scored
@@ -268,14 +337,15 @@ def _checksum(groups: Sequence[Group]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def _ended(tasks: Mapping[int, asyncio.Task[Scores]]) -> AsyncIterator[None]:
+async def _ended(tasks: Collection[asyncio.Future[Any]]) -> AsyncIterator[None]:
     """Cancels the tasks that are left when the block ends, however it ends."""
     try:
         yield
     finally:
-        for task in tasks.values():
+        left = list(tasks)
+        for task in left:
             task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +353,7 @@ class DynamicSampling:
     """DAPO's dynamic sampling (arXiv:2503.14476, section 3.2): keeps groups whose rewards differ.
 
     Attributes:
-      max_draws: most batches of prompts drawn for one step.
+      max_draws: most prompts drawn for one step, as a multiple of those that it learns from.
     """
 
     max_draws: int = 4
@@ -312,12 +382,12 @@ class SampledGroups:
       prompts: number of prompts of a step.
     """
 
-    stream: PromptStream[Prompt]
+    stream: PromptStream[Prompt] | CurriculumStream
     collector: Collector
     prompts: int
 
     async def next(self, step: int) -> list[Group]:
-        return await self.collector.batch(self.stream.next_batch, self.prompts, step)
+        return await self.collector.batch(self.stream.next_batch, self.prompts, step, self.stream.learn)
 
     def state(self) -> dict[str, Any]:
         return self.stream.state()
@@ -326,4 +396,4 @@ class SampledGroups:
         self.stream.restore(state)
 
     def take(self) -> dict[str, float]:
-        return {**self.collector.take(), "data/epoch": self.stream.epoch}
+        return {**self.collector.take(), **self.stream.take()}

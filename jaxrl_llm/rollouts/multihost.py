@@ -37,13 +37,12 @@ class SharedStream(PromptStream[Row]):
         self._starts = np.cumsum([0, *processes.gathered(len(part))]).tolist()
         super().__init__(range(self._starts[-1]), seed=seed)  # type: ignore[arg-type]
 
-    def next_batch(self, n: int) -> list[Row]:
-        """Returns the next `n` rows, all of them on every process."""
-        wanted: list[Any] = super().next_batch(n)
+    def numbered(self, numbers: Sequence[int]) -> list[Row]:
+        """Returns the rows of these numbers, all of them on every process."""
         first, end = self._starts[self._processes.index : self._processes.index + 2]
-        held = [[i, self._part[i - first]] for i in wanted if first <= i < end]
+        held = [[i, self._part[i - first]] for i in numbers if first <= i < end]
         found = {i: row for part in self._processes.gathered(held) for i, row in part}
-        return [found[i] for i in wanted]
+        return [found[i] for i in numbers]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

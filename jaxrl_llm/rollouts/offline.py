@@ -34,7 +34,7 @@ class OfflineGroups:
         self.stream.restore(state)
 
     def take(self) -> dict[str, float]:
-        return {"data/epoch": self.stream.epoch}
+        return self.stream.take()
 
 
 def given(

@@ -14,6 +14,7 @@ from jaxrl_llm.metrics.trackers import MLflow, Trackio
 from jaxrl_llm.metrics.watchdog import Watchdog
 from jaxrl_llm.metrics.writers import Jsonl, TensorBoard, WandB
 from jaxrl_llm.rollouts.collect import DynamicSampling
+from jaxrl_llm.rollouts.curriculum import Curriculum
 from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.rollouts.pairs import AboveTheMean, BestAgainstWorst, DemonstrationAgainstSample
 from jaxrl_llm.train.checkpoint import Checkpointing
@@ -28,6 +29,7 @@ __all__ = [
     "BuPO",
     "Checkpointing",
     "Console",
+    "Curriculum",
     "DemonstrationAgainstSample",
     "DynamicSampling",
     "Episodes",

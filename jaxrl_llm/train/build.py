@@ -19,6 +19,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import GroupLoader, Params
 from jaxrl_llm.rollouts.buffer import RolloutBuffer
 from jaxrl_llm.rollouts.collect import Collector, RolloutGenerator, SampledGroups
+from jaxrl_llm.rollouts.curriculum import CurriculumStream
 from jaxrl_llm.rollouts.multihost import BroadcastGroups, SharedStream
 from jaxrl_llm.rollouts.offline import OfflineGroups, given
 from jaxrl_llm.rollouts.pairs import PairedGroups
@@ -135,18 +136,24 @@ def loader_of(
     Each process encodes its part of the rows; where process 0 alone calls the sampler, it encodes all of them.
     """
     count, seed, processes = config.prompts_per_step, trainer.config.seed, trainer.processes
+    chosen = lambda stream: stream if config.curriculum is None else CurriculumStream(stream, config.curriculum)  # noqa: E731
     if collector is None:
+        if config.curriculum is not None:
+            raise ValueError(
+                f"Stage.curriculum of stage {config.name!r} draws by the rewards of samples, and {type(config.algorithm).__name__} learns from "
+                f"{config.algorithm.learns_from}: set it to None"
+            )
         whole = config.algorithm.learns_from == "documents"  # their chunks join rows, so that each process needs all
         groups = part_of(processes, lambda: given_groups(config, encoder, processes.part(rows, whole=whole), seed))
         groups = processes.part(groups) if whole else groups
         return OfflineGroups(stream=stream_of(groups, processes, seed), rows=count)
     if processes.count == collector.generator.processes.count and not config.max_staleness:
         prompts = part_of(processes, lambda: encoder.prompts(processes.part(rows)))
-        return SampledGroups(stream=stream_of(prompts, processes, seed), collector=collector, prompts=count)
+        return SampledGroups(stream=chosen(stream_of(prompts, processes, seed)), collector=collector, prompts=count)
     if not processes.main:
         return BroadcastGroups(loader=None, preemption=trainer.preemption)
     loader: GroupLoader
-    stream = PromptStream(encoder.prompts(rows), seed=seed)
+    stream = chosen(PromptStream(encoder.prompts(rows), seed=seed))
     if config.max_staleness:
         loader = RolloutBuffer(
             stream=stream, collector=collector, prompts=count, max_staleness=config.max_staleness, batches=config.steps,

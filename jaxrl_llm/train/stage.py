@@ -25,6 +25,7 @@ from jaxrl_llm.protocols import (
     Reward,
     Schedule,
 )
+from jaxrl_llm.rollouts.curriculum import Curriculum
 from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.train.phases import WHOLE, Phase
 
@@ -56,6 +57,7 @@ class Stage:
       settings: how training samples are drawn, which must be from the plain tempered softmax.
       reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
+      curriculum: draws prompts less often that were all right lately; None draws all alike.
       pairing: prefers and rejects samples of a prompt, for a loss of preferences that learns from samples; None for other algorithms.
       environment: answers the policy between turns; None for a single turn.
       agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
@@ -111,6 +113,7 @@ class Stage:
     settings: SamplingParams = field(default_factory=SamplingParams)
     reward: Reward | None = None
     filter: Filter | None = None
+    curriculum: Curriculum | None = None
     pairing: Pairing | None = None
     environment: EnvironmentFactory | None = None
     agent: AgentFactory | None = None
@@ -268,10 +271,10 @@ class Stage:
                 f"stage {self.name!r} learns from samples and Stage.held_out measures given responses: set HELD_OUT = None; "
                 "Stage.evaluations measure samples"
             )
-        if self.filter is not None and self.reward is not None and self.reward.needs_stats:
+        if (self.filter or self.curriculum) is not None and self.reward is not None and self.reward.needs_stats:
             raise ValueError(
                 f"stage {self.name!r} filters groups before the learner has the statistics that its reward needs: "
-                "set FILTER = None, or use another reward"
+                "set FILTER and Stage.curriculum to None, or use another reward"
             )
         if self.group_size < self.least_samples:
             raise ValueError(f"{name} needs group_size >= {self.least_samples} (got {self.group_size}): set GROUP_SIZE")

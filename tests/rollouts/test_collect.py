@@ -102,19 +102,71 @@ def test_greedy_rollouts_come_last_in_their_group_and_are_scored_with_it():
 
 
 @pytest.mark.parametrize(
-    ("divisor", "max_draws", "kept", "drawn", "filtered", "surplus"),
+    ("divisor", "max_draws", "kept", "drawn"),
     [
-        (3, 3, [1, 2, 4, 5, 7], 10, 4, 1),  # 8 is one too many
-        (3, 1, [1, 2, 4], 5, 2, 0),
-        (2, 2, [1, 3, 5, 7, 9], 10, 5, 0),
-        (1, 3, [], 15, 15, 0),
+        (3, 3, [1, 2, 4, 5, 7], 8),  # of 0 to 4 two are left out, then one of 5 and 6
+        (3, 1, [1, 2, 4], 5),
+        (2, 2, [1, 3, 5, 7, 9], 10),
+        (1, 3, [], 15),
     ],
 )
-def test_prompts_are_drawn_until_the_batch_is_full_or_max_draws(divisor, max_draws, kept, drawn, filtered, surplus):
-    c, numbers = collector(filter=NoMultiple(divisor, max_draws)), Numbers()
-    assert names(asyncio.run(c.batch(numbers, 5, 0))) == kept and numbers.position == drawn
-    counts = {name: c.counters[f"groups/{name}"] for name in ("filtered", "surplus", "missing")}
-    assert counts == {"filtered": filtered, "surplus": surplus, "missing": 5 - len(kept)}
+@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("processes", [1, 2])
+def test_just_as_many_prompts_are_drawn_as_the_batch_needs(divisor, max_draws, kept, drawn, order, processes):
+    """Whatever the order in which groups finish, and in rounds, where several processes ask together, as in flight."""
+    c, numbers = collector(order, filter=NoMultiple(divisor, max_draws), seed=4), Numbers()
+    if processes > 1:
+        together = Together(count=2, names=["a", "b"])
+        together.sent = []
+        c = replace(c, generator=replace(c.generator, processes=together))
+    told: list[Group] = []
+    groups = asyncio.run(c.batch(numbers, 5, 2, told.extend))
+    assert names(groups) == kept and numbers.position == drawn and names(told) == list(range(drawn))
+    counts = {name: c.counters[f"groups/{name}"] for name in ("filtered", "missing")}
+    assert counts == {"filtered": drawn - len(kept), "missing": 5 - len(kept)}
+    for i, group in enumerate(told):
+        assert group.rollouts[0].tokens.tolist() == [i + 1, 1, seed_of(4, 2, i // 5, i % 5) % 97 + 1]
+    sizes = [len(prefixes) for prefixes, *_ in c.generator.sampler.calls]
+    assert sizes[0] == 5 and (processes > 1 or set(sizes[1:]) <= {1})
+
+
+def test_what_is_missing_is_asked_for_while_the_rest_of_the_batch_is_still_sampled():
+    """The last of three groups is sampled only once the prompt that replaces the first has been."""
+    replaced = asyncio.Event()
+
+    class Waits(EchoSampler):
+        async def sample(self, prefixes, n, settings, seeds):
+            if len(prefixes) == 1:
+                replaced.set()
+            async for index, group in super().sample(prefixes, n, settings, seeds):
+                if len(prefixes) > 1 and index == 2:
+                    await asyncio.wait_for(replaced.wait(), 5)
+                yield index, group
+
+    async def run() -> list[Group]:
+        c = collector(filter=NoMultiple(3, 2))
+        order = next(o for o in range(20) if np.random.default_rng(o).permutation(3)[-1] == 2)
+        c = replace(c, generator=replace(c.generator, sampler=Waits(order)))
+        return await c.batch(Numbers(), 3, 0)
+
+    assert names(asyncio.run(run())) == [1, 2, 4]
+
+
+def test_an_error_in_what_was_asked_for_meanwhile_ends_the_batch():
+    class Fails(EchoSampler):
+        async def sample(self, prefixes, n, settings, seeds):
+            if len(prefixes) == 1:
+                raise ConnectionError("no sampler")
+            async for index, group in super().sample(prefixes, n, settings, seeds):
+                if index == 2:
+                    await asyncio.sleep(60)
+                yield index, group
+
+    c = collector(filter=NoMultiple(3, 2))
+    order = next(o for o in range(20) if np.random.default_rng(o).permutation(3)[-1] == 2)
+    c = replace(c, generator=replace(c.generator, sampler=Fails(order)))
+    with pytest.raises(ConnectionError):
+        asyncio.run(asyncio.wait_for(c.batch(Numbers(), 3, 0), 5))
 
 
 def test_rewards_before_the_filter_are_told_and_only_with_one():
