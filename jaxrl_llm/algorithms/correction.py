@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
+from jax.lax import stop_gradient
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm import components
+from jaxrl_llm.algorithms.batch import MicroBatch, Term
 from jaxrl_llm.algorithms.masked import masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
@@ -57,12 +59,7 @@ class Correction:
         if self.level == "geometric":
             total = masked_mean(log_ratio, mask, axis=1)
         over = log_ratio if self.level == "token" else jnp.broadcast_to(total[:, None], log_ratio.shape)
-        ratio = jnp.exp(jnp.clip(over, -20.0, 20.0))
-        above, below = ratio > self.ratio_max, ratio < self.ratio_min
-        if self.mode == "mask":
-            weight, changed = jnp.where(above | below, 0.0, ratio), above | below
-        else:
-            weight, changed = jnp.minimum(ratio, self.ratio_max), above
+        weight, changed = self.bounded(jnp.exp(jnp.clip(over, -20.0, 20.0)))
         if self.veto:
             vetoed = jnp.any(mask & (jnp.exp(log_ratio) < self.veto), axis=1, keepdims=True)
             weight, changed = jnp.where(vetoed, 0.0, weight), changed | vetoed
@@ -76,6 +73,44 @@ class Correction:
             / jnp.maximum(masked_mean(jnp.square(weight), mask), 1e-8),
         }
         return jnp.where(mask, weight, 0.0), metrics
+
+    def bounded(self, ratio: Float[Array, "..."]) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
+        """The weights of ratios, and which of them are not the ratio itself."""
+        above, below = ratio > self.ratio_max, ratio < self.ratio_min
+        if self.mode == "mask":
+            return jnp.where(above | below, 0.0, ratio), above | below
+        return jnp.minimum(ratio, self.ratio_max), above
+
+    @property
+    def by_token(self) -> bool:
+        """Whether a token's weight depends on its own ratio alone."""
+        return self.level == "token" and not self.normalize and not self.veto
+
+
+def at_update(
+    batch: MicroBatch, policy: Mapping[str, Array], correction: Correction | None
+) -> tuple[MicroBatch, dict[str, Term]]:
+    """The micro-batch of a step's only update, whose old log-probs are those of this very pass, with the weights that follow from them.
+
+    Args:
+      batch: the micro-batch.
+      policy: {"logprob": [B, T], "entropy": [B, T]} of the pass.
+      correction: weighs tokens by their own ratio (`Correction.by_token`); None leaves the weights 1.
+
+    Returns:
+      The micro-batch, and sums for the metrics that a scoring pass would give.
+    """
+    mask, old = batch.mask, stop_gradient(policy["logprob"])
+    log_ratio = log_ratios(old, batch.sampler_logprobs, mask)
+    streams = {"gap/mean": jnp.abs(log_ratio), "gap/k3": jnp.expm1(log_ratio) - log_ratio, "logprob/mean": old}
+    if "entropy" in policy:
+        streams["entropy/mean"] = stop_gradient(policy["entropy"])
+    weights = batch.weights
+    if correction is not None:
+        weights, changed = correction.bounded(jnp.exp(log_ratio))
+        streams |= {"correction/weight_mean": weights, "correction/changed_fraction": changed}
+    sums = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
+    return batch.replace(old_logprobs=old, weights=weights), sums
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import optax
 from jax import Array
 
 from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.algorithms.correction import Correction, at_update
 from jaxrl_llm.learner import offload
 from jaxrl_llm.learner import router as routers
 from jaxrl_llm.learner.bfloat16_weights import Compensated, Stochastic
@@ -62,6 +63,8 @@ class Learner(Scorer):
       warmup: number of first updates, in which only the critic learns and the policy stays as it is.
       trainable: which parameters of the policy learn; None for all.
       seed: seed of the noise that an algorithm may need.
+      own_old: whether old log-probs are those of the update's own pass, which is right where a step makes one update.
+      correction: with `own_old`, weighs tokens in the update.
     """
 
     optimizers: Mapping[str, Optimizer]
@@ -69,6 +72,8 @@ class Learner(Scorer):
     warmup: int = 0
     trainable: Trainable | None = None
     seed: int = 0
+    own_old: bool = False
+    correction: Correction | None = None
 
     def __post_init__(self) -> None:
         for name, optimizer in self.optimizers.items():
@@ -160,6 +165,9 @@ class Learner(Scorer):
         found, report = self._read(params, batch, self.streams, bases, key)
         if "policy" in found:
             found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
+        sums: dict[str, Any] = {}
+        if self.own_old:
+            batch, sums = at_update(batch, found["policy"], self.correction)
         terms, metrics = self.algorithm.loss(found, batch)
         divided = lambda sums: {name: total / batch.counts[by] for name, (total, by) in sums.items()}  # noqa: E731
         more: dict[str, Any] = {}
@@ -170,7 +178,7 @@ class Learner(Scorer):
                 assert batch.loads is not None  # `_loaded` gives them
                 share = routers.balance(report.mass, batch.loads, batch.counts["routed"], self.router.balance_over)
                 loss, more["router/loss"] = loss + self.router.balance * share, share
-        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided(metrics), **more})
+        return loss, jax.lax.stop_gradient({"loss/total": loss, **divided({**metrics, **sums}), **more})
 
     def _slopes(
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]

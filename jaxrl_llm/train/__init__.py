@@ -19,6 +19,7 @@ from jaxrl_llm.rollouts.episodes import Episodes
 from jaxrl_llm.rollouts.pairs import AboveTheMean, BestAgainstWorst, DemonstrationAgainstSample
 from jaxrl_llm.train.checkpoint import Checkpointing
 from jaxrl_llm.train.load import TrainedModel
+from jaxrl_llm.train.old_logprobs import GapRule
 from jaxrl_llm.train.phases import BuPO, TokenBuncher
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
@@ -33,6 +34,7 @@ __all__ = [
     "DemonstrationAgainstSample",
     "DynamicSampling",
     "Episodes",
+    "GapRule",
     "Hosts",
     "Jsonl",
     "MLflow",

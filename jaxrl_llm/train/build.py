@@ -229,10 +229,15 @@ def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
         assert config.critic_optimizer is not None  # by Stage
         optimizers["critic"] = config.critic_optimizer
         warmup = config.critic_warmup_steps * config.minibatches * config.epochs
+    algorithm: Any = config.algorithm
+    own: dict[str, Any] = {}
+    if config.samples and config.old_from == "update":  # the update weighs tokens itself
+        own = {"own_old": True, "correction": algorithm.correction}
+        algorithm = replace(algorithm, correction=None)
     return Learner(
-        models=models, algorithm=config.algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
+        models=models, algorithm=algorithm, optimizers=optimizers, updates=config.updates, warmup=warmup, seed=seed,
         temperature=config.settings.temperature if config.samples else 1.0, max_segments=config.packing.sequences_per_row,
-        router=config.router, teacher=opened_teacher(config, policy),
+        router=config.router, teacher=opened_teacher(config, policy), **own,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ with its step, and is refused else, unless it is asked to take the new settings 
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
@@ -176,3 +177,32 @@ def _note(run_dir: Path, found: Sequence[Change], step: int | None, bent: Sequen
         for c in found
     ]
     append_lines(run_dir / CHANGES, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def recognised(
+    stage: str, host: Mapping[str, Any], contents: Mapping[str, str], bases: Mapping[str, float], *, as_new: bool
+) -> None:
+    """Compares the data, the tokenizer and the frozen weights of a stage with those that a checkpoint knows.
+
+    Args:
+      stage: name of the stage.
+      host: the host's state in the checkpoint.
+      contents: {"data": hash, "tokenizer": hash} of this start.
+      bases: {model name: mean |weight|} of the frozen weights of this start.
+      as_new: whether other data is taken up.
+
+    Raises:
+      ValueError: one of them is another.
+    """
+    for name, content in host.get("contents", {}).items():
+        if contents.get(name, content) != content and not (as_new and name == "data"):
+            raise ValueError(
+                f"the {name} of stage {stage!r} is another one than the checkpoint's (its content has changed): restore it, "
+                "or set RUN_DIR to another folder; other data goes on with --resume_as_new"
+            )
+    for name, size in host.get("bases", {}).items():
+        if not math.isclose(bases.get(name, math.nan), size, rel_tol=1e-4):
+            raise ValueError(
+                f"the checkpoint was trained with other frozen weights of the {name}: set SEED and sources.PolicySource, or "
+                "TEACHER_PATH for a teacher, as they were, or give the run another RUN_DIR"
+            )

@@ -27,6 +27,7 @@ from jaxrl_llm.protocols import (
 )
 from jaxrl_llm.rollouts.curriculum import Curriculum
 from jaxrl_llm.rollouts.episodes import Episodes
+from jaxrl_llm.train import old_logprobs as old
 from jaxrl_llm.train.phases import WHOLE, Phase
 
 # Needs that cost a model or rollouts, which a stage holds for all its phases.
@@ -70,7 +71,10 @@ class Stage:
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
       router: what is replayed and balanced where the policy has experts; others ignore it.
-      old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's.
+      old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's, "update" those of the update's own
+        pass, which are the policy's before the update where a step makes one. "auto" is "update" where that is possible, and elsewhere
+        the sampler's while `gap_rule` allows it. What advantages read of them is the sampler's but with "learner".
+      gap_rule: when "auto" takes the sampler's in a step of several updates.
       offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
       reference_every: steps after which the reference takes the policy's weights anew, as iterations of preference losses do; None keeps
         those that the stage began with.
@@ -126,7 +130,8 @@ class Stage:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     packing: Packing = field(default_factory=Packing)
     router: Router = field(default_factory=Router)
-    old_logprobs: Literal["learner", "sampler"] = "learner"
+    old_logprobs: Literal["learner", "sampler", "update", "auto"] = "learner"
+    gap_rule: old.GapRule = field(default_factory=old.GapRule)
     offload_reference: bool = False
     reference_every: int | None = None
     reference_dtype: Literal["float32", "bfloat16"] | None = None
@@ -204,7 +209,7 @@ class Stage:
                 )
             if phase.view is None:
                 continue
-            if self.old_logprobs == "sampler" or (self.reward is not None and self.reward.needs_stats):
+            if self.old_logprobs != "learner" or (self.reward is not None and self.reward.needs_stats):
                 raise ValueError(
                     f"phase {phase.name!r} of stage {self.name!r} reads log-probs inside the model, which neither the sampler has nor "
                     "a reward wants: set Stage.old_logprobs = 'learner', and a reward that needs no statistics"
@@ -237,7 +242,7 @@ class Stage:
             raise ValueError(
                 f"stage {self.name!r} prefers samples before the learner has the statistics that its reward needs: use another reward"
             )
-        if self.pairing.demonstrates and (self.plays or self.old_logprobs == "sampler"):
+        if self.pairing.demonstrates and (self.plays or self.old_logprobs != "learner"):
             raise ValueError(
                 f"stage {self.name!r} prefers the dataset's responses, which no sampler has drawn and no environment answers: set "
                 "Stage.old_logprobs = 'learner', and neither Stage.environment nor Stage.agent"
@@ -284,12 +289,7 @@ class Stage:
                 f"computes (got {self.settings}): leave top_k, top_p, min_p and repetition_penalty of SamplingParams at their defaults "
                 "and temperature > 0; evaluations may set them"
             )
-        if self.old_logprobs == "sampler" and isinstance(self.algorithm, PolicyGradient) and self.algorithm.selects:
-            raise ValueError(
-                f"{name} leaves out tokens by the ratio of old to sampler log-probs, and with Stage.old_logprobs = 'sampler' of stage "
-                f"{self.name!r} that ratio is 1 everywhere: set Stage.old_logprobs = 'learner', or rejections = () and a correction "
-                "that truncates"
-            )
+        old.check(self)
         needed = self.max_prompt_tokens + self.response_tokens - 1
         if needed > self.packing.row_tokens:
             raise ValueError(
@@ -337,8 +337,20 @@ class Stage:
 
     @property
     def controls(self) -> dict[str, float]:
-        """The controllers of the algorithm and of the schedule, with the values that the stage starts from."""
-        return {**self.algorithm.controls, **({} if self.schedule is None else self.schedule.controls)}
+        """The controllers of the algorithm, the schedule and the gap rule, with the values that the stage starts from."""
+        measured = self.gap_rule.controls if self.old_from == "measured" else {}
+        return {**self.algorithm.controls, **({} if self.schedule is None else self.schedule.controls), **measured}
+
+    @property
+    def old_from(self) -> str:
+        """Where old log-probs come from: "learner", "sampler", "update" or, by `gap_rule`, "measured"."""
+        return old.automatic(self) if self.old_logprobs == "auto" else self.old_logprobs
+
+    def scores(self, step: int, controls: Mapping[str, float]) -> bool:
+        """Whether a step has a scoring pass for its old log-probs or their measure."""
+        if self.old_from == "measured":
+            return self.gap_rule.measures(controls, step)
+        return self.old_from == "learner" or (self.old_from == "sampler" and step % self.score_every == 0)
 
     @property
     def sequences(self) -> int:

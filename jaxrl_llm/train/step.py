@@ -22,8 +22,10 @@ from jaxrl_llm.learner.trajectory import bounded
 from jaxrl_llm.metrics import diagnostics, rollout_rows, trajectories
 from jaxrl_llm.protocols import Down, GroupLoader, Params
 from jaxrl_llm.rollouts.collect import Collector
+from jaxrl_llm.train import settings
 from jaxrl_llm.train.evaluation import HeldOut
 from jaxrl_llm.train.frozen_models import REFERENCE, FrozenModels
+from jaxrl_llm.train.old_logprobs import TAKEN
 from jaxrl_llm.train.phases import WHOLE, Phase
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.stage import Stage
@@ -219,13 +221,19 @@ class StageTrainer:
             or self.learner.router.replay == "R2"
             or bool(needs & {"critic", "entropy", "sum_p2", "uniform_logprob"})
         )
-        return reads or config.old_logprobs == "learner" or step % config.score_every == 0
+        return reads or config.scores(step, self.controls)
 
     def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:
         """Token stats as `learner` reads them; those of the policy and the critic only where `policy` is True."""
         params = state.params if policy else None
         reference, teacher = self.frozen.reference, self.frozen.teacher
         return token_stats(learner, params, batch, self.bases, reference=reference, teacher=teacher)
+
+    @property
+    def from_sampler(self) -> bool:
+        """Whether the old log-probs that advantages read are the sampler's."""
+        source = self.config.old_from
+        return source in ("sampler", "update") or (source == "measured" and bool(self.controls[TAKEN]))
 
     def sequences(self, batch: Batch, stats: TokenStats) -> Sequences:
         """The unpacked batch with token stats [S, T]; old log-probs are the sampler's where the stage says so.
@@ -234,7 +242,7 @@ class StageTrainer:
         """
         if self.phase.view is not None:
             stats = {**stats, "sampler_logprobs": stats["old_logprobs"]}
-        if self.config.samples and self.config.old_logprobs == "sampler":
+        if self.config.samples and self.from_sampler:
             stats = {**stats, "old_logprobs": batch.fields["sampler_logprobs"]}
         controls = {name: self.controls[name] for name in self.config.algorithm.controls}
         return batch.sequences(stats, controls, self.config.prompts_per_step)
@@ -290,6 +298,8 @@ class StageTrainer:
         values |= {name: float(x) for name, x in result.advantages.metrics.items()}
         if self.config.schedule is not None:
             values["phase"] = float([phase.name for phase in self.config.phases].index(self.phase.name))
+        if TAKEN in self.controls:
+            values[TAKEN] = self.controls[TAKEN]
         if self.config.samples and "old_logprobs" in stats:
             values |= diagnostics.by_source(batch, stats)
             if self.phase.view is not None:
@@ -315,8 +325,11 @@ class StageTrainer:
             )
 
     def adapt(self, step: int, metrics: Mapping[str, float], sequences: int) -> None:
-        """Moves the controllers of the algorithm and of the schedule after a step on `sequences` sequences."""
-        self.controls = dict(self.config.algorithm.adapt(self.controls, metrics, sequences))
+        """Moves the controllers of the algorithm, the schedule and the gap rule after a step on `sequences` sequences."""
+        before = self.controls
+        self.controls = dict(self.config.algorithm.adapt(before, metrics, sequences))
+        if TAKEN in before:
+            self.controls |= self.config.gap_rule.moved(before, metrics, tells=self.preemption.processes.main)
         if self.config.schedule is not None:
             self.controls |= self.config.schedule.adapt(step - self.offset, self.controls, metrics)
 
@@ -376,18 +389,7 @@ class StageTrainer:
         Raises:
           ValueError: its adapters were trained on other frozen weights, or its data or tokens are others.
         """
-        for name, content in host.get("contents", {}).items():
-            if self.contents.get(name, content) != content and not (as_new and name == "data"):
-                raise ValueError(
-                    f"the {name} of stage {self.config.name!r} is another one than the checkpoint's (its content has changed): restore it, "
-                    "or set RUN_DIR to another folder; other data goes on with --resume_as_new"
-                )
-        for name, size in host.get("bases", {}).items():
-            if not np.isclose(self._base_sizes.get(name, np.nan), size, rtol=1e-4):
-                raise ValueError(
-                    f"the checkpoint was trained with other frozen weights of the {name}: set SEED and sources.PolicySource, or "
-                    "TEACHER_PATH for a teacher, as they were, or give the run another RUN_DIR"
-                )
+        settings.recognised(self.config.name, host, self.contents, self._base_sizes, as_new=as_new)
         if not as_new or host.get("contents", {}).get("data") == self.contents.get("data"):
             self.loader.restore(host["feed"])
         if not as_new:

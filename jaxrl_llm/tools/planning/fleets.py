@@ -48,7 +48,7 @@ def fleets(
     step = {
         "sequences": stage.sequences, "prompt": stage.max_prompt_tokens, "response": length,
         "row_tokens": stage.packing.row_tokens, "updates": stage.minibatches * stage.epochs,
-        "forwards": int(stage.old_logprobs == "learner") + int("reference" in stage.needs),
+        "forwards": int(stage.old_from in ("learner", "measured")) + int("reference" in stage.needs),
         "slots": run.sampler.slots if isinstance(run.sampler, EmbeddedSampler) else 512,
     }  # fmt: skip
     setting, known = setting_of(run, stage), CHIPS
