@@ -25,6 +25,7 @@ from learner_cases import (
     padded,
 )
 
+from jaxrl_llm import command_line
 from jaxrl_llm.algorithms.correction import Correction, Rejection
 from jaxrl_llm.algorithms.dpo import DPO
 from jaxrl_llm.algorithms.grpo import GRPO
@@ -137,6 +138,13 @@ def test_the_rule_takes_the_samplers_after_small_gaps_in_a_row_and_gives_them_up
         (True, False),
         (False, True),
     ] * 2
+
+
+def test_a_binding_of_the_rule_reaches_the_stage() -> None:
+    run, _ = command_line.build(
+        ["gin/quickstart.gin"], ["train.GapRule.steps = 2", "rl/train.Stage.old_logprobs = 'auto'"]
+    )
+    assert run.stages[-1].gap_rule == GapRule(steps=2) and run.stages[-1].old_from == "measured"
 
 
 def test_a_rule_without_room_between_its_bounds_is_refused() -> None:

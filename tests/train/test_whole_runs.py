@@ -14,6 +14,7 @@ import pytest
 import tiny_run
 
 from jaxrl_llm.distributed.preemption import STOPPED
+from jaxrl_llm.eval.reports import leaderboard
 
 # One worker makes the undisturbed run and all tests that compare with it.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("whole_run")]
@@ -112,6 +113,20 @@ def test_metrics_count_and_time_every_step(whole: Path) -> None:
     assert last["grad_norm/policy"] > 0
     assert last["loss/total"] == pytest.approx(last["loss/policy"] + last["loss/entropy"] + last["loss/kl"], abs=1e-7)
     assert {"time/collect_s", "time/score_s", "time/update_s", "speed/tokens_per_s", "eval/heldout/greedy"} <= set(last)
+
+
+def test_a_whole_run_makes_a_row_of_the_leaderboard(whole: Path, tmp_path: Path) -> None:
+    for name in ("metrics.jsonl", "settings.json", "log.jsonl"):
+        shutil.copy(whole / name, tmp_path)
+    facts = json.loads((whole / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps(facts | {"commit": "abc1234"}))  # a checkout under work has changes
+    lines = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    row = leaderboard.row([tmp_path])
+    assert (row["steps"], row["problems"], row["greedy"]) == ([8], 8, lines[8]["eval/heldout/greedy"])
+    parts = ("publish", "collect", "score", "update")
+    assert 60 * row["minutes"] >= sum(line[f"time/{part}_s"] for line in lines[5:] for part in parts)
+    assert 60 * row["minutes"] < sum(line["time/step_s"] for line in lines[1:])
+    assert 0 <= row["minutes_compiled"] < row["minutes"] and row["hardware"] == "1 x cpu"
 
 
 def test_nothing_compiles_after_the_first_step_of_a_stage(whole: Path) -> None:
