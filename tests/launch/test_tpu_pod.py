@@ -135,7 +135,11 @@ def test_setup_copies_the_committed_source_and_a_token_that_its_owner_alone_read
     with tarfile.open(machine.home / "copied.tar.gz") as archive:
         assert {"pyproject.toml", "jaxrl_llm/launch.py", "gin/base.gin"} <= set(archive.getnames())
     command = install[-1]
-    assert "uv venv --python 3.12 .venv" in command and '-e ".[tpu,datasets]"' in command and "installed already" in command
+    assert (
+        "uv venv --python 3.12 .venv" in command
+        and '-e ".[tpu,datasets]"' in command
+        and "installed already" in command
+    )
 
 
 @pytest.mark.parametrize("state", ["SUSPENDED", "ACTIVE"])
