@@ -81,7 +81,7 @@ def beside(run: Run, stage: Stage, policy: Any) -> int:
     if not (stage.samples and isinstance(sampler, EmbeddedSampler)):
         return 0
     slots = Capacity(slots=policy.partitioner.batch_shards, length=run.max_length, stop_ids=0, penalised=False)
-    return memory.copy(policy.plain, sampler, stage) + taken_bytes(policy.plain, slots, sampler.cache)
+    return memory.copy(policy, sampler, stage) + taken_bytes(policy.plain, slots, sampler.cache)
 
 
 def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:

@@ -8,7 +8,7 @@ The account leaves out the allocator's fragmentation and the libraries' workspac
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -123,16 +123,30 @@ def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Ba
 
 def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:
     """Bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
-    served = cast(policy, policy.compute_dtype)
+    served, plain = served_shapes(policy, sampler), policy.plain
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
-    program = decode.lowered(policy, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
+    program = decode.lowered(plain, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
     return copy(policy, sampler, stage), account(program)
 
 
 def copy(policy: Policy, sampler: EmbeddedSampler, stage: Stage) -> int:
     """Bytes of the sampler's weights where they are a copy; they are the learner's own where these rest in the dtype of computing."""
-    shared = sampler.share_weights and policy.compute_dtype == stage.optimizer.weights_dtype
-    return 0 if shared else size(cast(policy, policy.compute_dtype))
+    dtype, share = policy.compute_dtype, sampler.share_weights
+    if not apart(policy, sampler):
+        return 0 if share and dtype == stage.optimizer.weights_dtype else size(cast(policy.plain, dtype))
+    base = 0 if share and dtype == policy.lora.base_dtype else size(cast(policy.plain, dtype))
+    return base + (0 if share and dtype == "float32" else size(cast(policy, dtype)))
+
+
+def apart(policy: Policy, sampler: EmbeddedSampler) -> TypeGuard[AdaptedPolicy]:
+    """Whether the sampler serves adapters beside their base, and not the sum."""
+    return sampler.adapters and isinstance(policy, AdaptedPolicy)
+
+
+def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
+    """Shapes of what the sampler decodes with."""
+    base = cast(policy.plain, policy.compute_dtype)
+    return policy.joined(cast(policy, policy.compute_dtype), base) if apart(policy, sampler) else base
 
 
 def summed(stage: Stage) -> bool:
@@ -149,8 +163,8 @@ def longest(stage: Stage) -> int:
 def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> Account:
     """The account of the prefill of a block of the longest prompts."""
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
-    block, served = block_of(policy, sampler, stage, capacity), cast(policy, policy.compute_dtype)
-    return account(decode.prefill.lower(served, block, policy=policy, dtype=sampler.cache))
+    block, served = block_of(policy, sampler, stage, capacity), served_shapes(policy, sampler)
+    return account(decode.prefill.lower(served, block, policy=policy.plain, dtype=sampler.cache))
 
 
 def batch_of(stage: Stage, learner: Learner) -> MicroBatch:

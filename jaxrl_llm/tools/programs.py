@@ -120,13 +120,15 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
         phases["score"] = accounts["score"].peak
     weights = 0
     if stage.samples and isinstance(run.sampler, EmbeddedSampler):
-        weights, accounts["decode"] = memory.of_sampling(policy.plain, run.sampler, stage, run.max_length)
+        weights, accounts["decode"] = memory.of_sampling(policy, run.sampler, stage, run.max_length)
         if target is not None:
-            accounts["prefill"] = memory.of_prefill(policy.plain, run.sampler, stage, run.max_length)
+            accounts["prefill"] = memory.of_prefill(policy, run.sampler, stage, run.max_length)
         state = memory.size(learner.abstract) + memory.size(bases)
-        own = memory.size(memory.cast(policy.plain, policy.compute_dtype))  # among the program's arguments
+        own = memory.size(memory.served_shapes(policy, run.sampler))  # among the program's arguments
         phases["sample"] = state + accounts["decode"].peak - own
-        if policy is not policy.plain:  # the sum of base and adapters is served, or cast to what is served
+        if (
+            policy is not policy.plain and not run.sampler.adapters
+        ):  # the sum of base and adapters is served, or cast to what is served
             merged = memory.size(policy.plain.abstract())
             phases["publish"] = state + (merged if weights else 0)
             weights = weights or merged

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm import components
 from jaxrl_llm.agents.service import TokenService
 from jaxrl_llm.data.pipeline import Encoder, NoRows, PromptStream
 from jaxrl_llm.data.tokenizer import with_stop_ids
@@ -29,6 +30,22 @@ from jaxrl_llm.train.evaluation import HeldOut
 from jaxrl_llm.train.frozen_models import FrozenModels, auxiliary_models
 from jaxrl_llm.train.stage import Stage
 from jaxrl_llm.train.step import StageTrainer
+
+
+def sampled_policy(sampler: Any, policy: Policy) -> Policy:
+    """The policy that a sampler is started with: with its adapters where it serves them apart from their base, else `plain`.
+
+    Raises:
+      ValueError: it is to serve adapters, and the run trains none.
+    """
+    if not getattr(sampler, "adapters", False):
+        return policy.plain
+    if policy is policy.plain:
+        raise ValueError(
+            f"{components.selector(type(sampler))}.adapters = True serves LoRA adapters apart from their base, and this run trains all "
+            "weights: set it to False, or include gin/adapters/lora.gin"
+        )
+    return policy
 
 
 def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:

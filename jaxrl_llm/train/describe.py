@@ -275,9 +275,10 @@ def _held(optimizer: Optimizer) -> str:
 
 def _sampling(sampler: Any) -> str:
     name = components.selector(type(sampler))
+    beside = ", adapters beside their base" if getattr(sampler, "adapters", False) else ""
     if isinstance(sampler, EmbeddedSampler):
-        return f"{name}, in this process and on its devices"
-    return f"{name}, by servers of their own"
+        return f"{name}, in this process and on its devices{beside}"
+    return f"{name}, by servers of their own{beside}"
 
 
 def _verifiers(stages: Sequence[Stage]) -> Iterator[str]:

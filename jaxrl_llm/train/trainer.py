@@ -22,7 +22,7 @@ from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import Down, Retiring, Sampler
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
-from jaxrl_llm.train.build import new_key, open_stage
+from jaxrl_llm.train.build import new_key, open_stage, sampled_policy
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
 from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel
@@ -59,7 +59,7 @@ class Trainer:
         ahead = any(stage.max_staleness for stage in run.stages)
         self.checkpoints = Checkpoints(run_dir, run.checkpoints, deferred=ahead)
         self.sampler: Sampler = run.sampler.start(
-            self.policy.plain, self.tokenizer, max_length=run.max_length, run_dir=run_dir
+            sampled_policy(run.sampler, self.policy), self.tokenizer, max_length=run.max_length, run_dir=run_dir
         )
         self.watching = run.watch.start(run_dir, jax.process_index())
         announce(described, main=self.processes.main)
@@ -190,11 +190,13 @@ class Trainer:
 
     async def _serve(self, state: TrainState, version: int) -> None:
         """Publishes the policy of `state` as `version`, where the sampler serves another version."""
-        if self.sampler.version != version:
+        base = self.bases.get("policy")
+        if self.sampler.version != version and getattr(self.sampler, "adapted", False):
+            await self.sampler.publish(self.policy.joined(state.policy, base), version)
+        elif self.sampler.version != version:
             if self.policy is not self.policy.plain and isinstance(self.sampler, Retiring):
                 self.sampler.retire()  # before the sum of base and adapters is made anew
-            weights = self.policy.merged(state.policy, self.bases.get("policy"))
-            await self.sampler.publish(weights, version)
+            await self.sampler.publish(self.policy.merged(state.policy, base), version)
 
     @part("evaluating", "evaluate")
     async def evaluate(self, stage: StageTrainer, state: TrainState, step: int) -> dict[str, float]:

@@ -18,6 +18,7 @@ from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.rewards.wrap import Wrap
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.tools import memory
@@ -173,3 +174,16 @@ def test_a_backend_without_an_account_of_its_programs_leaves_the_plan_and_says_s
     *before, last = capsys.readouterr().out.splitlines()
     assert before[0].startswith("run folder") and any(line.startswith("  memory ") for line in before)
     assert last.startswith("peak         unknown: the backend 'cpu' gives no account") and "`memory` above" in last
+
+
+def test_adapters_beside_their_base_are_counted_and_a_base_in_the_compute_dtype_is_not_copied():
+    plain = replace(make_learner(GRPO_CASE).policy, compute_dtype="bfloat16")
+    sampler, count = EmbeddedSampler(slots=8, adapters=True), lambda tree: sum(x.size for x in jax.tree.leaves(tree))
+    whole = memory.size(memory.cast(plain, "bfloat16"))
+    for dtype, base in (("bfloat16", 0), ("float32", whole)):
+        lora = LoRA(rank=3, base_dtype=dtype)
+        policy = AdaptedPolicy(plain.architecture, plain.partitioner, plain.compute_dtype, plain.remat, lora)
+        assert memory.copy(policy, sampler, stage()) == base + 2 * count(policy.abstract())
+        shapes = memory.served_shapes(policy, sampler)
+        assert count(shapes) == count(plain.abstract()) + count(policy.abstract())
+        assert count(memory.served_shapes(policy, EmbeddedSampler())) == count(plain.abstract())

@@ -22,6 +22,7 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
+from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 
@@ -326,13 +327,17 @@ def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Arr
 
 
 def check_shapes(policy: Policy, params: Params) -> None:
-    """Raises ValueError where `params` are not those of `policy`."""
+    """Raises ValueError where `params` are not those of `policy`, with adapters beside their weights or without."""
 
-    def check(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, x: jax.Array) -> None:
-        if x.shape != abstract.shape:
-            raise ValueError(
-                f"published parameter {jax.tree_util.keystr(path)} is {x.shape}, the policy's is {abstract.shape}"
-            )
+    def check(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, x: Any) -> None:
+        found = {"": (x.weights if isinstance(x, Adapted) else x).shape}
+        if isinstance(x, Adapted):  # the product of a [L, *in, rank] and b [L, rank, *out] is added to the weight
+            found["'s adapter"] = (*x.a.shape[:-1], *x.b.shape[2:])
+        for of, shape in found.items():
+            if shape != abstract.shape:
+                raise ValueError(
+                    f"published parameter {jax.tree_util.keystr(path)}{of} is {shape}, the policy's is {abstract.shape}"
+                )
 
     jax.tree_util.tree_map_with_path(check, policy.abstract(), params)
 
@@ -342,11 +347,11 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
 
     Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
     own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
-    so that the sampler may delete it.
+    so that the sampler may delete it. An adapter lies as its weight does, but for its rank, which no mesh axis splits.
 
     Args:
       policy: whose parameters they are.
-      params: the learner's parameters.
+      params: the learner's parameters; an `Adapted` in the place of a weight that has an adapter beside it.
       share: whether the learner's own arrays may be served.
       gather: whether weights are whole over the fsdp axis, which saves each decode step their gathering.
 
@@ -359,7 +364,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
 
     check_shapes(policy, params)
 
-    def leaf(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
+    def placed(path: tuple[Any, ...], axes: tuple, x: jax.Array) -> jax.Array:
         dtype = x.dtype if path[-1].key in PRECISE else policy.compute_dtype
         sharding = partitioner.stored(axes, x.shape)
         if x.dtype == dtype and isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
@@ -368,6 +373,13 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
             return jax.device_put(x, sharding, may_alias=False)
         # Cast before the transfer: fewer bytes move between devices. A host array goes straight to its shards.
         return jax.device_put(x.astype(dtype), sharding)
+
+    def leaf(path: tuple[Any, ...], axes: tuple, x: Any) -> Any:
+        if not isinstance(x, Adapted):
+            return placed(path, axes, x)
+        inner = x.a.ndim - 1  # layers and inputs
+        a, b = placed(path, (*axes[:inner], None), x.a), placed(path, (axes[0], None, *axes[inner:]), x.b)
+        return Adapted(placed(path, axes, x.weights), a, b, x.scale)
 
     axes = policy.axes()
     return jax.tree_util.tree_map_with_path(leaf, axes, params, is_leaf=lambda x: isinstance(x, tuple))

@@ -77,6 +77,7 @@ class Engine:
       record: whether completions have the experts of each token.
       keep: whether the slots of conversations are kept between their turns.
       shrink: factor by which a batch shrinks where no more sequences are left, and nothing waits; 0 for never.
+      adapted: whether it is given adapters beside their base, and not their sum.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -91,6 +92,7 @@ class Engine:
     record: bool = False
     keep: bool = True
     shrink: int = 0
+    adapted: bool = False
     version: int = field(default=-1, init=False)
 
     everywhere = True  # all processes of a run ask it alike, and decode together

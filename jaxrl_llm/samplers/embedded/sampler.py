@@ -36,6 +36,9 @@ class EmbeddedSampler:
         that a turn prefills only what is new; not where experts are recorded, or layers hold a state in place of keys and values.
       shrink: where a batch's last sequences fill no more than 1/shrink of its slots and nothing waits, they move to a cache of that many slots, and
         so on: a step then costs what the slots that are left cost, for a program that is compiled at each size. 0 keeps all slots to the end.
+      adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is made, rounded or
+        held, and where the base rests in the compute dtype it is not copied either. Each product of an adapted weight then takes two small
+        ones more. False serves the sum.
     """
 
     slots: int = 512
@@ -47,6 +50,7 @@ class EmbeddedSampler:
     record_routes: bool = False
     keep_turns: bool = True
     shrink: int = 0
+    adapters: bool = False
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
@@ -57,6 +61,8 @@ class EmbeddedSampler:
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
         """Returns the running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
 
+        With `adapters`, one of a policy with adapters is given `AdaptedPolicy.joined`, else the parameters of `policy.plain`.
+
         Raises:
           ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions.
         """
@@ -64,8 +70,9 @@ class EmbeddedSampler:
             raise ValueError(
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of both"
             )
+        plain = policy.plain
         return Engine(
-            policy=policy, serve=partial(served, policy, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
+            policy=plain, adapted=self.adapters and policy is not plain, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
             shrink=self.shrink,
