@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from jaxrl_llm.models import hf_config, hf_format
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_files import INDEX, Checkpoint
 from jaxrl_llm.models.hf_format import Tensor
-from jaxrl_llm.models.lora import AdaptedPolicy
+from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.value import ValueModel
 
@@ -194,19 +194,23 @@ def save_adapters(
     Raises:
       FileExistsError, ValueError, OSError: as for `save`.
     """
-    lora = policy.lora
+    with _written(folder, dtype) as partial_folder:
+        tensors = hf_format.tensors(adapters)
+        found = {t.name: _gathered(policy, hf_format.leaf_of(adapters, t.path), t, dtype) for t in tensors}
+        if partial_folder is not None:
+            write_peft(policy.lora, found, partial_folder, base_name)
+
+
+def write_peft(lora: LoRA, tensors: Mapping[str, np.ndarray], folder: Path, base_name: str | None) -> None:
+    """Writes adapters under their names without PEFT's prefix, in its format, to a folder that is there."""
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": list(lora.targets), "bias": "none",
         "fan_in_fan_out": False, "use_rslora": False, "inference_mode": True,
     }  # fmt: skip
-    with _written(folder, dtype) as partial_folder:
-        tensors = hf_format.tensors(adapters)
-        found = {t.name: _gathered(policy, hf_format.leaf_of(adapters, t.path), t, dtype) for t in tensors}
-        if partial_folder is not None:
-            named = {f"{PEFT_PREFIX}{name}": x for name, x in found.items()}
-            save_file(named, partial_folder / "adapter_model.safetensors", metadata={"format": "pt"})
-            _write_json(partial_folder / "adapter_config.json", config)
+    named = {f"{PEFT_PREFIX}{name}": x for name, x in tensors.items()}
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "adapter_config.json", config)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """A route of our own in vLLM's HTTP server, by its option `--middleware`: token ids and log-probs as two lists (no jax).
 
-    POST /v1/jaxrl_llm/generate {"token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
+    POST /v1/jaxrl_llm/generate {"model": "...", "token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
     -> {"choices": [{"index", "token_ids", "logprobs", "finish_reason", "weight_versions"}]}
 
 vLLM's own route makes two validated objects of each token's log-prob, in the thread that also hands the tokens on: 32 microseconds a
@@ -40,8 +40,12 @@ async def generate(request: Any) -> Any:
     from starlette.responses import JSONResponse, Response
 
     try:
-        prompt, settings = _asked(await request.json())
-        drawing = asyncio.ensure_future(_drawn(request.app.state.engine_client, prompt, settings))
+        content = await request.json()
+        prompt, settings = _asked(content)
+        known, beside = _adapters(request.app.state, content.get("model"))
+        if not known:
+            return JSONResponse({"error": f"no model {content['model']!r} is served here"}, status_code=404)
+        drawing = asyncio.ensure_future(_drawn(request.app.state.engine_client, prompt, settings, beside))
         left = asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait((drawing, left), return_when=asyncio.FIRST_COMPLETED)
@@ -72,9 +76,18 @@ def _asked(content: Any) -> tuple[Any, Any]:
     return prompt, settings
 
 
-async def _drawn(engine: Any, prompt: Any, settings: Any) -> Any:
+def _adapters(state: Any, model: str | None) -> tuple[bool, dict[str, Any]]:
+    """Whether a model of that name is served, and what the engine is told of the adapters of that name."""
+    served = getattr(state, "openai_serving_models", None)
+    if served is None or not model or served.is_base_model(model):
+        return True, {}
+    found = served.lora_requests.get(model)
+    return found is not None, {"lora_request": found}
+
+
+async def _drawn(engine: Any, prompt: Any, settings: Any, beside: dict[str, Any]) -> Any:
     """Returns the request once it is finished."""
-    answers = [answer async for answer in engine.generate(prompt, settings, f"jaxrl-{uuid.uuid4().hex}")]
+    answers = [answer async for answer in engine.generate(prompt, settings, f"jaxrl-{uuid.uuid4().hex}", **beside)]
     return answers[-1]
 
 

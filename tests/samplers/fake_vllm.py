@@ -4,7 +4,6 @@ The toy policy: version v's log-prob of a token depends on the token before it a
 """
 
 import asyncio
-import ctypes
 import json
 import sys
 from collections import Counter
@@ -50,6 +49,7 @@ class FakeVllm:
       holds: a version whose table it scores prompts by, whatever was committed; None is the committed one.
       checks: whether its plugin compares what the model holds.
       off_drawn: {version: what is added to the log-probs of tokens that it draws}.
+      adapters: {name: version} of adapters that it has loaded; None where it loads none.
       context: most tokens of a prompt and its response.
       host: address to listen on.
       bodies: generations that were asked for.
@@ -76,6 +76,7 @@ class FakeVllm:
     holds: int | None = None
     checks: bool = True
     off_drawn: dict[int, float] = field(default_factory=dict)
+    adapters: dict[str, int] | None = None
     context: int = 2**31
     host: str = "127.0.0.1"
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -117,6 +118,10 @@ class FakeVllm:
         if self.lists:
             app.router.add_post(vllm_route.ROUTE, self._lists)
         app.router.add_post("/v1/completions", self._generate)
+        if self.adapters is not None:
+            app.router.add_get("/v1/models", self._models)
+            app.router.add_post("/v1/load_lora_adapter", self._load)
+            app.router.add_post("/v1/unload_lora_adapter", self._unload)
         if self.dev:
             for name in ("collective_rpc", "pause", "resume", "update_weight_version"):
                 app.router.add_post(f"/{name}", getattr(self, f"_{name}"))
@@ -138,6 +143,8 @@ class FakeVllm:
         await self.runner.cleanup()
         self.runner = None
         self.version, self.staged, self.label, self.mark = -1, (-1, "idle"), "none", ""
+        if self.adapters is not None:
+            self.adapters.clear()
         self.going.set()
 
     @web.middleware
@@ -159,6 +166,26 @@ class FakeVllm:
             return web.Response(status=404)
         return web.Response(text=f'# HELP\nvllm:generation_tokens_total{{model_name="policy"}} {self.drawn}.0\n')
 
+    # -- adapters ------------------------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return await answer({"data": [{"id": name} for name in ("policy", *(self.adapters or ()))]})
+
+    async def _load(self, request: web.Request) -> web.Response:
+        asked = await request.json()
+        if not asked or asked["lora_name"] in (self.adapters or ()):
+            return web.Response(status=400, text="missing fields, or already loaded")
+        manifest = json.loads((Path(asked["lora_path"]) / "manifest.json").read_text())
+        assert self.adapters is not None
+        self.adapters[asked["lora_name"]] = manifest["version"]
+        self.calls.append(f"load {manifest['version']}")
+        return web.Response(text="Success")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        assert self.adapters is not None
+        self.calls.append(f"unload {self.adapters.pop((await request.json())['lora_name'])}")
+        return web.Response(text="Success")
+
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -168,12 +195,17 @@ class FakeVllm:
             return web.Response(status=422, text="missing fields")
         sampling = body["sampling_params"] if native else body
         prefix = body["token_ids"] if native else body["prompt"]
+        if self.adapters is not None and body["model"] not in {"policy", *self.adapters}:
+            return web.Response(status=404, text=f"The model {body['model']} does not exist.")
         if self.garbage:
             return await answer({"choices": [{"index": 0, "token_ids": [VOCABULARY + 7], "logprobs": None}]})
         if sampling.get("prompt_logprobs") is not None:
-            return await self._score(prefix, sampling["prompt_logprobs"])
+            return await self._score(
+                prefix, sampling["prompt_logprobs"], (self.adapters or {}).get(body.get("model", ""))
+            )
         self.bodies.append(body)
-        choices = [Choice(self, native, prefix, sampling, i) for i in range(sampling["n"])]
+        named = (self.adapters or {}).get(body.get("model", ""))
+        choices = [Choice(self, native, prefix, sampling, i, named) for i in range(sampling["n"])]
         if not body["stream"]:
             await asyncio.gather(*(choice.draw() for choice in choices))
             if native and not self.spans and sampling.get("output_kind") != 2:
@@ -197,9 +229,9 @@ class FakeVllm:
         await asyncio.gather(*(choice.draw() for choice in choices))
         return await answer({"choices": [choice.said() | {"logprobs": choice.logprobs} for choice in choices]})
 
-    async def _score(self, prefix: list[int], listed: int) -> web.Response:
+    async def _score(self, prefix: list[int], listed: int, version: int | None) -> web.Response:
         await self.going.wait()
-        log = table(self.version if self.holds is None else self.holds) + self.off
+        log = table(next(v for v in (self.holds, version, self.version) if v is not None)) + self.off
         found: list[Any] = [None]
         for a, b in pairwise(prefix):
             named = {*np.argsort(-log[a])[:listed].tolist(), b}  # vLLM's are the most likely and the prompt's own
@@ -280,8 +312,16 @@ class FakeVllm:
 class Choice:
     """One sequence in the making."""
 
-    def __init__(self, server: FakeVllm, native: bool, prefix: list[int], sampling: dict[str, Any], index: int):
-        self.server, self.native, self.sampling, self.index = server, native, sampling, index
+    def __init__(
+        self,
+        server: FakeVllm,
+        native: bool,
+        prefix: list[int],
+        sampling: dict[str, Any],
+        index: int,
+        version: int | None = None,
+    ):
+        self.version, self.server, self.native, self.sampling, self.index = version, server, native, sampling, index
         self.prefix, self.last = tuple(prefix), prefix[-1]
         self.most = min(sampling["max_tokens"], server.context - len(prefix))
         self.seed = (sampling.get("seed") or np.random.randint(1 << 30)) + index  # as vLLM gives it to sample `index`
@@ -319,7 +359,7 @@ class Choice:
 
     def step(self) -> None:
         self.server.drawn += 1
-        log = table(self.server.version)[self.last]
+        log = table(self.server.version if self.version is None else self.version)[self.last]
         if not self.tokens:
             self.server.begun.append((self.prefix, self.seed))
         if self.sampling["temperature"] == 0:
@@ -348,23 +388,6 @@ class Choice:
 
 async def answer(content: Any) -> web.Response:
     return web.json_response(content)
-
-
-class Addresses:
-    """A driver whose allocations are buffers of this process."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[tuple[int, int], np.ndarray] = {}
-
-    def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
-        self.buffers[device, number] = np.zeros(size, np.uint8)
-        return f"{number:0128x}", self.buffers[device, number].ctypes.data
-
-    def opened(self, handle: str) -> Any:
-        raise NotImplementedError
-
-    def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        ctypes.memmove(to, source, width * rows)
 
 
 async def serve(port: int) -> None:

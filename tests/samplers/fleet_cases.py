@@ -1,6 +1,7 @@
 """Fleets of servers that play vLLM, with a client of them, and what its samples must be."""
 
 import asyncio
+import ctypes
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -92,3 +93,20 @@ def checked(prefixes: list[np.ndarray], groups: dict[int, list[Completion]]) -> 
             assert len(one.tokens) == len(one.logprobs) == len(one.versions)
             versions += one.versions.tolist()
     return versions
+
+
+class Addresses:
+    """A driver whose allocations are buffers of this process."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[int, int], np.ndarray] = {}
+
+    def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
+        self.buffers[device, number] = np.zeros(size, np.uint8)
+        return f"{number:0128x}", self.buffers[device, number].ctypes.data
+
+    def opened(self, handle: str) -> Any:
+        raise NotImplementedError
+
+    def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
+        ctypes.memmove(to, source, width * rows)

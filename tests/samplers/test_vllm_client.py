@@ -4,8 +4,8 @@ import asyncio
 
 import numpy as np
 import pytest
-from fake_vllm import VOCABULARY, Addresses, FakeVllm
-from fleet_cases import PLAIN, checked, collect, until
+from fake_vllm import VOCABULARY, FakeVllm
+from fleet_cases import PLAIN, Addresses, checked, collect, until
 from sampler_cases import MAX_LENGTH, Letters
 
 from jaxrl_llm.experience import SamplingParams

@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from fake_vllm import VOCABULARY, Addresses, FakeVllm
-from fleet_cases import checked, collect, until
+from fake_vllm import VOCABULARY, FakeVllm
+from fleet_cases import Addresses, checked, collect, until
 
 from jaxrl_llm.protocols import SamplerDown
 from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault

@@ -138,3 +138,31 @@ def test_other_paths_pass():
             return (await client.get("/health")).json()
 
     assert asyncio.run(run()) == "well"
+
+
+def test_the_route_draws_by_the_adapters_that_a_request_names_and_knows_no_others():
+    told = []
+
+    class WithAdapters(Engine):
+        async def generate(self, prompt, settings, name, lora_request=None):
+            told.append(lora_request)
+            async for found in super().generate(prompt, settings, name):
+                yield found
+
+    engine = WithAdapters(sample(0, [7], flat([-1.0])))
+    app = application(engine)
+    app.state.openai_serving_models = SimpleNamespace(
+        lora_requests={"ab-3-1": "third"}, is_base_model=lambda name: name == "policy"
+    )
+
+    async def run() -> list[int]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://vllm") as client:
+            asked = {"token_ids": [1], "sampling_params": {"n": 1}}
+            names = ("policy", "ab-3-1", "ab-2-1", None)
+            answers = [await client.post(ROUTE, json=asked | ({"model": m} if m else {})) for m in names]
+            assert "no model 'ab-2-1' is served here" in answers[2].text
+            return [answer.status_code for answer in answers]
+
+    assert asyncio.run(run()) == [200, 200, 404, 200]
+    assert told == [None, "third", None]

@@ -50,6 +50,21 @@ def test_with_learning_rate_0_the_gap_to_vllm_stays_flat(tmp_path):
     assert [p.name for p in run_dir.glob("publication/*")] == []
 
 
+def test_a_run_of_adapters_publishes_them_alone(tmp_path):
+    run_dir, gin_file = tmp_path / "run", tmp_path / "lora.gin"
+    gin_file.write_text(f"include '{GIN_FILE}'\ninclude 'gin/adapters/lora.gin'\n")
+    more = {"VLLM_PYTHON": repr(PYTHON), "VLLM_ADAPTERS": True, "rl/train.Optimizer.learning_rate": 3e-3, "STEPS": 2}
+    more |= {**tiny_run.RL_ALONE, "rl/train.Stage.evaluations": "[]"}
+    done = tiny_run.launch(run_dir, gin_file=str(gin_file), **more)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in lines(run_dir) if "gap/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2] and all(row["grad_norm/policy"] > 0 for row in rows)
+    assert all(row["gap/max"] < 1e-4 and row["publish/canary_max"] < 1e-4 for row in rows)
+    assert all(row["publish/paused_s"] == 0 and row["sampler/set_aside"] == 0 for row in rows)
+    assert not ported(run_dir), "a server outlived its run"
+    assert not (run_dir / "vllm" / "model").exists() and not (run_dir / "publication").exists()
+
+
 def test_a_killed_run_that_samples_ahead_goes_on_with_every_step_once(tmp_path):
     run_dir = tmp_path / "run"
     more = {"VLLM_PYTHON": repr(PYTHON), "MAX_STALENESS": 1}

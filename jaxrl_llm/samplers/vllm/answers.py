@@ -1,5 +1,6 @@
 """What is asked of a server, what it answers, and what goes wrong on the way."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,3 +114,12 @@ def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: in
     if len(found) < count:
         raise ValueError(f"spans of versions over {len(found)} tokens of {count}")
     return found[len(found) - count :]
+
+
+def release(url: str, text: str) -> tuple[int, int]:
+    """Returns (major, minor) of what a server's /version says; Refused where it is no vLLM."""
+    try:
+        major, minor = str(json.loads(text)["version"]).split(".")[:2]
+        return int(major), int(minor)
+    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
+        raise Refused(f"{url} is no vLLM server: its /version says {text[:400]!r}") from wrong

@@ -50,6 +50,7 @@ class VllmClient:
       seeded: whether requests carry seeds.
       remove: whether `close` removes the published versions.
       record: whether completions have the experts of each token.
+      adapted: whether it is given adapters beside their base, and not their sum.
       other: makes a publisher of the other transfer; OSError where it cannot be had here, None where there is none to try.
       version: the policy version that the next request is answered by; -1 before the first publication.
       counters: tokens and clipped requests since the last call of `metrics`.
@@ -63,6 +64,7 @@ class VllmClient:
     seeded: bool = True
     remove: bool = False
     record: bool = False
+    adapted: bool = False
     other: Callable[[], Publisher] | None = None
     version: int = field(default=-1, init=False)
 
@@ -139,7 +141,8 @@ class VllmClient:
         """Begins to write a version, by the transfer that is in use."""
         _, manifest = self.publisher.start(params, version)
         place, memory = self.publisher.place(version), self.publisher.described()
-        return Published(path=place, version=version, canary=manifest.canary, memory=memory)
+        adapter = self.publisher.adapter(version)
+        return Published(path=place, version=version, canary=manifest.canary, memory=memory, adapter=adapter)
 
     def _down(self, error: Exception) -> Exception:
         """Returns the exception by which a failure of all servers, or of publishing, is told to the run."""
@@ -159,7 +162,7 @@ class VllmClient:
                     raise
                 await self._deliver_again(published, params, refusal)
             self._served_once = True
-            await self.publisher.prune(self._fleet.updates.staging.values() if self._fleet is not None else ())
+            await self.publisher.prune(self._fleet.reading() if self._fleet is not None else ())
         except (OSError, Refused) as error:
             down = self._down(error)
             if self._fleet is not None:

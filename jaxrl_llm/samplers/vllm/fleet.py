@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from jaxrl_llm.samplers.vllm.adapters import version_named
 from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
@@ -276,6 +277,11 @@ class Fleet:
             # A cause is a stage's name where another attempt to bring the server back is under way.
             causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
             raise ServerFault(f"no server took version {published.version} of the weights: {causes}")
+
+    def reading(self) -> set[int]:
+        """Versions that must stay where they are: servers read them, or may read them again for requests that ask for their adapters."""
+        asked = {name for s in self.servers for name, flights in s.http.flying.items() if flights and name}
+        return {*self.updates.staging.values(), *map(version_named, asked)}
 
     @property
     def update(self) -> dict[str, float]:

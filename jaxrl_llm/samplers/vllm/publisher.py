@@ -139,6 +139,10 @@ class Publisher:
         """Returns where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
+    def adapter(self, version: int) -> str:
+        """Returns the name of a version's adapters; empty where all weights are published."""
+        return ""
+
     async def prune(self, spared: Collection[int] = ()) -> None:
         """Removes all but the newest versions, and those that servers still read: seconds for large ones, in which requests go on."""
         await asyncio.to_thread(self._remove_old, {self._path(version).name for version in spared})

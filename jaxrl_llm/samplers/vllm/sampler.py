@@ -16,11 +16,14 @@ import numpy as np
 from jaxrl_llm import components
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.publication.cuda_ipc import Cuda
 from jaxrl_llm.publication.object_store import is_stored
 from jaxrl_llm.samplers.routes import FLAG, Recording
+from jaxrl_llm.samplers.vllm import adapters
+from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
 from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
 from jaxrl_llm.samplers.vllm.fleet import Fleet
@@ -37,10 +40,12 @@ class FollowingSampler:
 
     Attributes:
       publisher: writes versions of the weights; all processes have one.
+      adapted: whether it is given adapters beside their base, and not their sum.
       version: the policy version that was published last; -1 before the first.
     """
 
     publisher: Publisher
+    adapted: bool = False
     version: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
@@ -101,6 +106,10 @@ class VllmSampler(Limits):
       seeded: requests carry seeds; False where a server's sampler cannot have them (vLLM 0.32 on a CPU fails now and then).
       request_s: most seconds of one request.
       control_s: most seconds of one step of an update.
+      adapters: True publishes LoRA adapters alone, which servers load beside the base that they hold from their start: no pause, and a
+        request ends with the adapters that it began with, whatever `inflight` says. Local servers get the base from the learner once;
+        those of `urls` serve it already, with --enable-lora, --max-lora-rank of the rank or more, --max-loras 2, and
+        VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and read the folder of `publication`. False publishes the sum of base and adapters.
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers that run
         already need --enable-return-routed-experts.
       canary: text that servers and learner are compared on after each update, as publication/canary.py derives; empty for none.
@@ -121,6 +130,7 @@ class VllmSampler(Limits):
     seeded: bool = True
     request_s: float = 600.0
     control_s: float = 60.0
+    adapters: bool = False
     record_routes: bool = False
     canary: str = CANARY
 
@@ -139,6 +149,11 @@ class VllmSampler(Limits):
         if is_stored(self.publication or "") and not (self.publication or "").partition("://")[2].strip("/"):
             components.refuse(self, "publication", "a folder, or gs://BUCKET/PATH or s3://BUCKET/PATH")
         components.choices(self)
+        if self.adapters and (self.transfer != "orbax" or self.proxied or is_stored(self.publication or "")):
+            raise ValueError(
+                "VllmSampler.adapters needs transfer 'orbax', servers without a proxy of ours, and a folder for publication, from which vLLM "
+                f"reads adapters (got {self.transfer!r}, proxied={self.proxied} and {self.publication!r})"
+            )
         if self.transfer == "cuda_ipc" and self.proxied:
             raise ValueError(
                 f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
@@ -174,8 +189,9 @@ class VllmSampler(Limits):
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model "
                 f"(got {max_length}): set the lengths of prompt and response"
             )
+        alone = self._alone(policy) is not None
         if jax.process_index() > 0:
-            return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir))
+            return FollowingSampler(publisher=self._publisher(policy, tokenizer, max_length, run_dir), adapted=alone)
         children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
         http = [self._http(child.url, child.key, policy) for child in children]
         http += [self._http(url, self._key(), policy) for url in self.urls]
@@ -184,6 +200,8 @@ class VllmSampler(Limits):
             server.revive = child.revive
 
         async def connect() -> Fleet:
+            for child in children if alone else ():  # the base is written
+                child.start()
             await all_ready(children)
             for one, child in zip(http, children):
                 one.url = child.url
@@ -205,18 +223,18 @@ class VllmSampler(Limits):
         publisher = self._publisher(policy, tokenizer, max_length, run_dir)
         # JAX takes its share of a GPU now, not while vLLM measures what is free.
         jax.block_until_ready(jax.numpy.zeros(1))
-        for child in children:
+        for child in children if not alone else ():
             child.start()
         return VllmClient(
             publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
-            seeded=self.seeded, remove=self.spawn, record=self._recording(policy) is not None, other=self._other(policy, tokenizer, max_length, run_dir),
+            seeded=self.seeded, remove=self.spawn, adapted=alone, record=self._recording(policy) is not None, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip
 
     def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
         """Returns what publishes by the other transfer: both are there for local servers of one learner's process on a GPU."""
         if self.transfer == "orbax" and not (self.spawn and jax.default_backend() == "gpu"):
             return None
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 or self._alone(policy) is not None:
             return None
         other = replace(self, transfer="orbax" if self.transfer == "cuda_ipc" else "cuda_ipc")
         return lambda: other._publisher(policy, tokenizer, max_length, run_dir)
@@ -225,8 +243,13 @@ class VllmSampler(Limits):
         vocabulary = policy.architecture.vocabulary_size
         tokens = canary_tokens(self.canary, tokenizer, vocabulary)[: max_length - 1]
         folder = default_folder(self.publication, run_dir)
+        if (adapted := self._alone(policy)) is not None:
+            return AdapterPublisher(
+                policy=adapted.plain, adapted=adapted, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
+                base=_model_folder(run_dir) if self.spawn else None, tokenizer=tokenizer,
+            )  # fmt: skip
         return Publisher(
-            policy=policy, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
+            policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
             address=default_address(self.publication, run_dir),
         )  # fmt: skip
@@ -235,8 +258,12 @@ class VllmSampler(Limits):
         return VllmHttp(
             url=url, api_key=key, model=MODEL if self.spawn else self.model, proxied=self.proxied,
             vocabulary=policy.architecture.vocabulary_size, request_s=self.request_s, control_s=self.control_s,
-            recording=self._recording(policy),
+            recording=self._recording(policy), adapters=self._alone(policy) is not None,
         )  # fmt: skip
+
+    def _alone(self, policy: Policy) -> AdaptedPolicy | None:
+        """Returns the policy where its adapters alone are published."""
+        return policy if self.adapters and isinstance(policy, AdaptedPolicy) else None
 
     def _recording(self, policy: Policy) -> Recording | None:
         return Recording.of(policy.architecture) if self.record_routes else None
@@ -252,23 +279,32 @@ class VllmSampler(Limits):
         return os.environ[self.api_key_variable]
 
     def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
-        """Returns the local servers, not started yet, with the folder of their model written."""
-        folder = (run_dir / "vllm").absolute()
-        model = folder / "model"
-        model.mkdir(parents=True, exist_ok=True)
-        hf_weights.describe(policy, model, tokenizer, dtype=self.dtype)
+        """Returns the local servers, not started yet, with the folder of their model written, but for a base that adapters are served beside."""
+        model, config = _model_folder(run_dir), self.local
+        more: tuple[str, ...] = ()
+        if (adapted := self._alone(policy)) is not None:
+            more = adapters.arguments(adapted.lora.rank)
+            config = replace(config, environment={adapters.RUNTIME: "True", **config.environment})
+        else:
+            model.mkdir(parents=True, exist_ok=True)
+            hf_weights.describe(policy.plain, model, tokenizer, dtype=self.dtype)
         scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
         # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
         head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
         record = () if self._recording(policy) is None else (FLAG,)
         arguments = (
             "--served-model-name", MODEL, "--dtype", self.dtype, *head, *record, "--max-model-len", str(max_length),
-            "--max-num-seqs", str(self.sequences), *scale_out,
+            "--max-num-seqs", str(self.sequences), *scale_out, *more,
         )  # fmt: skip
         return [
-            LocalServer(config=self.local, number=i, model=model, log=folder / f"server{i}.log", arguments=arguments)
+            LocalServer(config=config, number=i, model=model, log=model.parent / f"server{i}.log", arguments=arguments)
             for i in range(self.local.count)
         ]
+
+
+def _model_folder(run_dir: Path) -> Path:
+    """The folder that the local servers of a run serve."""
+    return (run_dir / "vllm" / "model").absolute()
 
 
 def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:

@@ -9,8 +9,9 @@ import contextlib
 import json
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -19,11 +20,12 @@ from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.samplers.routes import FLAG, START, Recording
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached, release
 
 _log = logging.getLogger(__name__)
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+LOAD = "/v1/load_lora_adapter"
 _CONNECT_S = 5.0
 _KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, which would close a connection that is about to be used
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
@@ -51,6 +53,9 @@ class VllmHttp:
       arrivals: answers and events of streams so far.
       recording: the records of experts that samples come with; None asks for none.
       unrecorded: samples without a record that could be believed, since they were last taken.
+      adapters: whether versions are adapters beside the base that the server serves.
+      adapter: the name of those that requests ask for; empty before the first version.
+      flying: {name of adapters: requests in flight that asked for them}.
     """
 
     url: str
@@ -68,6 +73,9 @@ class VllmHttp:
     arrivals: int = 0
     recording: Recording | None = None
     unrecorded: int = 0
+    adapters: bool = False
+    adapter: str = ""
+    flying: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
@@ -111,11 +119,16 @@ class VllmHttp:
                 raise Refused(
                     f"{self.url} is no proxy of ours, it may be vLLM itself: leave out VllmSampler.proxied = True"
                 )
-            self.release, self.route, self.tokens = _release(self.url, health), "/generate", "/tokens"
+            self.release, self.route, self.tokens = release(self.url, health), "/generate", "/tokens"
             self.lists = await self._refusal(self.tokens) == 400
             return
-        self.release = _release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
-        if await self._refusal("/collective_rpc") in (404, 405):
+        self.release = release(self.url, await self._call("GET", "/version", limit_s=_CONNECT_S))
+        if self.adapters and await self._refusal(LOAD) in (404, 405):
+            raise Refused(
+                f"{self.url} loads no adapters while it runs: start it with --enable-lora and the environment variable "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, or set vllm.VllmSampler.adapters = False"
+            )
+        if not self.adapters and await self._refusal("/collective_rpc") in (404, 405):
             raise Refused(
                 f"{self.url} runs without its development endpoints, through which weights are updated: start it with the "
                 "environment variable VLLM_SERVER_DEV_MODE=1 (on loopback alone: an API key does not protect them)"
@@ -164,27 +177,31 @@ class VllmHttp:
           Refused: the server calls the request wrong.
         """
         body, route = self._body(ask), self.tokens if self._by_lists(ask) else self.route
+        name, version = self.adapter, self.version
+        self.flying[name] += 1
         try:
             if ask.stream:
                 async for choice in self._events(body):
-                    self._take(choice, pieces, ask)
+                    self._take(choice, pieces, ask, version)
                 for piece in pieces:  # before 0.32 the end of an aborted stream says nothing
                     piece.finish = piece.finish or "abort"
             else:
                 answer = json.loads(await self._call("POST", route, body, limit_s=self.request_s))
                 for choice in answer["choices"]:
-                    self._take(choice, pieces, ask)
+                    self._take(choice, pieces, ask, version)
                 if any(piece.finish is None for piece in pieces):
                     raise ValueError(f"{len(answer['choices'])} samples of the {len(pieces)} that were asked for")
         except (KeyError, IndexError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as wrong:
             raise ServerFault(f"{self.url} answered something else than samples: {wrong!r}") from wrong
         except ValueError as wrong:
-            if isinstance(wrong, Refused):
+            if isinstance(wrong, Refused) and not (self.adapters and wrong.status == 404):
                 raise
             raise ServerFault(f"{self.url} answered something else than was asked for: {wrong}") from wrong
+        finally:
+            self.flying[name] -= 1
 
     async def score(
-        self, tokens: Sequence[int], likely: Sequence[int], listed: int
+        self, tokens: Sequence[int], likely: Sequence[int], listed: int, adapter: str = ""
     ) -> tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]:
         """Returns what the server says of a text of T tokens at temperature 1; raises as `generate` does.
 
@@ -192,12 +209,14 @@ class VllmHttp:
           tokens: the text's T token ids.
           likely: a token id to be looked for after each of the first T - 1 tokens.
           listed: how many of its most likely tokens the server tells of after each token.
+          adapter: the name of adapters to score by; empty for those that requests ask for.
 
         Returns:
           The log-prob of each token but the first, and of each of `likely`: -inf where it is not among those that the server tells of.
         """
         sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": listed, "detokenize": False}
         body = self._body(Ask(tokens=tokens, sampling=sampling))
+        body |= {"model": adapter, "cache_salt": adapter} if adapter else {}
         said = await self._call("POST", self.route, body, limit_s=self.control_s)
         try:
             answer = json.loads(said)
@@ -215,7 +234,11 @@ class VllmHttp:
 
     def _body(self, ask: Ask) -> dict[str, Any]:
         """Returns the request in the words of the endpoint."""
-        common: dict[str, Any] = {"model": self.model, "stream": ask.stream, "cache_salt": f"v{self.version}"}
+        common: dict[str, Any] = {
+            "model": self.adapter or self.model,
+            "stream": ask.stream,
+            "cache_salt": f"v{self.version}",
+        }
         tokens = [int(token) for token in ask.tokens]
         if self.route != COMPLETIONS or self._by_lists(ask):
             # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
@@ -226,11 +249,12 @@ class VllmHttp:
             sampling[START] = ask.routed
         return {**common, "prompt": tokens, "return_token_ids": True, **sampling}
 
-    def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask) -> None:
-        """Adds what one answer, or one event of a stream, says of one sample."""
+    def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask, asked: int) -> None:
+        """Adds what one answer, or one event of a stream, says of one sample; adapters are those of the version that was asked."""
         self.arrivals += 1
         piece = pieces[choice["index"]]
-        piece.take(choice, ask, self.vocabulary, self.version)
+        said = {**choice, "weight_versions": None} if self.adapters else choice  # the server's are those of its base
+        piece.take(said, ask, self.vocabulary, asked if self.adapters else self.version)
         if self.recording is not None and piece.finish is not None and piece.tokens:
             self._record(self.recording, choice, piece, ask)
 
@@ -335,6 +359,10 @@ class VllmHttp:
         except (KeyError, TypeError, ValueError, RecursionError) as wrong:
             raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
 
+    async def ask(self, verb: str, route: str, body: Any = None) -> str:
+        """Returns the text of an answer to a step of an update; raises as `stage` does."""
+        return await self._call(verb, route, body, limit_s=self.control_s)
+
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _call(self, verb: str, route: str, body: Any = None, *, limit_s: float) -> str:
@@ -367,12 +395,3 @@ class VllmHttp:
 
 def _timeout(limit_s: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=limit_s, sock_connect=min(_CONNECT_S, limit_s))
-
-
-def _release(url: str, text: str) -> tuple[int, int]:
-    """Returns (major, minor) of what /version says."""
-    try:
-        major, minor = str(json.loads(text)["version"]).split(".")[:2]
-        return int(major), int(minor)
-    except (KeyError, TypeError, ValueError, RecursionError) as wrong:
-        raise Refused(f"{url} is no vLLM server: its /version says {text[:_TEXT]!r}") from wrong

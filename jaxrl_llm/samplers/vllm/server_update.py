@@ -4,6 +4,8 @@ Stage while it generates -> every rank has staged -> pause -> commit -> label th
 again. vLLM scores nothing while it is paused, so the canary comes after `resume`, with the door still shut to new requests; where
 it fails, the server is paused again and what it drew from the new weights is thrown away. A server whose commit failed is never
 resumed: it stays paused until a later update of it is whole.
+
+A version of adapters is loaded beside the one before, without a pause: `adapters`.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ from typing import Literal
 
 from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
+from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm.marks import Marks
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
@@ -43,12 +46,18 @@ class Published:
       version: its number.
       canary: what the learner says of a fixed sequence, or None.
       memory: where it lies in the learner's GPU memory, as `cuda_ipc.share` says it; empty where it is read from `path`.
+      adapter: the name of the version's adapters, which alone lie at `path`; empty where all weights do.
     """
 
     path: str
     version: int
     canary: Canary | None = None
     memory: str = ""
+    adapter: str = ""
+
+
+class Apart(ServerFault):
+    """A server scores the canary apart from the learner."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -138,7 +147,10 @@ async def stage(server: Server, published: Published) -> None:
     Raises:
       ServerFault, Refused: a rank cannot; the server goes on with what it has.
     """
-    if not published.memory:
+    if published.adapter:
+        server.cause = "loading adapters"
+        await adapters.load(server.http, published.adapter, published.path)
+    elif not published.memory:
         server.cause = "staging"
         await server.http.stage(published.path, published.version)
         await _staged(server.http, published.version)
@@ -158,6 +170,8 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
     Raises:
       ServerFault, Refused: a step failed; the server is as the step left it.
     """
+    if published.adapter:
+        return await _exchanged(server, published)
     http, begin = server.http, time.perf_counter()
     server.cause, server.shut = "pausing", True
     mode, clear = PAUSES[inflight]
@@ -176,9 +190,20 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
     return seconds | checked | await _canary(server, published)
 
 
+async def _exchanged(server: Server, published: Published) -> dict[str, float]:
+    """Has later requests ask for the adapters that a server has loaded; those in flight end with the ones that they were asked of."""
+    http, begin = server.http, time.perf_counter()
+    server.cause = "canary"
+    found = await _gap(server, published)
+    server.committed.append(published.version)
+    http.version, http.adapter = published.version, published.adapter
+    await adapters.unload_idle(http)
+    return {"paused_s": 0.0, "commit_s": time.perf_counter() - begin} | found
+
+
 def streamed(server: Server, inflight: Inflight) -> bool:
     """Returns whether a server's tokens are taken as they are drawn, because nothing else tells their versions."""
-    return inflight in ("recompute", "stale_kv") and not server.http.spans
+    return inflight in ("recompute", "stale_kv") and not (server.http.spans or server.http.adapters)
 
 
 async def _commit(server: Server, published: Published) -> dict[str, float]:
@@ -259,23 +284,32 @@ async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
 
 
 async def _canary(server: Server, published: Published) -> dict[str, float]:
+    """Compares server and learner as `_gap` does; where they are apart, the server is paused and its tokens are suspect."""
+    try:
+        return await _gap(server, published)
+    except Apart:
+        server.suspect = published.version
+        await server.http.pause("abort", clear_cache=True)
+        raise
+
+
+async def _gap(server: Server, published: Published) -> dict[str, float]:
     """Compares what the server says of the fixed text with what the learner says.
 
     Raises:
-      ServerFault: they differ by more than rounding explains; the server is paused and its tokens are suspect.
+      Apart: they differ by more than rounding explains.
     """
     canary = published.canary
     if canary is None:
         return {}
-    found = gap(canary, *await server.http.score(canary.tokens, canary.likely, LISTED))
+    scored = await server.http.score(canary.tokens, canary.likely, LISTED, published.adapter)
+    found = gap(canary, *scored)
     if found.ratio <= canary.limit:  # not so for NaN
         return {
             "canary_ratio": found.ratio, "canary_limit": canary.limit, "canary_likely": found.likely,
             "canary_mean": found.mean, "canary_max": found.max,
         }  # fmt: skip
-    server.suspect = published.version
-    await server.http.pause("abort", clear_cache=True)
-    raise ServerFault(
+    raise Apart(
         f"{server.http.url} scores the canary apart from the learner under version {published.version}: the probabilities of the "
         f"learner's most likely tokens differ by {found.ratio:.3g} of themselves, rounding explains {canary.limit:.3g} "
         f"({found.mean:.3g} nats a token of the text): does it serve the same model, in the same dtype, with the same config.json?"

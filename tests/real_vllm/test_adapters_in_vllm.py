@@ -1,0 +1,135 @@
+"""Adapters beside their base inside a real server: log-probs are those of the weights with the product added, of the version that is asked for."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+from serving import ON_TWO_CORES, TINY_ON_CPU, Server, serving
+from tiny_qwen2 import TINY, VOCABULARY, weights, write_model
+
+from jaxrl_llm.models import hf_weights
+from jaxrl_llm.models.lora import LoRA
+from jaxrl_llm.samplers.vllm import adapters as alone
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
+from jaxrl_llm.samplers.vllm.server_api import VllmHttp
+
+TOLERANCE = 1e-4  # nats, float32
+LOW = LoRA(rank=5, alpha=20.0)
+PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, 200)]
+LIKELY = [3] * (len(PROMPT) - 1)
+
+
+def adapters(version: int) -> dict[str, np.ndarray]:
+    """Random lora_A [r, in] and lora_B [out, r] of every linear map of the layers."""
+    random, found = np.random.default_rng(version), {}
+    for name, matrix in weights(0).items():
+        if name.removesuffix(".weight").rpartition(".")[2] in LOW.targets and name.endswith(".weight"):
+            stem, (out, inner) = name.removesuffix(".weight"), matrix.shape
+            found[f"{stem}.lora_A.weight"] = random.normal(0, 0.05, (LOW.rank, inner)).astype(np.float32)
+            found[f"{stem}.lora_B.weight"] = random.normal(0, 0.05, (out, LOW.rank)).astype(np.float32)
+    assert len(found) == 2 * 7 * TINY.layers
+    return found
+
+
+def summed(version: int) -> dict[str, np.ndarray]:
+    """The base with the product of each adapter added."""
+    low, found = adapters(version), dict(weights(0))
+    for name in [name for name in low if "lora_A" in name]:
+        stem = name.removesuffix(".lora_A.weight")
+        product = low[f"{stem}.lora_B.weight"].astype(np.float64) @ low[name]
+        found[f"{stem}.weight"] = (found[f"{stem}.weight"] + LOW.scale * product).astype(np.float32)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Versions 0 and 1 of adapters."""
+    made = [tmp_path_factory.mktemp(f"v{version}") for version in range(2)]
+    for version, folder in enumerate(made):
+        hf_weights.write_peft(LOW, adapters(version), folder, None)
+    return [str(folder) for folder in made]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that holds version 0 of the tiny model as the base."""
+    base: Path = write_model(tmp_path_factory.mktemp("base") / "model", tied=False)
+    save_file(weights(0), base / "model.safetensors", metadata={"format": "pt"})
+    log = tmp_path_factory.mktemp("server_of_adapters") / "log"
+    options = (*TINY_ON_CPU, *alone.arguments(LOW.rank))
+    with serving(base, log, *options, **{alone.RUNTIME: "True"}, **ON_TWO_CORES) as started:
+        yield started
+
+
+def carried_out(server: Server, steps: Any) -> None:
+    async def run() -> None:
+        http = VllmHttp(url=server.url, vocabulary=VOCABULARY, adapters=True)
+        try:
+            await http.open()
+            assert http.lists, "our own route is there"
+            await steps(http)
+        finally:
+            await http.close()
+
+    asyncio.run(run())
+
+
+async def drawn(http: VllmHttp, count: int) -> Piece:
+    pieces = [Piece()]
+    sampling = {"n": 1, "max_tokens": count, "temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+    await http.generate(Ask(tokens=PROMPT, sampling=sampling), pieces)
+    return pieces[0]
+
+
+def test_each_version_is_the_base_with_its_own_product(served, folders, references):
+    from by_transformers import Reference
+
+    want = [Reference(summed(version)).logprobs(PROMPT) for version in range(2)]
+
+    async def steps(http: VllmHttp) -> None:
+        names = [alone.named("ab", version, 1) for version in range(2)]
+        for name, folder in zip(names, folders):
+            await alone.load(http, name, folder)
+            await alone.load(http, name, folder)  # once more does nothing
+        for version in (0, 1, 0):
+            text, _ = await http.score(PROMPT, LIKELY, 0, names[version])
+            assert np.abs(text - want[version]).max() < TOLERANCE
+        base, _ = await http.score(PROMPT, LIKELY, 0)
+        assert np.abs(base - references(0).logprobs(PROMPT)).max() < TOLERANCE
+        assert min(np.abs(want[0] - want[1]).max(), np.abs(base - want[0]).max()) > 0.1
+        http.adapter = names[0]
+        with pytest.raises(Refused, match="has to lie where both see it"):
+            await alone.load(http, "ab-2-1", "/no/such/folder")
+
+    carried_out(served, steps)
+
+
+def test_a_request_ends_with_its_version_while_others_begin_with_the_next(served, folders):
+    from by_transformers import Reference
+
+    async def steps(http: VllmHttp) -> None:
+        names = [alone.named("cd", version, 1) for version in range(2)]
+        await alone.load(http, names[0], folders[0])
+        http.version, http.adapter = 0, names[0]
+        early = asyncio.create_task(drawn(http, 200))
+        await asyncio.sleep(0.2)
+        await alone.load(http, names[1], folders[1])
+        http.version, http.adapter = 1, names[1]
+        await alone.unload_idle(http)
+        late = await drawn(http, 8)
+        assert not early.done()
+        pieces = [await early, late]
+        for version, piece in enumerate(pieces):
+            assert set(piece.versions) == {version}
+            found = Reference(summed(version)).logprobs([*PROMPT, *piece.tokens])[len(PROMPT) - 1 :]
+            assert np.abs(found - piece.logprobs).max() < TOLERANCE
+        await alone.unload_idle(http)
+        http.adapter = names[0]
+        with pytest.raises(ServerFault, match="no model 'cd-0-1' is served here"):
+            await drawn(http, 1)
+
+    carried_out(served, steps)
