@@ -42,6 +42,10 @@ class _Record:
 
 _RECORD = jax.make_user_context(default_value=None)
 
+# The backend of kernels whose result for a row is the same bits in every program.
+ORDERED = "ordered"
+_ORDERED = jax.make_user_context(default_value=False)
+
 
 def device() -> Any:
     """Returns the device that kernels are chosen for; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
@@ -72,6 +76,18 @@ def recording() -> Iterator[list[Choice]]:
         yield record.choices
 
 
+def ordered() -> bool:
+    """Returns True where what is traced has one order of sums for each row, whatever rows it is computed with (kernels/ordered)."""
+    return bool(_ORDERED.value)
+
+
+@contextmanager
+def ordering(on: bool) -> Iterator[None]:
+    """Traces with one order of sums where `on`, and without otherwise."""
+    with _ORDERED(on):
+        yield
+
+
 def capability() -> tuple[int, int] | None:
     """Returns the compute capability of the device where it is an NVIDIA GPU, or None."""
     major, _, minor = str(getattr(device(), "compute_capability", None) or "").partition(".")
@@ -96,6 +112,10 @@ def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -
     """
     if backend is not None and backend not in backends:
         raise ValueError(f"unknown {op} backend {backend!r}: use one of {backends}, or None to choose by the call")
+    if backend is None and ordered():
+        if ORDERED not in backends:
+            raise ValueError(f"the bitwise mode has no {op}: set BITWISE = False")
+        backend = ORDERED
     refused: dict[str, str] = {}
     for name in backends if backend is None else (backend,):
         module = backend_module(op, name)

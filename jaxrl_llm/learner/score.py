@@ -13,6 +13,7 @@ from jax import Array
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences
 from jaxrl_llm.distributed.mesh import Partitioner, to_host
 from jaxrl_llm.experience import Group
+from jaxrl_llm.kernels.dispatch import ORDERED
 from jaxrl_llm.kernels.teacher_divergence.api import teacher_divergence
 from jaxrl_llm.kernels.token_stats import api as kernel
 from jaxrl_llm.learner.batch import Batch, bare, by_sequence, row, to_device
@@ -103,7 +104,7 @@ class Scorer:
                 mesh = self.partitioner.mesh if self.partitioner.mesh.size > 1 else None
                 stats = kernel.token_stats(
                     *own, targets, temperature=self.temperature, outputs=tuple(s for s in streams if s != "teacher_divergence"),
-                    noise_key=noise_key, mesh=mesh,
+                    noise_key=noise_key, mesh=mesh, backend=ORDERED if self.policy.bitwise else None,
                 )  # fmt: skip
                 if "teacher_divergence" in streams:
                     assert isinstance(self.algorithm, Distilling)

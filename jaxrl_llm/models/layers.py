@@ -21,6 +21,7 @@ A layer with k experts of width M in place of its MLP keeps with "gate" 4 k M by
 "full" computes again all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
 """
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
+from jaxrl_llm.kernels.ordered import arithmetic
+from jaxrl_llm.kernels.ordered.arithmetic import pin, rounded
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.linear import biased, gated_linear, linear
 
@@ -98,8 +102,14 @@ def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 
 def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
     """Cosine and sine of each rotation, float32."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(architecture)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = pin(positions[..., None].astype(jnp.float32) * _known_frequencies(architecture))
+    return pin(jnp.cos(angles)), pin(jnp.sin(angles))
+
+
+def _known_frequencies(architecture: Architecture) -> Float[Array, " half"]:
+    """`rope_frequencies`, in ordered programs as numbers, which no program computes by itself."""
+    with jax.ensure_compile_time_eval() if dispatch.ordered() else contextlib.nullcontext():
+        return rope_frequencies(architecture)
 
 
 @jax.custom_vjp
@@ -109,8 +119,8 @@ def rotate(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T 
     cos, sin = (part[:, :, None, None, :] for part in rotation)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     signs = jnp.array([-1.0, 1.0])[:, None]
-    turned = halves * cos + jnp.flip(halves, -2) * (signs * sin)
-    return turned.reshape(x.shape).astype(x.dtype)
+    turned = pin(halves * cos) + pin(jnp.flip(halves, -2) * (signs * sin))
+    return rounded(turned.reshape(x.shape), x.dtype)
 
 
 def _rotate_back(rotation: Rope, g: Float[Array, "B T heads C"]) -> tuple[Float[Array, "B T heads C"], None]:
@@ -139,9 +149,12 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
         x32 = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        if dispatch.ordered():
+            inverse = arithmetic.inverse_rms(x32, self.epsilon)
+        else:
+            inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         scale = 1.0 + self.scale[...] if self.centred else self.scale[...]
-        return (x32 * inverse * scale).astype(x.dtype)
+        return rounded(x32 * inverse * scale, x.dtype)
 
 
 class Projection(nnx.Module):

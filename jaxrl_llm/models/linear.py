@@ -20,6 +20,8 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import STORED as GATHERED
 from jaxrl_llm.distributed.mesh import names
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.ordered import arithmetic
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights", "a", "b"], meta_fields=["scale"])
@@ -127,7 +129,7 @@ def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
 @jax.custom_vjp
 def biased(y: Float[Array, "B T *outputs"], bias: Float[Array, "*outputs"]) -> Float[Array, "B T *outputs"]:
     """Adds the bias to every token, in the dtype of `y`; the gradient of the bias is a float32 sum over the tokens."""
-    return y + bias.astype(y.dtype)
+    return arithmetic.added(y, arithmetic.rounded(bias, y.dtype))
 
 
 def _biased_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -169,6 +171,9 @@ def gated_linear(
 
 
 def _gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+    if dispatch.ordered():
+        wide = gate.astype(jnp.float32)
+        return arithmetic.rounded(wide * arithmetic.sigmoid(wide) * up.astype(jnp.float32), gate.dtype)
     return (jax.nn.silu(gate.astype(jnp.float32)) * up).astype(gate.dtype)
 
 
@@ -180,7 +185,7 @@ def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array, stored: S
 def _gated_forward(
     gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _contracted(_gated(gate, up), weights, 1, stored, (0,)), (gate, up, weights)
+    return _applied(_gated(gate, up), weights, 1, stored), (gate, up, weights)
 
 
 def _gated_backward(
@@ -207,6 +212,13 @@ def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | No
     return jnp.tensordot(x, weights, axes, preferred_element_type=jnp.float32).astype(x.dtype)
 
 
+def _applied(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
+    """The product of the forward pass: the last `inputs` axes of `x` with the first of the weights."""
+    if dispatch.ordered():
+        return arithmetic.linear(x, weights, inputs)
+    return _contracted(x, weights, inputs, stored, range(inputs))
+
+
 def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
     """Contracts the first `count` axes of both, in float32."""
     rows = tuple(range(count))
@@ -215,14 +227,14 @@ def _rows_product(x: jax.Array, g: jax.Array, count: int) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
-    return _contracted(x, weights, inputs, stored, range(inputs))
+    return _applied(x, weights, inputs, stored)
 
 
 def _forward(
     x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     # This is a bare product instead of a call of `_product`: the remat policy "dots" recognises what to keep by its primitive.
-    return _contracted(x, weights, inputs, stored, range(inputs)), (x, weights)
+    return _applied(x, weights, inputs, stored), (x, weights)
 
 
 def _backward(

@@ -14,7 +14,9 @@ from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
 from jaxrl_llm.distributed import scatter
 from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
@@ -46,6 +48,8 @@ class Policy:
       remat: name of what the backward pass recomputes: "none", "dots", "gate", "projections", "attention", "full" or
         "offload"; see models/layers.py.
       unroll: layers in one step of the scan over layers.
+      bitwise: whether a token's forward pass has one order of sums, so that its log-prob is the same bits in the learner and in the
+        embedded sampler, whatever it is computed with (`check_bitwise` says of which models).
     """
 
     architecture: Architecture
@@ -53,6 +57,7 @@ class Policy:
     compute_dtype: str = "float32"
     remat: str = "none"
     unroll: int = field(default=1, kw_only=True)
+    bitwise: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.compute_dtype not in COMPUTE_DTYPES:
@@ -67,6 +72,8 @@ class Policy:
         if self.unroll < 1:
             raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set sources.PolicySource.unroll")
         check_division(self.architecture, self.partitioner)
+        if self.bitwise:
+            check_bitwise(self.architecture, self.partitioner)
 
     @property
     def plain(self) -> "Policy":
@@ -152,7 +159,9 @@ class Policy:
         if capture is not None:
             capture.check(self.architecture.layers)
         model, places = self._model(self._spread(params, tokens.shape)), Places(positions, segments)
-        return model.hidden(tokens, places, capture=capture, max_segments=max_segments, routes=routes, replay=replay)
+        more = {"routes": routes, "replay": replay}
+        with dispatch.ordering(self.bitwise):
+            return model.hidden(tokens, places, capture=capture, max_segments=max_segments, **more)
 
     def measured(
         self,
@@ -232,7 +241,8 @@ class Policy:
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Returns what `extend` does, and the report of the layers with experts, as `routed`."""
         model = self._model(self._spread(params, tokens.shape))
-        hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts)
+        with dispatch.ordering(self.bitwise):
+            hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts)
         return hidden, self.constrained(cache), report
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
@@ -276,6 +286,20 @@ class Policy:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
+
+
+def check_bitwise(architecture: Architecture, partitioner: Partitioner) -> None:
+    """Raises ValueError where the bitwise mode does not have the model or the devices."""
+    where = partitioner.mesh.devices.flat[0].platform
+    reasons = {
+        "experts are chosen and summed in an order that goes by the batch": architecture.experts is not None,
+        "layers that hold a state sum over tokens in chunks that go by the row": architecture.delta is not None,
+        f"sums over the devices of a mesh have no fixed order yet: run on one device (got {partitioner.mesh.size})": partitioner.mesh.size
+        > 1,
+        arithmetic.refusal(where) or "": arithmetic.refusal(where) is not None,
+    }
+    for reason in (reason for reason, there in reasons.items() if there):
+        raise ValueError(f"the bitwise mode is not for this policy, as {reason}; set BITWISE = False")
 
 
 def _cache_axes(name: str) -> Axes:

@@ -55,6 +55,8 @@ class PolicySource:
         with the layers' inputs kept on the host).
       unroll: layers in one step of the scan over layers; more layers take longer to compile and copy less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
+      bitwise: True makes the embedded sampler's log-prob of each token the learner's, bit for bit, at the price of slower products
+        (docs/explanation/bitwise.md); of dense models, without adapters, on one CPU device. Value models have no need of it.
       slow_kernels: True lets a run go on with kernels that make it more than twice as slow as others would that the device
         has, as float32 does with long rows on a GPU; False refuses such a run, and says which setting makes it fast.
     """
@@ -65,6 +67,7 @@ class PolicySource:
     remat: str = "none"
     unroll: int = 1
     lora: LoRA | None = None
+    bitwise: bool = False
     slow_kernels: bool = False
 
     def __post_init__(self) -> None:
@@ -83,9 +86,15 @@ class PolicySource:
             architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
         assert architecture is not None  # by __post_init__
         fields = (architecture, partitioner, self.compute_dtype, self.remat)
+        bitwise = self.bitwise and not value
         if self.lora is not None:
+            if bitwise:
+                raise ValueError(
+                    "the bitwise mode is not for adapters (sources.PolicySource.lora), which the learner multiplies by themselves and the "
+                    "sampler adds to the weights: set BITWISE = False, or train all weights"
+                )
             return AdaptedPolicy(*fields, self.lora, unroll=self.unroll)
-        return Policy(*fields, unroll=self.unroll)
+        return Policy(*fields, unroll=self.unroll, bitwise=bitwise)
 
     def params(self, policy: Policy, key: PRNGKeyArray) -> Params:
         """Returns the initial parameters: the pretrained parameters or adapters, random parameters drawn with `key`, or adapters

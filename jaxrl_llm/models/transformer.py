@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.kernels.ordered.arithmetic import added, rounded
 from jaxrl_llm.models.architecture import SITES, Architecture, Capture
 from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode, mesh_step
 from jaxrl_llm.models.delta_net import GatedDeltaNet, Held
@@ -102,10 +103,10 @@ class Layer(nnx.Module):
         x = named(x, INPUT)
         attn_in = self.attention_norm(x)
         attn_out, extra = mix(self.delta if hasattr(self, "delta") else self.attention, attn_in)
-        middle = named(x + attn_out, MIDDLE)
+        middle = named(added(x, attn_out), MIDDLE)
         mlp_in = self.mlp_norm(middle)
         mlp_out, report = self.mlp(mlp_in, routed) if isinstance(self.mlp, ExpertMLP) else (self.mlp(mlp_in), None)
-        found = (x, attn_in, attn_out, mlp_in, mlp_out, middle + mlp_out)
+        found = (x, attn_in, attn_out, mlp_in, mlp_out, added(middle, mlp_out))
         return dict(zip(SITES, found, strict=True)), extra, report
 
 
@@ -274,7 +275,7 @@ class Transformer(nnx.Module):
         # of the width for all rows and they exchange activations, fewer bytes than the table and its gradient have.
         table = self.partitioner.constrain(self.embedding[...], ("vocabulary", "embed"))
         found = looked_up(table, self.partitioner.constrain(tokens, ("lookup", "length")))
-        return self.partitioner.constrain(found.astype(self.dtype), ("lookup", "length", "embed"))
+        return self.partitioner.constrain(rounded(found, self.dtype), ("lookup", "length", "embed"))
 
     def _by_window(self, index: jax.Array, attend: Callable[[int | None], Any]) -> Any:
         """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""

@@ -32,7 +32,7 @@ class ValueModel:
     def like(cls, policy: Policy, bias: bool = False) -> "ValueModel":
         """Returns the value model with the layers of `policy`."""
         # A tied architecture has no separate head to the vocabulary.
-        return cls(replace(policy, architecture=replace(policy.architecture, tied=True)), bias)
+        return cls(replace(policy, architecture=replace(policy.architecture, tied=True), bitwise=False), bias)
 
     @property
     def partitioner(self) -> Partitioner:

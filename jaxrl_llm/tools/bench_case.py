@@ -43,6 +43,7 @@ SWEPT: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "attention": (str, "auto", f"auto or one of {', '.join(attention.BACKENDS)}: tried first"),
     "token_stats": (str, "auto", f"auto or one of {', '.join(token_stats.BACKENDS)}: tried first"),
     "decode_attention": (str, "auto", f"auto or one of {', '.join(decode_attention.BACKENDS)}: tried first"),
+    "bitwise": (int, "0", "1 gives each token the same log-prob in sampler and learner, bit for bit"),
     "devices": (int, "0", "devices used; 0 takes all"),
     "data": (int, "1", "devices of the data axis"),
     "fsdp": (int, "-1", "devices of the fsdp axis"),
@@ -93,7 +94,7 @@ class Case:
         partitioner = Partitioner.create(mesh, (self.own or jax.devices())[: self.devices or None])
         size = SHAPES[self.model]
         size = replace(size, layers=self.layers) if self.layers else size
-        return Policy(size, partitioner, self.dtype, self.remat, unroll=self.unroll)
+        return Policy(size, partitioner, self.dtype, self.remat, unroll=self.unroll, bitwise=bool(self.bitwise))
 
     @cached_property
     def learner(self) -> Learner:

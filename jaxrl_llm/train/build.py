@@ -64,6 +64,8 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
             f"Stage.max_staleness={config.max_staleness} of stage {config.name!r} samples while the learner updates, which a sampler "
             "on the learner's own devices cannot: include gin/samplers/vllm.gin, or set MAX_STALENESS = 0"
         )
+    if trainer.policy.bitwise:
+        check_bitwise(config, trainer.sampler)
     experts = trainer.policy.architecture.experts is not None
     if experts and config.router.replay == "R3" and config.samples and not getattr(trainer.sampler, "record", False):
         raise ValueError(
@@ -98,6 +100,19 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
         preemption=trainer.preemption, progress=trainer.progress, controls=config.controls,
         contents={"data": content, "tokenizer": hashed(sorted(trainer.tokenizer.get_vocab().items()))},
     )  # fmt: skip
+
+
+def check_bitwise(config: Stage, sampler: Any) -> None:
+    """Raises ValueError where a stage has log-probs that are not both the sampler's and the learner's in the bitwise mode."""
+    if any(phase.view is not None for phase in config.phases):
+        raise ValueError(
+            f"stage {config.name!r} reads log-probs inside the model, which no sampler has: set BITWISE = False, or SCHEDULE = None"
+        )
+    if config.plays and getattr(sampler, "keep", False):
+        raise ValueError(
+            f"the turns of stage {config.name!r} go on in kept slots, whose new tokens are not prefilled in the order of the learner's rows: "
+            "set embedded.EmbeddedSampler.keep_turns = False, or BITWISE = False"
+        )
 
 
 # -- where groups come from --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ FREE = re.compile(
     r"|episodes\.(concurrency|stop_after|close_s|gateway\b.*)"
     r"|(critic_)?optimizer\.(learning_rate|warmup_steps|schedule|final_fraction|offload|max_grad_norm)"
     r")"
-    r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll)"
+    r"|tokenizer\b.*|policy\.(pretrained|compute_dtype|remat|scan_unroll|bitwise)"
 )
 STEPS = re.compile(r"stages\[([^]]+)\]\.steps")
 LONGEST = 2000  # characters of a value; a longer one, such as a data set given as a list, is kept as its hash

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels import dispatch
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`.
-BACKENDS = ("cudnn", "cudnn_segments", "splash", "reference", "blocked")
+BACKENDS = ("cudnn", "cudnn_segments", "splash", "reference", "blocked", "ordered")
 DTYPES = ("bfloat16", "float16", "float32")
 
 

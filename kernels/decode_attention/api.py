@@ -12,7 +12,7 @@ from jaxrl_llm.kernels.decode_attention import cache
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `attend(...)`, or `step(...)` for those that also
 # write.
-BACKENDS = ("triton", "mosaic_tpu", "reference")
+BACKENDS = ("triton", "mosaic_tpu", "reference", "ordered")
 WRITING = ("mosaic_tpu",)
 READING = tuple(name for name in BACKENDS if name not in WRITING)
 # Dtypes of a cache beside that of the queries.

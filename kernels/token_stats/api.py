@@ -14,7 +14,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.token_stats.definition import DTYPES, OUTPUTS, Call
 
 # Tried in this order; a backend is the module of that name, with `refusal(call)` and `compute(...)`.
-BACKENDS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference")
+BACKENDS = ("mosaic_gpu", "mosaic_tpu", "xla", "reference", "ordered")
 
 
 def token_stats(

@@ -227,7 +227,7 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
         out["logprob"] = jnp.where(known, out["logprob"], jnp.nan)
     stats = {
         "maximum": sums["maximum"],
-        "log_total": jnp.log(sums["total"]),
+        "log_total": _log_total(sums),
         "known": known,
         "count": jnp.broadcast_to(count, keep.shape),
     }
@@ -320,10 +320,12 @@ def _buffer(head: jax.Array, call: Call, dtype: Any) -> jax.Array:
 def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
     """Returns the statistics from the sums over the whole vocabulary; differences are taken from the maximum for accuracy."""
     maximum, total = sums["maximum"], sums["total"]
-    log_total = jnp.log(total)
+    log_total = _log_total(sums)
     out = {}
     if "logprob" in call.outputs:
-        logprob = (sums["target"] - maximum) / call.temperature - log_total
+        logprob = (
+            (sums["target"] - maximum) / call.temperature - log_total if "logprob" not in sums else sums["logprob"]
+        )
         out["logprob"] = jnp.where(logprob < FLOOR * 1e-10, -jnp.inf, logprob)
     if "entropy" in call.outputs:
         out["entropy"] = log_total - sums["first"] / total
@@ -336,6 +338,11 @@ def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
         mean = sums["noise_sum"] / jnp.maximum(sums["noise_total"], 1e-30)
         out["noise_logprob"] = jnp.where(drawn, (mean - maximum) / call.temperature - log_total, 0.0)
     return out
+
+
+def _log_total(sums: Tree) -> jax.Array:
+    """The logarithm of the sum of exponentials, where a backend does not give it as one of its sums."""
+    return sums["log_total"] if "log_total" in sums else jnp.log(sums["total"])
 
 
 def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str, jax.Array]:

@@ -75,13 +75,13 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], jax.Array
     """Returns the sums over the shard's vocabulary of each token, and the products of a call of one tile."""
     if one_tile(call):
         raw = product(inputs.hidden, inputs.head)
-        return _sums(raw, inputs, call), raw
+        return tile_sums(raw, inputs, call), raw
     size = tile_sizes(call)[0]
 
     def of_block(block: Inputs) -> dict[str, jax.Array]:
         def add(start: Any, entries: int, sums: Tree) -> dict[str, jax.Array]:
             part = _entries(block, start, entries)
-            return fused.merge(sums, _sums(product(part.hidden, part.head), part, call), call)
+            return fused.merge(sums, tile_sums(product(part.hidden, part.head), part, call), call)
 
         return _over_vocabulary(add, _no_sums(size, call), call)
 
@@ -183,7 +183,7 @@ def _no_sums(tokens: int, call: Call) -> dict[str, jax.Array]:
     return {name: jnp.zeros(tokens) for name in names} | {"maximum": jnp.full(tokens, FLOOR)}
 
 
-def _sums(raw: jax.Array, inputs: Inputs, call: Call) -> dict[str, jax.Array]:
+def tile_sums(raw: jax.Array, inputs: Inputs, call: Call) -> dict[str, jax.Array]:
     """Returns the sums over the entries of one tile."""
     z = logits(raw, inputs.bias, call)
     maximum = z.max(axis=1)

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.decode_attention import cache as caches
+from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.linear import Adapted
@@ -53,6 +54,18 @@ class Choice(NamedTuple):
 def filters(settings: SamplingParams) -> bool:
     """Returns whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
     return settings.temperature > 0 and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
+
+
+def plain(choice: Choice) -> Bool[Array, " S"]:
+    """Returns where a token is drawn from the whole softmax, or is its largest."""
+    cut = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
+    return jnp.asarray((choice.repetition_penalty == 1) & ((choice.temperature == 0) | ~cut))
+
+
+def ordered_logprob(logits: Float[Array, "S V"], token: Int[Array, " S"], choice: Choice) -> Float[Array, " S"]:
+    """Returns the log-prob of the token under the whole softmax, with the bits of the learner's in the bitwise mode."""
+    temperature = jnp.asarray(choice.temperature)
+    return ordered.logprobs(logits, token, jnp.where(temperature > 0, temperature, 1.0))
 
 
 def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:
@@ -262,10 +275,15 @@ def decode(
         i, cache, seen, last, chunk = carry
         position = slots.position + chunk.drawn - slots.drawn
         hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None])
-        logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
+        if policy.bitwise:
+            logits = ordered.logits(hidden[:, 0], head)
+        else:
+            logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
         logits = policy.partitioner.constrain(logits, ("batch", "vocabulary"))
         gumbel = noise(keys, chunk.drawn, logits.shape[1])
         token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
+        if policy.bitwise:
+            logprob = jnp.where(plain(slots.choice), ordered_logprob(logits, token, slots.choice), logprob)
         token = jnp.where(chunk.done, last, token)
         seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
         drawn = chunk.drawn + ~chunk.done

@@ -64,13 +64,19 @@ class EmbeddedSampler:
         With `adapters`, one of a policy with adapters is given `AdaptedPolicy.joined`, else the parameters of `policy.plain`.
 
         Raises:
-          ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions.
+          ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions, or the policy's mode
+            does not go with the cache.
         """
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of both"
             )
         plain = policy.plain
+        if policy.bitwise and self.cache is not None:
+            raise ValueError(
+                f"the bitwise mode keeps keys and values as the learner has them (got embedded.EmbeddedSampler.cache = {self.cache!r}): leave "
+                "it None, or set BITWISE = False"
+            )
         return Engine(
             policy=plain, adapted=self.adapters and policy is not plain, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,

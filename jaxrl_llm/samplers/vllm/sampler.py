@@ -177,12 +177,17 @@ class VllmSampler(Limits):
 
         Raises:
           FileNotFoundError: no vLLM where local servers are to be started.
-          ValueError: a model that is not published to vLLM, lengths that it does not have, or an API key's variable that is not set.
+          ValueError: a model that is not published to vLLM, lengths that it does not have, a policy of the bitwise mode, or an API key's variable that is not set.
         """
         if policy.architecture.delta is not None:
             raise ValueError(
                 f"a {type(policy.architecture).__name__}, whose layers hold a recurrent state, is not published to vLLM servers: "
                 "sample it with embedded.EmbeddedSampler"
+            )
+        if policy.bitwise:
+            raise ValueError(
+                "vLLM servers have kernels of their own, whose log-probs are not the learner's bit for bit: set BITWISE = False, or include "
+                "gin/samplers/embedded.gin"
             )
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(

@@ -1,0 +1,41 @@
+"""Decode attention with the bits of the packed rows' attention: blocks of keys from a slot's first entry, and tiles of as many queries."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.attention import ordered as packed
+from jaxrl_llm.kernels.decode_attention import cache
+from jaxrl_llm.kernels.decode_attention.api import Call
+from jaxrl_llm.kernels.ordered import arithmetic
+
+
+def refusal(call: Call) -> str | None:
+    """Returns the reason why this backend cannot take the call, or None."""
+    if call.cache_dtype != call.dtype:
+        return f"its cache holds what the learner attends to, {call.dtype} (got {call.cache_dtype})"
+    return arithmetic.refusal(call.platform)
+
+
+def attend(
+    q: Float[Array, "S H C"],
+    keys: Float[Array, "L S *T_K C"],
+    values: Float[Array, "L S *T_K C"],
+    layer: Int[Array, ""],
+    positions: Int[Array, " S"],
+    call: Call,
+) -> Float[Array, "S H C"]:
+    """Attends as `decode_attention` states it, in float32; the other queries of a slot's tile are zeros."""
+    k, v = (cache.of_layer(x, layer) for x in (keys, values))
+    tile = jnp.pad(q[:, None], ((0, 0), (0, packed.KEYS - 1), (0, 0), (0, 0)))
+    at = jnp.broadcast_to(positions[:, None], tile.shape[:2])
+
+    def block(r: jax.Array) -> packed.Block:
+        entries = jnp.minimum(r * packed.KEYS + jnp.arange(packed.KEYS), call.length - 1)
+        return k[:, entries], v[:, entries]
+
+    count = jnp.max(positions) // packed.KEYS + 1
+    with dispatch.ordering(True):
+        out = packed.over_blocks(tile, at, block, count, call.window, call.width**-0.5)[:, 0]
+        return arithmetic.rounded(out, q.dtype)

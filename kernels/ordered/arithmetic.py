@@ -1,0 +1,151 @@
+"""Products, sums and functions whose result for a row is the same bits in every program of a process: the bitwise mode's arithmetic.
+
+XLA may give one expression other bits in another program, in four ways, and each has its answer here:
+
+    a sum's order goes by the shape of its product      a product is taken in tiles of ROWS rows, by one product's shape (`matmul`)
+    a reduction's order goes by what it is fused with   a sum over an axis is such a product with ones (`totals`)
+    a * b + c is rounded once or twice                  a product that is added to something is pinned, and so rounded (`pin`)
+    a rounding to bfloat16 is left out between fusions  a rounding is an operation of its own, which stays (`rounded`)
+
+and exp and log, whose code depends on how many of them are computed together, are written out in additions and multiplications
+(the polynomials of Cephes). Additions, multiplications, divisions and square roots are exact by IEEE 754. Of one tile each row has
+the same bits at every place, which the tests check for the libraries at hand.
+
+`dispatch.ordered()` says whether a program is traced so; `pin`, `rounded` and `added` are otherwise what default programs have.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxrl_llm.kernels import dispatch
+
+ROWS = 64  # of a tile
+ONES = 8  # columns of ones that a sum is the product with; a single one would be another kind of product
+PLATFORMS = ("cpu",)
+
+LOG2_E = 1.44269504088896341
+# log 2 in two parts, of which the first has so few digits that its products with exponents are exact.
+LOG_2_HIGH, LOG_2_LOW = 0.693359375, -2.12194440e-4
+EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
+       -2.4999993993e-1, 3.3333331174e-1)  # fmt: skip
+EXP_LOWEST, EXP_HIGHEST = -87.0, 88.0
+
+
+def refusal(platform: str) -> str | None:
+    """Returns the reason why a platform has no ordered arithmetic, or None."""
+    return (
+        None
+        if platform in PLATFORMS
+        else f"its order of sums is fixed on {', '.join(PLATFORMS)} alone (got {platform})"
+    )
+
+
+def _fixed(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    # A choice between a product and NaN is never taken apart, as barriers are, which the compiler removes before it fuses.
+    return jnp.where(x == x, x, jnp.nan)
+
+
+def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `x`, in ordered programs rounded before anything is added to it."""
+    return _fixed(x) if dispatch.ordered() else x
+
+
+def widened(x: Float[Array, "..."], dtype: jnp.dtype | str) -> Float[Array, "..."]:
+    """Returns the values of `x` rounded to `dtype`, as float32."""
+    x = x.astype(jnp.float32)
+    return lax.reduce_precision(x, 8, 7) if jnp.dtype(dtype) == jnp.bfloat16 else x
+
+
+def rounded(x: Float[Array, "..."], dtype: jnp.dtype | str) -> Float[Array, "..."]:
+    """Returns `x` in `dtype`, in ordered programs by a rounding that the compiler keeps."""
+    return widened(x, dtype).astype(dtype) if dispatch.ordered() else x.astype(dtype)
+
+
+def added(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns x + y in the dtype of `x`."""
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype) if dispatch.ordered() else x + y
+
+
+def matmul(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
+    """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], in float32, by tiles of ROWS rows."""
+    return over_tiles(lambda tile: tile_product(tile, w, turned=turned), x)
+
+
+def tile_product(tile: Float[Array, "R K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "R N"]:
+    """Returns the product of one tile, as `matmul`."""
+    dimensions = (((1,), (1 if turned else 0,)), ((), ()))
+    return lax.dot_general(tile, w, dimensions, preferred_element_type=jnp.float32)
+
+
+def over_tiles(compute: Callable[..., Any], *rows: jax.Array) -> Any:
+    """Returns `compute(*tiles)` of each tile of ROWS rows, put together along the rows; the last tile is filled up with zeros."""
+    count = rows[0].shape[0]
+    tiles = -(-count // ROWS)
+    filled = [jnp.pad(x, ((0, tiles * ROWS - count), *((0, 0),) * (x.ndim - 1))) for x in rows]
+    split = [x.reshape(tiles, ROWS, *x.shape[1:]) for x in filled]
+    out = lax.map(lambda parts: compute(*parts), tuple(split))
+    return jax.tree.map(lambda y: y.reshape(tiles * ROWS, *y.shape[2:])[:count], out)
+
+
+def totals(x: Float[Array, "M K"]) -> Float[Array, " M"]:
+    """Returns the sum of each row."""
+    return matmul(x, jnp.ones((x.shape[1], ONES)))[:, 0]
+
+
+def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of `x` with the first ones of the weights, both in the dtype of `x`, with float32 sums."""
+    width = math.prod(weights.shape[:inputs])
+    w = widened(weights, x.dtype).reshape(width, -1)
+    y = matmul(x.reshape(-1, width).astype(jnp.float32), w)
+    return rounded(y.reshape(*x.shape[: x.ndim - inputs], *weights.shape[inputs:]), x.dtype)
+
+
+def inverse_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows 1"]:
+    """Returns 1 / sqrt(mean(x^2) + epsilon) over the last axis, float32."""
+    width = x.shape[-1]
+    mean = _fixed(totals(_fixed(x * x).reshape(-1, width)) * (1 / width))
+    return _fixed(1 / _fixed(jnp.sqrt(mean + epsilon))).reshape(*x.shape[:-1], 1)
+
+
+def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns 1 / (1 + exp(-x)), float32."""
+    return 1 / (1 + exp(-x))
+
+
+def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns e^x in float32 within a unit in the last place or two: 0 below EXP_LOWEST, and of EXP_HIGHEST above it."""
+    bounded = jnp.clip(x, EXP_LOWEST, EXP_HIGHEST)
+    power = lax.round(bounded * LOG2_E, lax.RoundingMethod.TO_NEAREST_EVEN)
+    r = (bounded - power * LOG_2_HIGH) - _fixed(power * LOG_2_LOW)
+    y = _fixed(_polynomial(EXP, r) * _fixed(r * r)) + r + 1
+    scale = lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
+    return jnp.where(x < EXP_LOWEST, 0.0, _fixed(y * scale))
+
+
+def log(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the natural logarithm in float32 within a unit in the last place or two, of positive numbers that are not denormal."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    power = (bits >> 23) - 127
+    m = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)  # x = m 2^power
+    large = m > math.sqrt(2)
+    t = jnp.where(large, m * 0.5, m) - 1
+    e = (power + large).astype(jnp.float32)
+    square = _fixed(t * t)
+    y = _fixed(_fixed(_polynomial(LOG, t) * t) * square) + _fixed(e * LOG_2_LOW) - 0.5 * square
+    out = t + y + e * LOG_2_HIGH  # exact products
+    return jnp.where(jnp.isfinite(x), out, x)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
+    """c_0 x^n + c_1 x^(n - 1) + ... + c_n."""
+    y = jnp.full_like(x, coefficients[0])
+    for c in coefficients[1:]:
+        y = _fixed(y * x) + c
+    return y

@@ -1,0 +1,87 @@
+"""token_stats whose log-prob of a token is the same bits in every batch, and that of a sampler that has the logits (`logprobs`).
+
+Logits are taken in tiles of rows with the whole vocabulary; the gradient is that of the backend `xla`.
+"""
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.ordered import arithmetic
+from jaxrl_llm.kernels.token_stats import fused, xla
+from jaxrl_llm.kernels.token_stats.definition import Call
+from jaxrl_llm.kernels.token_stats.fused import Inputs
+
+backward = xla.backward
+
+
+def refusal(call: Call) -> str | None:
+    """Returns the reason why this backend cannot take the call, or None."""
+    if call.biased or call.soft_cap is not None or call.chunk is not None or call.shards > 1:
+        return "it has no bias, soft_cap, chunk or mesh"
+    return arithmetic.refusal(call.platform)
+
+
+def compute(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, " T"],
+    bias: Float[Array, " V"] | None,
+    words: UInt32[Array, "2"],
+    call: Call,
+    mesh: jax.sharding.Mesh | None = None,
+) -> dict[str, Float[Array, " T"]]:
+    """Returns the statistics named by `call.outputs`, as `reference` states them."""
+    return fused.compute(sys.modules[__name__], (hidden, head, targets), bias, words, call, mesh)
+
+
+def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
+    """Returns the sums over the vocabulary of each token; nothing is kept for the backward."""
+    head = arithmetic.widened(inputs.head, inputs.hidden.dtype)
+
+    def of_tile(hidden: jax.Array, targets: jax.Array, first: jax.Array) -> dict[str, jax.Array]:
+        raw = arithmetic.tile_product(hidden.astype(jnp.float32), head, turned=True)
+        part = inputs._replace(hidden=hidden, targets=targets, first_token=inputs.first_token + first[0])
+        sums = xla.tile_sums(raw, part, call)
+        inverse = np.float32(1) / np.float32(call.temperature)
+        log_total = _log_total(raw, sums["maximum"], inverse)
+        if "logprob" in call.outputs:
+            sums["logprob"] = _logprob(sums["target"], sums["maximum"], inverse, log_total)
+        return sums | {"log_total": log_total}
+
+    with dispatch.ordering(True):
+        tokens = jnp.arange(call.tokens)
+        return arithmetic.over_tiles(of_tile, inputs.hidden, inputs.targets, tokens), None
+
+
+# Both take the inverse of the temperature: a quotient by a number that the program knows is a product with its inverse, and one by a
+# number that it is given is not.
+def _log_total(logits: jax.Array, maximum: jax.Array, inverse: Any) -> jax.Array:
+    """log sum_v exp((z_v - maximum) inverse) of each row."""
+    centred = arithmetic.pin((logits - maximum[:, None]) * inverse)
+    return arithmetic.log(arithmetic.totals(arithmetic.exp(centred)))
+
+
+def _logprob(chosen: jax.Array, maximum: jax.Array, inverse: Any, log_total: jax.Array) -> jax.Array:
+    return arithmetic.pin((chosen - maximum) * inverse) - log_total
+
+
+def logits(hidden: Float[Array, "S D"], head: Float[Array, "V D"]) -> Float[Array, "S V"]:
+    """Returns h . w_v in the dtype of `hidden`, in the order of `forward`."""
+    return arithmetic.matmul(hidden.astype(jnp.float32), arithmetic.widened(head, hidden.dtype), turned=True)
+
+
+def logprobs(
+    logits: Float[Array, "S V"], tokens: Int[Array, " S"], temperature: Float[Array, " S"]
+) -> Float[Array, " S"]:
+    """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
+    with dispatch.ordering(True):
+        maximum = logits.max(axis=1)
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        inverse = arithmetic.pin(1 / temperature)
+        return _logprob(chosen, maximum, inverse, _log_total(logits, maximum, inverse[:, None]))
