@@ -35,9 +35,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.ordered import arithmetic
-from jaxrl_llm.kernels.ordered.arithmetic import pin, rounded
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import biased, gated_linear, linear
+from jaxrl_llm.models.linear import biased, gated_linear, linear, pinned, rounded
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
@@ -102,8 +101,8 @@ def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 
 def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
     """Cosine and sine of each rotation, float32."""
-    angles = pin(positions[..., None].astype(jnp.float32) * _known_frequencies(architecture))
-    return pin(jnp.cos(angles)), pin(jnp.sin(angles))
+    angles = pinned(positions[..., None].astype(jnp.float32) * _known_frequencies(architecture))
+    return pinned(jnp.cos(angles)), pinned(jnp.sin(angles))
 
 
 def _known_frequencies(architecture: Architecture) -> Float[Array, " half"]:
@@ -119,7 +118,7 @@ def rotate(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T 
     cos, sin = (part[:, :, None, None, :] for part in rotation)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     signs = jnp.array([-1.0, 1.0])[:, None]
-    turned = pin(halves * cos) + pin(jnp.flip(halves, -2) * (signs * sin))
+    turned = pinned(halves * cos) + pinned(jnp.flip(halves, -2) * (signs * sin))
     return rounded(turned.reshape(x.shape), x.dtype)
 
 

@@ -126,10 +126,25 @@ def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
     return (weights.weights, weights.stored) if isinstance(weights, Spread) else (weights, None)
 
 
+def pinned(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `x`, in ordered programs rounded before anything is added to it."""
+    return arithmetic.pin(x) if dispatch.ordered() else x
+
+
+def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """Returns `x` in `dtype`, in ordered programs by a rounding that the compiler keeps."""
+    return arithmetic.rounded(x, dtype) if dispatch.ordered() else x.astype(dtype)
+
+
+def added(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns x + y in the dtype of `x`."""
+    return arithmetic.added(x, y) if dispatch.ordered() else x + y
+
+
 @jax.custom_vjp
 def biased(y: Float[Array, "B T *outputs"], bias: Float[Array, "*outputs"]) -> Float[Array, "B T *outputs"]:
     """Adds the bias to every token, in the dtype of `y`; the gradient of the bias is a float32 sum over the tokens."""
-    return arithmetic.added(y, arithmetic.rounded(bias, y.dtype))
+    return added(y, rounded(bias, y.dtype))
 
 
 def _biased_backward(bias: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:

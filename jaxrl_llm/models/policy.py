@@ -159,9 +159,10 @@ class Policy:
         if capture is not None:
             capture.check(self.architecture.layers)
         model, places = self._model(self._spread(params, tokens.shape)), Places(positions, segments)
-        more = {"routes": routes, "replay": replay}
         with dispatch.ordering(self.bitwise):
-            return model.hidden(tokens, places, capture=capture, max_segments=max_segments, **more)
+            return model.hidden(
+                tokens, places, capture=capture, max_segments=max_segments, routes=routes, replay=replay
+            )
 
     def measured(
         self,

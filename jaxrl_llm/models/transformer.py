@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int, Integer
 
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels.decode_attention import cache as caches
-from jaxrl_llm.kernels.ordered.arithmetic import added, rounded
 from jaxrl_llm.models.architecture import SITES, Architecture, Capture
 from jaxrl_llm.models.attention import MeshAttention, Places, mesh_decode, mesh_step
 from jaxrl_llm.models.delta_net import GatedDeltaNet, Held
@@ -32,7 +31,7 @@ from jaxrl_llm.models.layers import (
     parameter,
     rope,
 )
-from jaxrl_llm.models.linear import looked_up
+from jaxrl_llm.models.linear import added, looked_up, rounded
 
 # "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of those with a state "state" [L, S, Hv, dk, dv]
 # and "conv" [L, S, taps - 1, channels].

@@ -47,8 +47,7 @@ def attend(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, q: Any, k: Any, v: Any, positions: Any, segments: Any) -> jax.Array:
-    with dispatch.ordering(True):
-        return _packed(q, k, v, positions, segments, call)
+    return _packed(q, k, v, positions, segments, call)
 
 
 def _forward(call: Call, q: Any, k: Any, v: Any, positions: Any, segments: Any) -> tuple[jax.Array, Any]:
@@ -58,7 +57,7 @@ def _forward(call: Call, q: Any, k: Any, v: Any, positions: Any, segments: Any) 
 def _backward(call: Call, saved: Any, g: jax.Array) -> tuple[Any, ...]:
     *arrays, positions, segments = saved
     places = {"q_positions": positions, "k_positions": positions, "q_segments": segments, "k_segments": segments}
-    more = {"window": call.window, "scale": call.scale, "max_segments": call.max_segments}
+    more: dict[str, Any] = {"window": call.window, "scale": call.scale, "max_segments": call.max_segments}
     with dispatch.ordering(False):
         _, pulled = jax.vjp(lambda q, k, v: attention(q, k, v, **places, **more), *arrays)
         return (*pulled(g), None, None)

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import ordered as packed
 from jaxrl_llm.kernels.decode_attention import cache
 from jaxrl_llm.kernels.decode_attention.api import Call
@@ -36,6 +35,5 @@ def attend(
         return k[:, entries], v[:, entries]
 
     count = jnp.max(positions) // packed.KEYS + 1
-    with dispatch.ordering(True):
-        out = packed.over_blocks(tile, at, block, count, call.window, call.width**-0.5)[:, 0]
-        return arithmetic.rounded(out, q.dtype)
+    out = packed.over_blocks(tile, at, block, count, call.window, call.width**-0.5)[:, 0]
+    return arithmetic.rounded(out, q.dtype)

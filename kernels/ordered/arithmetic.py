@@ -10,8 +10,6 @@ XLA may give one expression other bits in another program, in four ways, and eac
 and exp and log, whose code depends on how many of them are computed together, are written out in additions and multiplications
 (the polynomials of Cephes). Additions, multiplications, divisions and square roots are exact by IEEE 754. Of one tile each row has
 the same bits at every place, which the tests check for the libraries at hand.
-
-`dispatch.ordered()` says whether a program is traced so; `pin`, `rounded` and `added` are otherwise what default programs have.
 """
 
 import math
@@ -22,8 +20,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
-
-from jaxrl_llm.kernels import dispatch
 
 ROWS = 64  # of a tile
 ONES = 8  # columns of ones that a sum is the product with; a single one would be another kind of product
@@ -47,30 +43,26 @@ def refusal(platform: str) -> str | None:
     )
 
 
-def _fixed(x: Float[Array, "..."]) -> Float[Array, "..."]:
+def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `x`, rounded before anything is added to it."""
     # A choice between a product and NaN is never taken apart, as barriers are, which the compiler removes before it fuses.
     return jnp.where(x == x, x, jnp.nan)
 
 
-def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x`, in ordered programs rounded before anything is added to it."""
-    return _fixed(x) if dispatch.ordered() else x
-
-
-def widened(x: Float[Array, "..."], dtype: jnp.dtype | str) -> Float[Array, "..."]:
+def widened(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
     """Returns the values of `x` rounded to `dtype`, as float32."""
     x = x.astype(jnp.float32)
     return lax.reduce_precision(x, 8, 7) if jnp.dtype(dtype) == jnp.bfloat16 else x
 
 
-def rounded(x: Float[Array, "..."], dtype: jnp.dtype | str) -> Float[Array, "..."]:
-    """Returns `x` in `dtype`, in ordered programs by a rounding that the compiler keeps."""
-    return widened(x, dtype).astype(dtype) if dispatch.ordered() else x.astype(dtype)
+def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
+    """Returns `x` in `dtype`, by a rounding that the compiler keeps."""
+    return widened(x, dtype).astype(dtype)
 
 
 def added(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns x + y in the dtype of `x`."""
-    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype) if dispatch.ordered() else x + y
+    return rounded(x.astype(jnp.float32) + y.astype(jnp.float32), x.dtype)
 
 
 def matmul(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
@@ -110,8 +102,8 @@ def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs
 def inverse_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows 1"]:
     """Returns 1 / sqrt(mean(x^2) + epsilon) over the last axis, float32."""
     width = x.shape[-1]
-    mean = _fixed(totals(_fixed(x * x).reshape(-1, width)) * (1 / width))
-    return _fixed(1 / _fixed(jnp.sqrt(mean + epsilon))).reshape(*x.shape[:-1], 1)
+    mean = pin(totals(pin(x * x).reshape(-1, width)) * (1 / width))
+    return pin(1 / pin(jnp.sqrt(mean + epsilon))).reshape(*x.shape[:-1], 1)
 
 
 def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -123,10 +115,10 @@ def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns e^x in float32 within a unit in the last place or two: 0 below EXP_LOWEST, and of EXP_HIGHEST above it."""
     bounded = jnp.clip(x, EXP_LOWEST, EXP_HIGHEST)
     power = lax.round(bounded * LOG2_E, lax.RoundingMethod.TO_NEAREST_EVEN)
-    r = (bounded - power * LOG_2_HIGH) - _fixed(power * LOG_2_LOW)
-    y = _fixed(_polynomial(EXP, r) * _fixed(r * r)) + r + 1
+    r = (bounded - power * LOG_2_HIGH) - pin(power * LOG_2_LOW)
+    y = pin(_polynomial(EXP, r) * pin(r * r)) + r + 1
     scale = lax.bitcast_convert_type((power.astype(jnp.int32) + 127) << 23, jnp.float32)
-    return jnp.where(x < EXP_LOWEST, 0.0, _fixed(y * scale))
+    return jnp.where(x < EXP_LOWEST, 0.0, pin(y * scale))
 
 
 def log(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -137,8 +129,8 @@ def log(x: Float[Array, "..."]) -> Float[Array, "..."]:
     large = m > math.sqrt(2)
     t = jnp.where(large, m * 0.5, m) - 1
     e = (power + large).astype(jnp.float32)
-    square = _fixed(t * t)
-    y = _fixed(_fixed(_polynomial(LOG, t) * t) * square) + _fixed(e * LOG_2_LOW) - 0.5 * square
+    square = pin(t * t)
+    y = pin(pin(_polynomial(LOG, t) * t) * square) + pin(e * LOG_2_LOW) - 0.5 * square
     out = t + y + e * LOG_2_HIGH  # exact products
     return jnp.where(jnp.isfinite(x), out, x)
 
@@ -147,5 +139,5 @@ def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
     """c_0 x^n + c_1 x^(n - 1) + ... + c_n."""
     y = jnp.full_like(x, coefficients[0])
     for c in coefficients[1:]:
-        y = _fixed(y * x) + c
+        y = pin(y * x) + c
     return y

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.kernels.token_stats import fused, xla
 from jaxrl_llm.kernels.token_stats.definition import Call
@@ -54,9 +53,7 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
             sums["logprob"] = _logprob(sums["target"], sums["maximum"], inverse, log_total)
         return sums | {"log_total": log_total}
 
-    with dispatch.ordering(True):
-        tokens = jnp.arange(call.tokens)
-        return arithmetic.over_tiles(of_tile, inputs.hidden, inputs.targets, tokens), None
+    return arithmetic.over_tiles(of_tile, inputs.hidden, inputs.targets, jnp.arange(call.tokens)), None
 
 
 # Both take the inverse of the temperature: a quotient by a number that the program knows is a product with its inverse, and one by a
@@ -80,8 +77,7 @@ def logprobs(
     logits: Float[Array, "S V"], tokens: Int[Array, " S"], temperature: Float[Array, " S"]
 ) -> Float[Array, " S"]:
     """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
-    with dispatch.ordering(True):
-        maximum = logits.max(axis=1)
-        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-        inverse = arithmetic.pin(1 / temperature)
-        return _logprob(chosen, maximum, inverse, _log_total(logits, maximum, inverse[:, None]))
+    maximum = logits.max(axis=1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    inverse = arithmetic.pin(1 / temperature)
+    return _logprob(chosen, maximum, inverse, _log_total(logits, maximum, inverse[:, None]))

@@ -1,0 +1,34 @@
+"""Whole runs in the bitwise mode: learner and sampler agree on every token of every step, to the bit."""
+
+from types import SimpleNamespace
+
+import pytest
+import tiny_run
+
+from jaxrl_llm.train import build
+from jaxrl_llm.train.phases import WHOLE
+
+
+@pytest.mark.slow
+def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
+    steps = {"STEPS": 20, "MINIBATCHES": 1, "EVALUATE_EVERY": 100, "SAVE_EVERY": 100, "LEARNING_RATE": 1e-3}
+    done = tiny_run.launch(tmp_path / "run", **tiny_run.RL_ALONE, **steps, BITWISE=True)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in tiny_run.rows(tmp_path / "run") if "gap/max" in row]
+    assert len(rows) == 20
+    for row in rows:
+        assert row["gap/max"] == row["gap/mean"] == row["gap/k3"] == row["kl/k3_to_old"] == 0, row
+        assert row["ratio/mean"] == 1, row
+    assert all(row["grad_norm/policy"] > 0 for row in rows)
+    assert len({row["logprob/mean"] for row in rows}) == 20
+
+
+def test_stages_without_the_samplers_log_probs_are_refused_by_name():
+    stage = SimpleNamespace(name="rl", phases=(WHOLE,), plays=True)
+    build.check_bitwise(stage, SimpleNamespace(keep=False))
+    with pytest.raises(ValueError, match="keep_turns = False"):
+        build.check_bitwise(stage, SimpleNamespace(keep=True))
+    inside = SimpleNamespace(name="rl", phases=(SimpleNamespace(view=object()),), plays=False)
+    with pytest.raises(ValueError, match="reads log-probs inside the model"):
+        build.check_bitwise(inside, SimpleNamespace(keep=False))
