@@ -291,15 +291,14 @@ class Policy:
 
 def check_bitwise(architecture: Architecture, partitioner: Partitioner) -> None:
     """Raises ValueError where the bitwise mode does not have the model or the devices."""
-    where = partitioner.mesh.devices.flat[0].platform
-    reasons = {
-        "experts are chosen and summed in an order that goes by the batch": architecture.experts is not None,
-        "layers that hold a state sum over tokens in chunks that go by the row": architecture.delta is not None,
-        f"sums over the devices of a mesh have no fixed order yet: run on one device (got {partitioner.mesh.size})": partitioner.mesh.size
-        > 1,
-        arithmetic.refusal(where) or "": arithmetic.refusal(where) is not None,
-    }
-    for reason in (reason for reason, there in reasons.items() if there):
+    mesh, reason = partitioner.mesh, arithmetic.refusal(partitioner.mesh.devices.flat[0].platform)
+    if architecture.experts is not None:
+        reason = "experts are chosen and summed in an order that goes by the batch"
+    elif architecture.delta is not None:
+        reason = "layers that hold a state sum over tokens in chunks that go by the row"
+    elif mesh.size > 1:
+        reason = f"sums over the devices of a mesh have no fixed order yet: run on one device (got {mesh.size})"
+    if reason is not None:
         raise ValueError(f"the bitwise mode is not for this policy, as {reason}; set BITWISE = False")
 
 
