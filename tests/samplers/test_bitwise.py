@@ -227,4 +227,6 @@ def test_samplers_without_the_learners_arithmetic_are_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         EmbeddedSampler(cache="float8_e4m3fn").start(policy, Letters(), max_length=MAX_LENGTH)
     with pytest.raises(ValueError, match="vLLM servers have kernels of their own"):
-        VllmSampler(urls=("http://localhost:1",)).start(policy, Letters(), max_length=MAX_LENGTH, run_dir=tmp_path)
+        VllmSampler(urls=("http://localhost:1",), spawn=False).start(
+            policy, Letters(), max_length=MAX_LENGTH, run_dir=tmp_path
+        )

@@ -5,8 +5,13 @@ from types import SimpleNamespace
 import pytest
 import tiny_run
 
+from jaxrl_llm.algorithms.sft import SFT
+from jaxrl_llm.data.sorting import Sorting
+from jaxrl_llm.environments.calculator import Calculator
+from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.train import build
-from jaxrl_llm.train.phases import WHOLE
+from jaxrl_llm.train.phases import BuPO
+from jaxrl_llm.train.stage import Stage
 
 
 @pytest.mark.slow
@@ -24,11 +29,15 @@ def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatc
     assert len({row["logprob/mean"] for row in rows}) == 20
 
 
+def stage(**fields):
+    return Stage(name="rl", algorithm=SFT(), data=Sorting(), optimizer=Optimizer(), steps=2, **fields)
+
+
 def test_stages_without_the_samplers_log_probs_are_refused_by_name():
-    stage = SimpleNamespace(name="rl", phases=(WHOLE,), plays=True)
-    build.check_bitwise(stage, SimpleNamespace(keep=False))
+    kept, prefilled = SimpleNamespace(keep=True), SimpleNamespace(keep=False)
+    build.check_bitwise(stage(), kept)
+    build.check_bitwise(stage(environment=Calculator()), prefilled)
     with pytest.raises(ValueError, match="keep_turns = False"):
-        build.check_bitwise(stage, SimpleNamespace(keep=True))
-    inside = SimpleNamespace(name="rl", phases=(SimpleNamespace(view=object()),), plays=False)
+        build.check_bitwise(stage(environment=Calculator()), kept)
     with pytest.raises(ValueError, match="reads log-probs inside the model"):
-        build.check_bitwise(inside, SimpleNamespace(keep=False))
+        build.check_bitwise(stage(schedule=BuPO(layer=1)), kept)
