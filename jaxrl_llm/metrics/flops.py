@@ -14,6 +14,7 @@ The counting convention, which makes figures of different systems comparable:
 - MFU divides by the dense bfloat16 peak of the devices, 989 TFLOP/s for H100 (SXM) and H200.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -88,8 +89,9 @@ class Sizes(Protocol):
 
 
 def mlp_width(sizes: Sizes) -> float:
-    """Width of the MLP that a token goes through, as the mean over layers: of a layer with experts that of the chosen ones together."""
-    chosen = 0 if sizes.experts is None else sizes.experts.chosen * sizes.experts.width
+    """Width of the MLP that a token goes through, as the mean over layers: of a layer with experts that of the chosen and shared ones together."""
+    experts = sizes.experts
+    chosen = 0 if experts is None else experts.chosen * experts.width + (experts.shared or 0)
     return sum(chosen if sparse else sizes.mlp_width for sparse in sizes.sparse) / len(sizes.sparse)
 
 
@@ -98,7 +100,7 @@ def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False,
 
     Args:
       sizes: an architecture.
-      sparse: of a layer with experts, whose MLP is a router and those that a token goes to.
+      sparse: of a layer with experts, whose MLP is a router and those that a token goes to, with a shared one and its gate.
       resident: of all its experts, as memory holds them.
       recurrent: of a layer that holds a state in place of attention.
     """
@@ -109,9 +111,9 @@ def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False,
         mixer = sizes.delta.channels + 2 * heads * sizes.delta.value_width + 2 * heads
     mlp = 3 * sizes.mlp_width
     if sparse:
-        mlp = sizes.experts.count + 3 * sizes.experts.width * (
-            sizes.experts.count if resident else sizes.experts.chosen
-        )
+        size = sizes.experts
+        mlp = size.count + 3 * size.width * (size.count if resident else size.chosen)
+        mlp += 0 if size.shared is None else 3 * size.shared + 1
     return sizes.width * (mixer + mlp)
 
 
@@ -126,6 +128,11 @@ def rule(sizes: Sizes) -> float:
     size = sizes.delta
     each = 6 * size.key_width * size.value_width + 4 * CHUNK * (size.key_width + size.value_width)
     return float(size.value_heads * each)
+
+
+def state_bytes(sizes: Sizes) -> int:
+    """Bytes of the states of one sequence, float32, in all layers that hold one."""
+    return 4 * sum(sizes.recurrent) * math.prod(sizes.delta.state_shape) if sizes.delta is not None else 0
 
 
 def attending(sizes: Sizes, layers: int | None = None) -> list[int | None]:

@@ -52,6 +52,7 @@ class Experts:
       width: width of one expert's gated MLP.
       normalised: whether the weights of the chosen experts are divided by their sum, so that they add up to 1.
       layers: which layers have experts, while the others have a dense MLP; the pattern repeats over the depth.
+      shared: width of one more expert, which every token goes to and whose output is multiplied by the sigmoid of a gate of its own, or None.
     """
 
     count: int
@@ -59,10 +60,11 @@ class Experts:
     width: int
     normalised: bool = False
     layers: tuple[bool, ...] = (True,)
+    shared: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))  # gin files give a list; a tuple is hashable
-        components.at_least(self, 1, "count", "chosen", "width")
+        components.at_least(self, 1, "count", "chosen", "width", "shared")
         components.within(self, f"[1, {self.count}]", "chosen")
         if self.count > MOST_EXPERTS:
             components.refuse(self, "count", f"<= {MOST_EXPERTS}, since a recorded choice has 16 bits")
@@ -154,6 +156,7 @@ class Architecture:
       rotary_share: share of a head's width that is rotated, from its first dimension on.
       output_gate: whether the heads' outputs are multiplied by the sigmoid of a gate, which the query projection computes beside each query.
       zero_centred: whether the scale of an RMSNorm is kept as its difference from 1.
+      joined: whether the four projections into a layer with a state are kept as two, by key head.
     """
 
     vocabulary_size: int
@@ -178,6 +181,7 @@ class Architecture:
     rotary_share: float = field(default=1.0, init=False)
     output_gate: bool = field(default=False, init=False)
     zero_centred: bool = field(default=False, init=False)
+    joined: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         name = type(self).__name__

@@ -4,7 +4,8 @@
     beta = sigmoid(x W_strength)     g = -exp(log_decay) softplus(x W_rate + rate_bias)
     y = (norm(rule(q, k, v, g, beta)) * silu(x W_gate)) W_output
 
-Convolution, norms, gates and the rule are float32. Padding changes neither state nor convolution.
+Where the architecture joins the projections, a key head's part of one matrix gives its query, key, values and gates, that of another
+its strengths and rates. Convolution, norms, gates and the rule are float32. Padding changes neither state nor convolution.
 """
 
 import math
@@ -37,13 +38,19 @@ class GatedDeltaNet(nnx.Module):
 
     def __init__(self, architecture: Architecture, partitioner: Partitioner, *, rngs: nnx.Rngs):
         assert architecture.delta is not None
-        self.sizes, self.partitioner = architecture.delta, partitioner
+        self.sizes, self.partitioner, self.joined = architecture.delta, partitioner, architecture.joined
         size, width, std = self.sizes, architecture.width, architecture.init_std
         heads, wide = size.value_heads, ("embed", "heads", "head_width")
-        self.input = parameter(rngs, (width, size.channels), ("embed", "mlp"), std)
-        self.gate = parameter(rngs, (width, heads, size.value_width), wide, std)
-        self.strength = parameter(rngs, (width, heads), ("embed", "heads"), std)
-        self.rate = parameter(rngs, (width, heads), ("embed", "heads"), std)
+        if self.joined:
+            times = heads // size.key_heads
+            shape = (width, size.key_heads, 2 * size.key_width + 2 * times * size.value_width)
+            self.inputs = parameter(rngs, shape, wide, std)
+            self.rates = parameter(rngs, (width, size.key_heads, 2 * times), wide, std)
+        else:
+            self.input = parameter(rngs, (width, size.channels), ("embed", "mlp"), std)
+            self.gate = parameter(rngs, (width, heads, size.value_width), wide, std)
+            self.strength = parameter(rngs, (width, heads), ("embed", "heads"), std)
+            self.rate = parameter(rngs, (width, heads), ("embed", "heads"), std)
         self.taps = parameter(rngs, (size.channels, 1, size.taps), (None, None, None), size.taps**-0.5)
         rates = jax.random.uniform(rngs.params(), (heads,), jnp.float32, minval=0.01, maxval=16.0)
         self.log_decay = nnx.Param(jnp.log(rates), axes=(None,))
@@ -67,12 +74,11 @@ class GatedDeltaNet(nnx.Module):
           held: what was kept of the tokens before, or None where nothing came before.
         """
         size, f32 = self.sizes, jnp.float32
-        mixed = jnp.where(valid[..., None], named(linear(x, self.input[...]), QUERY), 0)
+        mixed, gate, strength, rate = self._projected(x)
+        mixed = jnp.where(valid[..., None], mixed, 0)
         held = self.empty(x.shape[0], mixed.dtype) if held is None else held
-        gate = named(linear(x, self.gate[...]), QUERY)
-        strength, rate = (linear(x, kernel[...]).astype(f32) for kernel in (self.strength, self.rate))
-        beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength), 0.0)
-        decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate + self.rate_bias[...])
+        beta = jnp.where(valid[..., None], jax.nn.sigmoid(strength.astype(f32)), 0.0)
+        decay = -jnp.exp(self.log_decay[...]) * jax.nn.softplus(rate.astype(f32) + self.rate_bias[...])
         g = jnp.where(valid[..., None], decay, 0.0)
         key = size.key_heads * size.key_width
         flat = jax.nn.silu(gated_delta.convolved(mixed, self.taps[...][:, 0], segments, held.conv))
@@ -89,6 +95,22 @@ class GatedDeltaNet(nnx.Module):
         size = self.sizes
         state = jnp.zeros((rows, *size.state_shape), jnp.float32)
         return Held(state, jnp.zeros((rows, size.taps - 1, size.channels), dtype))
+
+    def _projected(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Inputs of the convolution [B, T, channels], gates [B, T, Hv, dv], and strengths and rates [B, T, Hv] before their functions."""
+        if not self.joined:
+            mixed, gate = (named(linear(x, kernel[...]), QUERY) for kernel in (self.input, self.gate))
+            return mixed, gate, linear(x, self.strength[...]), linear(x, self.rate[...])
+        size, rows = self.sizes, x.shape[:2]
+        ends = (
+            size.key_width,
+            2 * size.key_width,
+            2 * size.key_width + size.value_heads // size.key_heads * size.value_width,
+        )
+        *parts, gate = jnp.split(named(linear(x, self.inputs[...]), QUERY), ends, axis=-1)
+        mixed = jnp.concatenate([part.reshape(*rows, -1) for part in parts], axis=-1)
+        strength, rate = (part.reshape(*rows, -1) for part in jnp.split(linear(x, self.rates[...]), 2, axis=-1))
+        return mixed, gate.reshape(*rows, size.value_heads, -1), strength, rate
 
     def _rule(
         self,

@@ -3,6 +3,8 @@
     p = softmax(x W_r)     c = the k largest of p     w = p[c], divided by their sum where the architecture says so
     y = sum_j w_j  down_c( silu(gate_c(x)) * up_c(x) )
 
+Where the architecture has a shared expert, every token goes to it too: y + sigmoid(x w_s) shared(x).
+
 Router, weights and the sum over j are float32 whatever the compute dtype is; the gradient reaches the router through w alone.
 Experts that were recorded for a token take the place of c, and w is computed from the live p at them (replay of routes,
 https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
@@ -27,7 +29,8 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from jaxrl_llm.distributed.mesh import Partitioner, names
 from jaxrl_llm.kernels.grouped_matmul.api import expert_mlp
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.layers import ROUTER, named, parameter
+from jaxrl_llm.models.layers import MLP, ROUTER, named, parameter
+from jaxrl_llm.models.linear import linear
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["valid", "routes"], meta_fields=["replay"])
@@ -109,9 +112,20 @@ class ExpertMLP(nnx.Module):
         gate_up, down = (sizes.count, width, 2, sizes.width), (sizes.count, sizes.width, width)
         self.gate_up = parameter(rngs, gate_up, ("experts", "embed", None, "mlp"), std)
         self.down = parameter(rngs, down, ("experts", "mlp", "embed"), std)
+        if sizes.shared is not None:
+            self.shared = MLP(architecture, sizes.shared, rngs=rngs)
+            self.share = parameter(rngs, (width, 1), ("embed", None), std)
 
     def __call__(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
-        """The experts' weighted outputs, 0 for tokens that are not valid, and what was done."""
+        """The experts' weighted outputs, 0 for tokens that are not valid, with that of the shared one, and what was done."""
+        y, report = self._chosen(x, routed)
+        if self.sizes.shared is None:
+            return y, report
+        share = jax.nn.sigmoid(linear(x, self.share[...]).astype(jnp.float32)).astype(x.dtype)
+        return y + share * self.shared(x), report
+
+    def _chosen(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
+        """The weighted outputs of the chosen experts, and what was done."""
         weights = (self.router[...], self.gate_up[...], self.down[...])
         if self.partitioner.mesh.size == 1:
             return self._local(Over(), x, *weights, routed)

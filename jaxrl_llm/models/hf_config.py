@@ -8,8 +8,9 @@ from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.mistral import Mistral
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
-from jaxrl_llm.models.qwen3_5 import Qwen3_5
+from jaxrl_llm.models.qwen3_5 import Hybrid, Qwen3_5, Qwen3_5MoE
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
+from jaxrl_llm.models.qwen3_next import Qwen3Next
 
 # (the class in `architectures`, `model_type`) -> family. A family is written as the first row that fits it.
 FAMILIES: dict[tuple[str, str], type[Architecture]] = {
@@ -17,16 +18,21 @@ FAMILIES: dict[tuple[str, str], type[Architecture]] = {
     ("Qwen3ForCausalLM", "qwen3"): Qwen3,
     ("Qwen3MoeForCausalLM", "qwen3_moe"): Qwen3MoE,
     ("Qwen3_5ForCausalLM", "qwen3_5_text"): Qwen3_5,
+    ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text"): Qwen3_5MoE,
+    ("Qwen3NextForCausalLM", "qwen3_next"): Qwen3Next,
     ("LlamaForCausalLM", "llama"): Llama3,
     ("MistralForCausalLM", "mistral"): Mistral,
     ("MinistralForCausalLM", "ministral"): Mistral,
 }
 # The class of a vision-language model -> that of its text model, whose settings are under `text_config`.
-NESTED: dict[str, str] = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
+NESTED: dict[str, str] = {
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
 # The suffix of an architecture's class: for a language model and for a value model.
 LANGUAGE, VALUE = "ForCausalLM", "ForSequenceClassification"
 # The width of a head where the file does not give it; in other families that of the stream over the number of heads.
-HEAD_WIDTHS: dict[type[Architecture], int] = {Qwen3: 128, Qwen3_5: 256}
+HEAD_WIDTHS: dict[type[Architecture], int] = {Qwen3: 128, Qwen3_5: 256, Qwen3_5MoE: 256, Qwen3Next: 256}
 # Settings that change the mathematics, and the one value of each that the layers implement.
 ONLY: dict[str, Any] = {
     "hidden_act": "silu",
@@ -66,7 +72,9 @@ def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool 
         config = {**config, "architectures": [n.replace(VALUE, LANGUAGE) for n in config.get("architectures") or ()]}
     config = text_of(config)
     family = _family(config, source)
-    hybrid = family is Qwen3_5
+    hybrid = issubclass(family, Hybrid)
+    if family is Qwen3_5MoE:  # none of whose layers is dense
+        config = {"intermediate_size": config.get("shared_expert_intermediate_size"), **config}
     for key, value in ONLY.items():
         if config.get(key, value) != value and not (hybrid and key == "partial_rotary_factor"):
             raise ValueError(f"{source}: {key}={config[key]!r} is not supported, only {value!r} is")
@@ -99,6 +107,8 @@ def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool 
         if sizes.pop("rope_scaling") is not None:
             raise ValueError(f"{source}: rotary scaling is not supported with linear attention")
         sizes |= _hybrid(config, source)
+        if family is not Qwen3_5:
+            sizes["experts"] = _experts(config, source, shared=True)
     elif family is not Llama3:
         sizes |= _windows(config, family, source)
     return family(**sizes)
@@ -133,9 +143,11 @@ def write(architecture: Architecture, *, value: bool = False) -> dict[str, Any]:
     if isinstance(architecture, Llama3):
         return config
     if architecture.delta is not None:
-        return config | _written_hybrid(architecture, architecture.delta)
+        config |= _written_hybrid(architecture, architecture.delta)
     if architecture.experts is not None:
-        return config | _written_experts(architecture, architecture.experts)
+        config |= _written_experts(architecture, architecture.experts)
+    if architecture.delta is not None or architecture.experts is not None:
+        return config
     config["sliding_window"] = window
     if isinstance(architecture, Qwen2 | Qwen3):
         config |= {"use_sliding_window": window is not None, "max_window_layers": architecture.layers}
@@ -182,9 +194,13 @@ def _written_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None
     }
 
 
-def _experts(config: Mapping[str, Any], source: str) -> Experts:
-    """The experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`."""
+def _experts(config: Mapping[str, Any], source: str, *, shared: bool = False) -> Experts:
+    """The experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`.
+
+    Families with a `shared` expert divide the weights by their sum unless the file says otherwise; the others do not.
+    """
     names = {"count": "num_experts", "chosen": "num_experts_per_tok", "width": "moe_intermediate_size"}
+    names |= {"shared": "shared_expert_intermediate_size"} if shared else {}
     values: dict[str, Any] = {field: config.get(name) for field, name in names.items()}
     values["count"] = config.get("num_local_experts") if values["count"] is None else values["count"]
     if missing := [names[field] for field, value in values.items() if value is None]:
@@ -192,18 +208,21 @@ def _experts(config: Mapping[str, Any], source: str) -> Experts:
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     layers = config["num_hidden_layers"]
     sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    return Experts(**values, normalised=bool(config.get("norm_topk_prob", False)), layers=_period(sparse))
+    return Experts(**values, normalised=bool(config.get("norm_topk_prob", shared)), layers=_period(sparse))
 
 
 def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, Any]:
+    own = (
+        {"use_sliding_window": False} if experts.shared is None else {"shared_expert_intermediate_size": experts.shared}
+    )
     return {
+        **own,
         "num_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.width,
         "norm_topk_prob": experts.normalised,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [i for i, sparse in enumerate(architecture.sparse) if not sparse],
-        "use_sliding_window": False,
     }
 
 

@@ -205,8 +205,8 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
-        width, mlp_width, std = architecture.width, architecture.mlp_width, architecture.init_std
+    def __init__(self, architecture: Architecture, mlp_width: int, *, rngs: nnx.Rngs):
+        width, std = architecture.width, architecture.init_std
         self.gate = parameter(rngs, (width, mlp_width), ("embed", "mlp"), std)
         self.up = parameter(rngs, (width, mlp_width), ("embed", "mlp"), std)
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)

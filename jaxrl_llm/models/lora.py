@@ -28,7 +28,7 @@ from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
 LINEAR = {
     name.split(".")[-2]: tuple(path.split("/"))
     for path, (name, inputs) in hf_format.TENSORS.items()
-    if inputs and path.startswith("layers/") and "/router" not in path and "/delta/" not in path
+    if inputs and path.startswith("layers/") and not any(part in path for part in ("/router", "/delta/", "/share"))
 }
 MLP = ("gate_proj", "up_proj", "down_proj")
 

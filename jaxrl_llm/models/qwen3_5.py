@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and text alone: three of four layers hold a recurrent state, and every fourth attends with gated heads."""
+"""Qwen3.5, text alone: three of four layers hold a recurrent state, and every fourth attends with gated heads; dense or with experts."""
 
 from dataclasses import dataclass, field
 
@@ -6,8 +6,8 @@ from jaxrl_llm.models.architecture import Architecture, Experts, GatedDelta, Lla
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3_5(Architecture):
-    """Sizes of a dense Qwen3.5 model; see Architecture."""
+class Hybrid(Architecture):
+    """What the models whose layers hold a recurrent state have in common; see Architecture."""
 
     delta: GatedDelta
     rope_theta: float = 1e7
@@ -17,6 +17,34 @@ class Qwen3_5(Architecture):
     qk_norm: bool = field(default=True, init=False)
     window: int | None = field(default=None, init=False)
     sliding: tuple[bool, ...] = field(default=(True,), init=False)
-    experts: Experts | None = field(default=None, init=False)
     output_gate: bool = field(default=True, init=False)
     zero_centred: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts is not None and self.experts.shared is None:
+            raise ValueError(
+                f"Experts.shared must be a width in a {type(self).__name__}, whose layers with experts have a shared one (got None)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5(Hybrid):
+    """Sizes of a dense Qwen3.5 model; see Architecture."""
+
+    experts: Experts | None = field(default=None, init=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3_5MoE(Hybrid):
+    """Sizes of a Qwen3.5 model with experts in every layer; see Architecture. No layer has an MLP of `mlp_width`."""
+
+    experts: Experts
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.experts.normalised and all(self.sparse)):
+            raise ValueError(
+                "Experts.normalised must be True and Experts.layers (True,) in a Qwen3_5MoE, which has no other form "
+                f"(got {self.experts.normalised} and {self.experts.layers})"
+            )

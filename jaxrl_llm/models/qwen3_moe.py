@@ -14,3 +14,10 @@ class Qwen3MoE(Architecture):
     qk_norm: bool = field(default=True, init=False)
     window: int | None = field(default=None, init=False)
     sliding: tuple[bool, ...] = field(default=(True,), init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.experts.shared is not None:
+            raise ValueError(
+                f"Experts.shared must be None in a Qwen3MoE, which has no shared expert (got {self.experts.shared})"
+            )

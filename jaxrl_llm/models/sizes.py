@@ -1,9 +1,10 @@
 """Sizes of well-known models by name, for benchmarks with random weights."""
 
-from jaxrl_llm.models.architecture import Architecture, Experts
+from jaxrl_llm.models.architecture import Architecture, Experts, GatedDelta
 from jaxrl_llm.models.llama3 import Llama3
 from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.models.qwen3 import Qwen3
+from jaxrl_llm.models.qwen3_5 import Qwen3_5
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 
 SHAPES: dict[str, Architecture] = {
@@ -37,4 +38,12 @@ SHAPES: dict[str, Architecture] = {
     "llama3-70b": Llama3(
         vocabulary_size=128256, width=8192, layers=80, heads=64, kv_heads=8, head_width=128, mlp_width=28672
     ),
-}
+    "qwen3.5-0.8b": Qwen3_5(
+        vocabulary_size=248320, width=1024, layers=24, heads=8, kv_heads=2, head_width=256, mlp_width=3584, tied=True,
+        max_positions=262144, delta=GatedDelta(key_heads=16, value_heads=16),
+    ),
+    "qwen3.5-2b": Qwen3_5(
+        vocabulary_size=248320, width=2048, layers=24, heads=8, kv_heads=2, head_width=256, mlp_width=6144, tied=True,
+        max_positions=262144, delta=GatedDelta(key_heads=16, value_heads=16),
+    ),
+}  # fmt: skip

@@ -95,7 +95,8 @@ class Layer(nnx.Module):
         else:
             self.attention = Attention(architecture, rngs=rngs)
         self.mlp_norm = RMSNorm(*norm)
-        self.mlp = ExpertMLP(architecture, partitioner, rngs=rngs) if kind.sparse else MLP(architecture, rngs=rngs)
+        dense = lambda: MLP(architecture, architecture.mlp_width, rngs=rngs)  # noqa: E731
+        self.mlp = ExpertMLP(architecture, partitioner, rngs=rngs) if kind.sparse else dense()
 
     def states(self, x: Float[Array, "B T D"], mix: Mix, routed: Routed) -> tuple[States, Any, Report | None]:
         """The hidden state at every site of the layer (phases.Site), what else `mix` returns, and the experts' report."""

@@ -138,7 +138,8 @@ def sample(case: Case) -> dict[str, Any]:
             2 * len(flops.attending(size)) * size.kv_heads * size.head_width * (width if case.cache == "auto" else 1)
         )
         weights = sum(x.size for x in jax.tree.leaves(case.policy.abstract())) * width
-        floor = weights + slots * (case.prompt_tokens + case.response_tokens / 2) * entry
+        held = (case.prompt_tokens + case.response_tokens / 2) * entry + 2 * flops.state_bytes(size)
+        floor = weights + slots * held
         return {
             "first_s": seconds[0], "s": median, "generated_per_s": tokens / median, "step_ms": step * 1e3,
             "floor_gb": floor / 1e9, "floor_gb_per_s": floor / step / 1e9, "occupancy": occupancy,

@@ -125,9 +125,12 @@ def test_experts_refuse_what_cannot_be():
         ({"chosen": 7}, "chosen"),
         ({"count": 0}, "count"),
         ({"layers": (False,)}, "layer with experts"),
+        ({"shared": 0}, "shared"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(EXPERTS, **change)
+    with pytest.raises(ValueError, match="no shared expert"):
+        replace(MODEL, experts=replace(EXPERTS, shared=8))
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,18 @@ PARAMETERS = {
     + 160,
     # By hand: 24 MLPs of 3*1024*3584, 6 layers that attend of 7,340,544, and 18 with a state of 10,543,264.
     "qwen3_5_0p8b": 254_279_680 + 24 * (11_010_048 + 2_048) + 6 * 7_340_544 + 18 * 10_543_264 + 1_024,
+    # As qwen3_5_tiny, with fewer key heads, and 8 experts and a shared one of 3*160*144 in each layer.
+    "qwen3_next_tiny": 51_200
+    + 4 * (9 * 69_120 + 1_280 + 160 + 320)
+    + (81_920 + 64)
+    + 3 * (61_440 + 1_280 + 20_480 + 4 * 256 + 8 + 32)
+    + 160,
+    # 40 layers of 256 experts and a shared one of 3*2048*512, router and gate; 10 attend, 30 hold a state.
+    "qwen3_5_35b_a3b": 1_017_118_720
+    + 40 * (257 * 3_145_728 + 524_288 + 2_048 + 4_096)
+    + 10 * 27_263_488
+    + 30 * 33_718_464
+    + 2_048,
     "qwen3_30b_a3b": 30_532_122_624,
     "qwen2p5_0p5b": 494_032_768,
     "qwen2p5_1p5b": 1_543_714_304,
@@ -69,3 +81,7 @@ def test_a_pretrained_model_without_a_name_is_refused():
 
 def test_the_benchmark_of_experts_has_the_sizes_of_the_model_file():
     assert SHAPES["qwen3-30b-a3b"] == source("qwen3_30b_a3b").architecture
+
+
+def test_the_benchmark_of_recurrent_layers_has_the_sizes_of_the_model_file():
+    assert SHAPES["qwen3.5-0.8b"] == source("qwen3_5_0p8b").architecture

@@ -1,6 +1,7 @@
-"""A model with recurrent layers computes, differentiates, learns and decodes as transformers' Qwen3.5, and reads and writes its folders."""
+"""A model with recurrent layers computes, differentiates and learns as transformers' Qwen3.5 and Qwen3-Next, and reads and writes their folders."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,10 +13,11 @@ import torch
 import transformers
 from safetensors.numpy import load_file, save_file
 from test_against_transformers import SIZES, one_device, random_model
+from test_qwen3_moe import as_theirs
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.learner.optimizer import Optimizer
-from jaxrl_llm.models import hf_config, hf_format, hf_weights
+from jaxrl_llm.models import hf_config, hf_weights
 from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.policy import Policy
 
@@ -25,11 +27,22 @@ HYBRID = {
 }  # fmt: skip
 HALF = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
 MIXED = ["full_attention", "linear_attention"] * 2
+CHOSEN = 3
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
 CONFIGS = {
     "untied": transformers.Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=False),
     "tied_half_rotated": transformers.Qwen3_5TextConfig(**HYBRID, tie_word_embeddings=True, rope_parameters=HALF),
     "every_second": transformers.Qwen3_5TextConfig(**HYBRID, layer_types=MIXED),
+    "experts": transformers.Qwen3_5MoeTextConfig(**HYBRID, **EXPERTS, tie_word_embeddings=False),
+    "next": transformers.Qwen3NextConfig(**HYBRID, **EXPERTS, tie_word_embeddings=False),
+    "next_some_dense": transformers.Qwen3NextConfig(
+        **HYBRID, **EXPERTS, norm_topk_prob=False, mlp_only_layers=[1], tie_word_embeddings=True
+    ),
 }
+SPARSE = ("experts", "next", "next_some_dense")
+TEXT = [name for name in CONFIGS if "next" not in name]  # of vision-language models
 LENGTHS = (150, 3, 70)  # more than two chunks of 64, less than the convolution sees, and more than one chunk
 WIDTH = 153
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-4, 0.1
@@ -113,7 +126,7 @@ def test_loss_and_every_gradient_equal_transformers(pair):
     value, gradient = jax.jit(jax.value_and_grad(lambda p: nll(policy, p, rows())))(params)
     np.testing.assert_allclose(float(value), want.item(), rtol=1e-5)
     expected = {name: p.grad.numpy() for name, p in theirs.named_parameters()}
-    found = hf_format.export(gradient)
+    found = as_theirs(gradient)
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert np.abs(x).max() > 1e-6, name
@@ -142,7 +155,21 @@ def test_three_adamw_steps_equal_torch(pair):
         their_nll(theirs, rows(seed=number)).backward()
         torch_adam.step()
         params, state = step(params, state, rows(seed=number))
-    assert_close(hf_format.export(params), {n: p.detach().numpy() for n, p in theirs.named_parameters()})
+    assert_close(as_theirs(params), {n: p.detach().numpy() for n, p in theirs.named_parameters()})
+
+
+def test_the_random_routers_are_not_near_a_tie(pair):
+    """Else another rounding would choose other experts, and nothing could be compared."""
+    name, theirs, policy, _ = pair
+    assert (policy.architecture.experts is not None) == (name in SPARSE)
+    for seed in range(3) if name in SPARSE else ():
+        tokens, positions, mask = (torch.tensor(np.asarray(x), dtype=torch.long) for x in rows(seed=seed))
+        with torch.no_grad():
+            found = theirs(input_ids=tokens, attention_mask=mask, position_ids=positions, output_router_logits=True)
+        assert len(found.router_logits) == sum(policy.architecture.sparse)
+        for logits in found.router_logits:
+            ordered = logits.softmax(-1).sort(-1, descending=True).values[mask.reshape(-1) == 1]
+            assert (ordered[:, CHOSEN - 1] - ordered[:, CHOSEN]).min() > 1e-5
 
 
 # -- packed rows -------------------------------------------------------------------------------------------------------
@@ -228,18 +255,25 @@ def test_a_captured_state_is_that_of_its_layer(pair):
     assert np.abs(np.asarray(got)[real] - found.hidden_states[2].numpy()[real]).max() <= 1e-4
 
 
-@pytest.mark.parametrize("remat", ["full", "projections", "dots"])
-def test_rematerialisation_changes_no_gradient(remat, tmp_path):
-    _, policy, params = loaded("untied", tmp_path / "m")
+@pytest.mark.parametrize(
+    ("remat", "name"), [("full", "untied"), ("projections", "untied"), ("dots", "untied"), ("gate", "next")]
+)
+def test_rematerialisation_changes_no_gradient(remat, name, tmp_path):
+    _, policy, params = loaded(name, tmp_path / "m")
     other = Policy(policy.architecture, policy.partitioner, remat=remat)
     want, got = (jax.jit(jax.grad(lambda p, model=model: nll(model, p, rows())))(params) for model in (policy, other))
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.abs(x - y).max() <= 1e-5 * max(np.abs(np.asarray(y)).max(), 1.0)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}, {"tensor": 4}, {"tensor": 3}])
-def test_a_mesh_changes_neither_loss_nor_gradients(sizes, tmp_path):
-    _, alone, params = loaded("untied", tmp_path / "m")
+MESHES = [{"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}, {"tensor": 4}, {"tensor": 3}]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*(("untied", sizes) for sizes in MESHES), *(("next", sizes) for sizes in MESHES[:2])]
+)
+def test_a_mesh_changes_neither_loss_nor_gradients(sizes, name, tmp_path):
+    _, alone, params = loaded(name, tmp_path / "m")
     places, devices = tuple(jnp.tile(x, (4, 1))[:4, :150] for x in rows()), int(np.prod(list(sizes.values())))
     mesh = Partitioner.create(MeshConfig(**{"fsdp": 1, **sizes}), jax.devices()[:devices])
     policy = Policy(alone.architecture, mesh)
@@ -283,12 +317,13 @@ def nested(folder, out):
     save_file(found, out / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     tied = config["tie_word_embeddings"]
-    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": config}
+    kind = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
+    outer = {"architectures": [kind], "model_type": config["model_type"].removesuffix("_text"), "text_config": config}
     (out / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": tied, "vision_config": {"depth": 1}}))
     return out
 
 
-@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize("name", TEXT)
 def test_the_text_model_of_a_vision_language_folder_is_read(name, tmp_path):
     _, policy, params = loaded(name, tmp_path / "in")
     folder = nested(tmp_path / "in", tmp_path / "nested")
@@ -297,22 +332,22 @@ def test_the_text_model_of_a_vision_language_folder_is_read(name, tmp_path):
         np.testing.assert_array_equal(x, y)
 
 
-def test_transformers_writes_a_vision_language_folder_of_that_form(tmp_path):
+@pytest.mark.parametrize("name", ["untied", "experts"])
+def test_transformers_writes_a_vision_language_folder_of_that_form(name, tmp_path):
     """The form above is that of a real folder: transformers' own small vision-language model."""
     vision = {
         "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
     }  # fmt: skip
-    text = CONFIGS["untied"].to_dict()
-    theirs = transformers.Qwen3_5ForConditionalGeneration(
-        transformers.Qwen3_5Config(text_config=text, vision_config=vision)
-    )
+    text, kind = CONFIGS[name].to_dict(), "Qwen3_5" if name == "untied" else "Qwen3_5Moe"
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
     theirs.save_pretrained(tmp_path / "m")
     policy = Policy(hf_weights.architecture(tmp_path / "m"), one_device())
     names = load_file(tmp_path / "m" / "model.safetensors").keys()
     assert any(n.startswith("model.visual.") for n in names) and "model.language_model.norm.weight" in names
     params = hf_weights.load(policy, tmp_path / "m")
     want = dict(theirs.model.language_model.named_parameters())
-    for name, x in hf_format.export(params).items():
+    for name, x in as_theirs(params).items():
         if name != "lm_head.weight":
             np.testing.assert_array_equal(x, want[name.removeprefix("model.")].detach().numpy())
 
@@ -330,6 +365,19 @@ def test_other_tensors_and_settings_are_refused(tmp_path):
         ({"layer_types": ["mamba"] * 4}, "mamba"),
         ({"layer_types": ["full_attention"] * 4}, "full_attention alone"),
         ({"linear_num_key_heads": None}, "lacks linear_num_key_heads"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "lacks num_experts, .*, shared_expert_intermediate_size"),
     ):
         with pytest.raises(ValueError, match=message):
             hf_config.read(config | change)
+
+
+def test_the_experts_of_a_family_are_of_its_form(tmp_path):
+    _, policy, _ = loaded("experts", tmp_path / "in")
+    model = policy.architecture
+    for change, message in (
+        ({"shared": None}, "shared must be a width in a Qwen3_5MoE"),
+        ({"normalised": False}, "normalised must be True"),
+        ({"layers": (True, False)}, r"layers \(True,\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(model, experts=replace(model.experts, **change))

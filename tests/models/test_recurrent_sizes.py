@@ -11,11 +11,14 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.learner.optimizer import decays
 from jaxrl_llm.metrics import flops
 from jaxrl_llm.models import gated_delta
-from jaxrl_llm.models.architecture import GatedDelta
+from jaxrl_llm.models.architecture import Experts, GatedDelta
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Policy
-from jaxrl_llm.models.qwen3_5 import Qwen3_5
+from jaxrl_llm.models.qwen3_5 import Qwen3_5, Qwen3_5MoE
+from jaxrl_llm.models.qwen3_next import Qwen3Next
+from jaxrl_llm.models.sizes import SHAPES
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
+from jaxrl_llm.tools.planning import chips, cost_model
 
 SIZES = {"kv_heads": 2, "head_width": 256, "vocabulary_size": 248320}
 SMALL = Qwen3_5(
@@ -24,6 +27,14 @@ SMALL = Qwen3_5(
 NINE = Qwen3_5(
     **{**SIZES, "kv_heads": 4}, width=4096, layers=32, heads=16, mlp_width=12288, tied=False,
     delta=GatedDelta(key_heads=16, value_heads=32),
+)  # fmt: skip
+A3B = Qwen3_5MoE(
+    **SIZES, width=2048, layers=40, heads=16, mlp_width=512, delta=NINE.delta,
+    experts=Experts(count=256, chosen=8, width=512, shared=512, normalised=True),
+)  # fmt: skip
+NEXT = Qwen3Next(
+    **{**SIZES, "vocabulary_size": 151936}, width=2048, layers=48, heads=16, mlp_width=5632, delta=NINE.delta,
+    experts=Experts(count=512, chosen=10, width=512, shared=512, normalised=True),
 )  # fmt: skip
 TINY = Qwen3_5(
     vocabulary_size=61, width=32, layers=4, heads=4, kv_heads=2, head_width=16, mlp_width=48,
@@ -35,7 +46,9 @@ def one_device():
     return Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1])
 
 
-@pytest.mark.parametrize(("model", "billions"), [(SMALL, 0.752), (NINE, 8.954)])
+@pytest.mark.parametrize(
+    ("model", "billions"), [(SMALL, 0.752), (SHAPES["qwen3.5-2b"], 1.882), (NINE, 8.954), (A3B, 34.66), (NEXT, 79.67)]
+)
 def test_parameters_are_those_of_the_released_models(model, billions):
     assert flops.parameters(model, resident=True) == pytest.approx(billions * 1e9, rel=1e-3)
     held = sum(x.size for x in jax.tree.leaves(Policy(model, one_device()).abstract()))
@@ -43,6 +56,15 @@ def test_parameters_are_those_of_the_released_models(model, billions):
     own = 4 * (2 * delta.key_heads + delta.value_heads) * 128 + 2 * delta.value_heads + 128  # convolution, decays, norm
     norms = (2 * model.layers + 1) * model.width + 2 * 256 * (model.layers - recurrent)
     assert held == flops.parameters(model, resident=True) + recurrent * own + norms
+
+
+def test_a_token_goes_to_its_experts_and_to_the_shared_one():
+    """By hand, of 35B-A3B: in each of 40 layers 8 + 1 of 257 experts of 3 x 2048 x 512 weights, the router and the gate of the shared one."""
+    idle = 40 * (256 - 8) * 3 * 2048 * 512
+    assert flops.parameters(A3B, resident=True) - flops.parameters(A3B, resident=False) == idle
+    attention = 2048 * (3 * 16 + 2 * 2) * 256
+    assert flops.layer_weights(A3B, sparse=True) == attention + 2048 * (256 + 1) + 9 * 3 * 2048 * 512
+    assert flops.mlp_width(A3B) == 9 * 512
 
 
 def test_flops_count_the_rule_in_recurrent_layers_and_pairs_in_the_others():
@@ -62,6 +84,15 @@ def test_a_slot_of_the_small_model_holds_18_9_mb_of_state():
         18.9e6, rel=1e-2
     )
     assert shapes["k"].shape == (6, 1, 4096, 2, 256) and shapes["conv"].shape == (18, 1, 3, 6144)
+
+
+def test_a_step_of_decoding_reads_and_writes_the_states():
+    """Of the small model 2 x 18 x 16 x 128 x 128 float32 a slot, beside the keys and values of 6 layers."""
+    chip, setting = chips.CHIPS["h200"], cost_model.Setting(sizes=SMALL, remat="full")
+    one, more = (cost_model.sample_seconds(chip, setting, n, 100, 200, n) for n in (1, 65))
+    moved = 64 * (2 * 4 * 18 * 16 * 128 * 128 + (100 + 200 / 2) * 2 * 2 * 6 * 2 * 256)
+    assert more - one == pytest.approx(200 * moved / (chip.bandwidth * cost_model.RATES["decode"]), rel=1e-9)
+    assert flops.state_bytes(replace(SMALL, layers=4)) * 6 == flops.state_bytes(SMALL) == 18 * 4 * 16 * 128 * 128
 
 
 def test_weight_decay_acts_on_projections_alone():

@@ -17,21 +17,30 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.embedded.slots import COPIES, Capacity, taken_bytes
 
-CONFIG = transformers.Qwen3_5TextConfig(
-    vocab_size=61, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    intermediate_size=48, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=6,
-    initializer_range=0.1, pad_token_id=0, max_position_embeddings=256,
-)  # fmt: skip
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "intermediate_size": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "initializer_range": 0.1, "pad_token_id": 0, "max_position_embeddings": 256,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20,
+}  # fmt: skip
+CONFIGS = {
+    "dense": transformers.Qwen3_5TextConfig(**SIZES),
+    "experts": transformers.Qwen3_5MoeTextConfig(**SIZES, **EXPERTS),
+    "next": transformers.Qwen3NextConfig(**SIZES, **EXPERTS),
+}
 LENGTH, COUNT = 128, 5
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
+@pytest.fixture(scope="module", params=list(CONFIGS))
+def models(request, tmp_path_factory):
     """transformers' model, the policy and its parameters."""
     folder = tmp_path_factory.mktemp("hybrid")
     torch.manual_seed(1)
-    CONFIG._attn_implementation = "eager"
-    theirs = transformers.AutoModelForCausalLM.from_config(CONFIG).float().eval()
+    config = CONFIGS[request.param]
+    config._attn_implementation = "eager"
+    theirs = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     theirs.save_pretrained(folder)
     policy = Policy(hf_weights.architecture(folder), Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
     return theirs, policy, hf_weights.load(policy, folder)

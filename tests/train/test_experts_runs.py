@@ -1,4 +1,4 @@
-"""Whole runs of a model with experts: what the sampler recorded is replayed, and a killed run goes on bit for bit."""
+"""Whole runs of models with experts, one of them with recurrent layers: what the sampler recorded is replayed, and a killed run goes on bit for bit."""
 
 import math
 import os
@@ -14,7 +14,7 @@ import tiny_run
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("experts_run")]
 
-GIN_FILE = str(Path(__file__).parents[1] / "tiny_moe.gin")
+GIN_FILES = {kind: str(Path(__file__).parents[1] / f"tiny_{kind}.gin") for kind in ("moe", "hybrid")}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,11 +25,11 @@ def compiled_as_users_compile() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=list(GIN_FILES))
+def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder of a run that nothing disturbed: three supervised steps and five of reinforcement learning."""
     run_dir = tmp_path_factory.mktemp("experts") / "run"
-    done = tiny_run.launch(run_dir, GIN_FILE)
+    done = tiny_run.launch(run_dir, GIN_FILES[request.param])
     assert done.returncode == 0, done.stderr
     return run_dir
 
@@ -90,7 +90,7 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path) -> None:
 
 def test_a_sampler_that_records_nothing_cannot_be_replayed(tmp_path: Path) -> None:
     bindings = {"embedded.EmbeddedSampler.record_routes": False, **tiny_run.RL_ALONE}
-    done = tiny_run.launch(tmp_path / "run", GIN_FILE, **bindings)
+    done = tiny_run.launch(tmp_path / "run", GIN_FILES["moe"], **bindings)
     assert done.returncode != 0 and "set record_routes = True" in done.stderr
 
 
@@ -101,5 +101,5 @@ def test_silent_sequences_cannot_be_skipped_where_every_token_adds_to_the_balanc
         "grpo.GRPO.entropy_coef": 0.0,
         "grpo.GRPO.kl_coef": 0.0,
     }
-    done = tiny_run.launch(tmp_path / "run", GIN_FILE, **bindings, **tiny_run.RL_ALONE)
+    done = tiny_run.launch(tmp_path / "run", GIN_FILES["moe"], **bindings, **tiny_run.RL_ALONE)
     assert done.returncode != 0 and "train.Router.balance to 0" in done.stderr

@@ -175,11 +175,13 @@ def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> flo
 
 
 def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, response: int, slots: int) -> float:
-    """Seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache."""
+    """Seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache, and
+    reads and writes the states of layers that hold one."""
     size = setting.sizes
     slots = max(min(slots, sequences), 1)
     entry = 4 * len(flops.attending(size)) * size.kv_heads * size.head_width
-    step = (2 * setting.weights + slots * (prompt + response / 2) * entry) / (chip.bandwidth * RATES["decode"])
+    held = (prompt + response / 2) * entry + 2 * flops.state_bytes(size)
+    step = (2 * setting.weights + slots * held) / (chip.bandwidth * RATES["decode"])
     return math.ceil(sequences / slots) * response * step
 
 
