@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from jaxrl_llm import command_line
 from jaxrl_llm.distributed import compilation_cache, xla_flags
@@ -26,6 +28,7 @@ from jaxrl_llm.distributed import compilation_cache, xla_flags
 PYTHON_LEAST = (3, 11)
 VLLM_LEAST, VLLM_NEWEST = (0, 18), (0, 32)
 FREE_FAIL, FREE_WARN = 1e9, 20e9  # bytes
+COMPARED_TOKENS, MOST_APART = 96, 1e-3  # of log-probs, in nats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,10 +196,14 @@ def check_model(folder: Path) -> Iterator[Finding]:
     """Checks a Hugging Face folder: architecture, weights, tokenizer, chat template."""
     from jaxrl_llm.data.tokenizer import PretrainedTokenizer
     from jaxrl_llm.metrics import flops
-    from jaxrl_llm.models import hf_weights
+    from jaxrl_llm.models import hf_config, hf_weights
 
     architecture = hf_weights.architecture(folder)
     described = f"{architecture.layers} layers of width {architecture.width}"
+    if architecture.delta is not None:
+        described += f", {sum(architecture.recurrent)} of which hold a recurrent state"
+    if (config := hf_weights.config_of(folder)) is not hf_config.text_of(config):
+        described += "; the text model of a vision-language model, whose other parts are left out"
     yield Finding(status="OK", check="model", found=f"{folder}: {type(architecture).__name__}, {described}")
     resident, active = (flops.parameters(architecture, resident=kind) / 1e9 for kind in (True, False))
     counted = f"{resident:.3g} billion"
@@ -220,6 +227,83 @@ def check_model(folder: Path) -> Iterator[Finding]:
     else:
         advice = "set tokenizer.PretrainedTokenizer.chat_template, or use a data template that gives plain text"
         yield Finding(status="WARN", check="tokenizer", found=f"{found}, no chat template", advice=advice)
+
+
+def check_logits(folder: Path) -> Iterator[Finding]:
+    """Compares the log-probs of random tokens, more than a chunk of recurrent layers, with those of transformers, both in float32.
+
+    Nothing is compared, and the finding says so, without PyTorch or without the memory for both models.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+    from jaxrl_llm.metrics import flops
+    from jaxrl_llm.models import hf_weights
+    from jaxrl_llm.models.policy import Policy
+
+    architecture = hf_weights.architecture(folder)
+    if importlib.util.find_spec("torch") is None:
+        found = "not compared with transformers: PyTorch is not installed"
+        yield Finding(status="WARN", check="log-probs", found=found, advice="pip install torch, for this check alone")
+        return
+    needed, free = 4.0 * flops.parameters(architecture, resident=True), free_memory()
+    device = jax.devices()[0]
+    here = (device.memory_stats() or {}).get("bytes_limit")
+    if needed * (2 if here is None else 1) > free or (here is not None and needed > here):
+        found = (
+            f"not compared with transformers: each of the two models takes {needed / 1e9:.1f} GB of memory in float32"
+        )
+        advice = "compare on a machine with more memory, or a smaller model of the family"
+        yield Finding(status="WARN", check="log-probs", found=found, advice=advice)
+        return
+    policy = Policy(architecture, Partitioner.create(MeshConfig(fsdp=1), [device]))
+    params = hf_weights.load(policy, folder)
+    length = min(COMPARED_TOKENS, architecture.max_positions)
+    tokens = np.random.default_rng(0).integers(0, architecture.vocabulary_size, (1, length), np.int32)
+    places = (tokens, np.arange(length, dtype=np.int32)[None], np.ones_like(tokens))
+
+    @jax.jit
+    def ours(params: Any) -> jax.Array:
+        return jax.nn.log_softmax(policy.hidden(params, *map(jnp.asarray, places)) @ policy.head(params).T)
+
+    with jax.default_matmul_precision("highest"):
+        apart = np.abs(np.asarray(ours(params)) - _transformers_log_probs(folder, tokens)).max(axis=(0, 2))
+    found = f"at most {apart.max():.1e} from transformers, of {length} tokens in float32"
+    if apart.max() <= MOST_APART:
+        yield Finding(status="OK", check="log-probs", found=found)
+    else:
+        advice = f"up to {MOST_APART:g} is rounding; more, as {np.sum(apart > MOST_APART)} tokens have, is an error of this project: "
+        advice += "report it with the folder's config.json"
+        if architecture.experts is not None:
+            advice += ". A near tie between two experts moves one token and those after it, by chance"
+        yield Finding(status="FAIL", check="log-probs", found=found, advice=advice)
+
+
+def _transformers_log_probs(folder: Path, tokens: np.ndarray) -> np.ndarray:
+    """Log-probs [1, T, V] of all next tokens by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False, local_files_only=True
+    )
+    with torch.no_grad():
+        return model(input_ids=torch.from_numpy(tokens).long()).logits.log_softmax(-1).numpy()
+
+
+def free_memory() -> float:
+    """Bytes of memory that programs may still take on this machine; infinite where it does not say."""
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    found = [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return found[0] if found else float("inf")
+
+
+def check_folder(folder: Path) -> Iterator[Finding]:
+    """Looks a model's folder through, and compares it with transformers."""
+    yield from check_model(folder)
+    yield from check_logits(folder)
 
 
 def examine(checks: Sequence[tuple[str, Check]]) -> Iterator[Finding]:
@@ -251,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--gin", action="append", default=[], metavar="BINDING", help="binding that overrides the files"
     )
-    parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder to look at, and to compare with transformers")
     parser.add_argument("--server", action="append", default=[], metavar="URL", help="a vLLM server; may be repeated")
     arguments = parser.parse_args(argv)
     compilation_cache.keep()
@@ -266,7 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.gin_file:
         checks.append(("run", partial(check_run, arguments.gin_file, arguments.gin)))
     if arguments.model:
-        checks.append(("model", partial(check_model, arguments.model)))
+        checks.append(("model", partial(check_folder, arguments.model)))
     checks += [("vLLM", partial(check_server, url)) for url in arguments.server]
     findings = list(examine(checks))
     print(table(findings))

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.tools import doctor
 from jaxrl_llm.tools.doctor import Finding
@@ -147,6 +147,43 @@ def test_a_model_folder_is_looked_through(tmp_path):
     assert counted.check == "parameters" and counted.found.endswith(" billion")
     assert weights.status == "OK" and weights.found.startswith("1 safetensors file(s)")
     assert tokenizer.status == "WARN" and "chat_template" in tokenizer.advice
+
+
+HYBRID = {
+    "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 20, "initializer_range": 0.1,
+}  # fmt: skip
+
+
+def test_a_model_folder_is_compared_with_transformers(tmp_path, monkeypatch):
+    import transformers
+
+    theirs = transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**HYBRID))
+    theirs.save_pretrained(tmp_path)
+    same = only(doctor.check_logits(tmp_path))
+    assert (same.status, same.check) == ("OK", "log-probs") and "of 96 tokens" in same.found
+    assert 0 < float(same.found.split()[2]) < 1e-4
+    with monkeypatch.context() as patched:  # as if transformers took the model for another
+        patched.setattr(doctor, "_transformers_log_probs", lambda folder, tokens: np.full((1, 96, 61), -np.log(61)))
+        other = only(doctor.check_logits(tmp_path))
+    assert other.status == "FAIL" and "more, as 96 tokens have, is an error of this project" in other.advice
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"model.layers.0.mlp.bias": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    (failed,) = doctor.examine([("model", lambda: doctor.check_logits(tmp_path))])
+    assert failed.status == "FAIL" and "model.layers.0.mlp.bias is unexpected" in failed.found
+
+
+def test_a_model_is_not_compared_without_memory_or_pytorch(tmp_path, monkeypatch):
+    import transformers
+
+    transformers.Qwen3NextConfig(**HYBRID, architectures=["Qwen3NextForCausalLM"]).save_pretrained(tmp_path)
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1e5)
+    finding = only(doctor.check_logits(tmp_path))
+    assert finding.status == "WARN" and "takes 0.0 GB" in finding.found
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    finding = only(doctor.check_logits(tmp_path))
+    assert finding.status == "WARN" and "PyTorch is not installed" in finding.found
 
 
 def test_a_check_that_raises_has_failed_and_the_others_go_on():
