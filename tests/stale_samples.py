@@ -4,7 +4,7 @@
 
 Each run trained a model with experts and kept its checkpoints. For each lag, the checkpoint of so many steps before the last one samples
 and records its experts, and the last one reads the samples twice, with its own choice of experts and with the recorded one. The command
-prints a table of means over the runs, and writes all figures as JSON where `--out` is given.
+prints a table of means over the runs, writes all figures as JSON where `--out` is given, and draws them where `--plot` is.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.data.pipeline import Encoder
 from jaxrl_llm.data.tokenizer import with_stop_ids
 from jaxrl_llm.distributed import compilation_cache
+from jaxrl_llm.eval.reports import plot
 from jaxrl_llm.experience import Group, Prompt, unscored
 from jaxrl_llm.learner import score
 from jaxrl_llm.learner.batch import Batch, bare, to_device
@@ -37,6 +38,7 @@ from jaxrl_llm.train.load import Saved, saved
 
 FAR = 0.2  # a token is far off where its ratio is more than this from 1: the lower bound of PPO's clipping
 ARMS: dict[str, Literal["off", "R3"]] = {"live": "off", "replayed": "R3"}
+SHOWN = {"differs": "other experts", "mean": "gap, nats", "far": "far off"}
 
 
 class Asked(NamedTuple):
@@ -142,14 +144,26 @@ def measure(run_dir: Path, lags: Sequence[int], asked: Asked) -> list[dict[str, 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The means over runs as a table in Markdown."""
-    shown = {"differs": "other experts", "mean": "gap, nats", "far": "far off"}
-    head = [f"{title}, {arm}" for title in shown.values() for arm in ARMS]
+    head = [f"{title}, {arm}" for title in SHOWN.values() for arm in ARMS]
     lines = ["| steps behind | " + " | ".join(head) + " |", "|" + " --- |" * (len(head) + 1)]
     for lag in sorted({row["lag"] for row in rows}):
         those = [row for row in rows if row["lag"] == lag]
-        cells = [f"{np.mean([row[arm][name] for row in those]):.3g}" for name in shown for arm in ARMS]
+        cells = [f"{np.mean([row[arm][name] for row in those]):.3g}" for name in SHOWN for arm in ARMS]
         lines.append(f"| {lag} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def bands(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, plot.Band]]:
+    """{title: {"live" or "replayed": its mean over the runs and their range, by steps behind}}."""
+    found: dict[str, dict[str, plot.Band]] = {}
+    for name, title in SHOWN.items():
+        for arm in ARMS:
+            curves = []
+            for run in sorted({row["run"] for row in rows}):
+                own = sorted((row["lag"], row[arm][name]) for row in rows if row["run"] == run)
+                curves.append((np.array([lag for lag, _ in own]), np.array([value for _, value in own])))
+            found.setdefault(f"{title}, by steps behind", {})[arm] = plot.band(curves)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -164,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype", choices=("float32", "bfloat16"), default="float32", help="compute dtype of the sampler"
     )
     parser.add_argument("--out", type=Path, help="file that all figures are written to as JSON")
+    parser.add_argument("--plot", type=Path, help="file that they are drawn in (.png, .svg or .pdf)")
     given = parser.parse_args(argv)
     compilation_cache.keep()
     asked = Asked(prompts=given.prompts, samples=given.samples, dtype=given.dtype)
@@ -171,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = [row for run_dir in given.runs for row in measure(run_dir, lags, asked)]
     if given.out is not None:
         given.out.write_text(json.dumps({"sampler": asked.dtype, "rows": rows}, indent=1) + "\n")
+    if given.plot is not None:
+        plot.draw(bands(rows), given.plot)
     print(table(rows))
     return 0
 

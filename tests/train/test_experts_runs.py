@@ -68,6 +68,10 @@ def test_stale_samples_are_read_with_the_recorded_experts_alone_where_they_are_r
         assert fresh[arm]["differs"] == 0 == fresh[arm]["far"] and fresh[arm]["mean"] < 1e-5
         assert 1e-4 < stale[arm]["mean"] <= stale[arm]["p99"] <= stale[arm]["max"]
     assert stale["replayed"]["differs"] == 0 <= stale["live"]["differs"] < 1
+    drawn = stale_samples.bands([fresh, stale, stale | {"run": "another", "live": fresh["live"]}])
+    band = drawn["gap, nats, by steps behind"]["live"]
+    assert band.steps.tolist() == [0, 2] and band.seeds.tolist() == [1, 2]
+    assert (band.low[1], band.high[1]) == (fresh["live"]["mean"], stale["live"]["mean"])
     line = stale_samples.table([fresh, stale, stale]).splitlines()[-1]
     assert line.startswith(f"| 2 | {stale['live']['differs']:.3g} | 0 | {stale['live']['mean']:.3g} |")
 
