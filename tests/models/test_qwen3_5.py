@@ -1,7 +1,5 @@
-"""A model with recurrent layers computes, differentiates and learns as transformers' Qwen3.5 and Qwen3-Next, and reads and writes their folders."""
+"""A model with recurrent layers computes, differentiates and learns as transformers' Qwen3.5 and Qwen3-Next."""
 
-import json
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -11,13 +9,12 @@ import optax
 import pytest
 import torch
 import transformers
-from safetensors.numpy import load_file, save_file
 from test_against_transformers import SIZES, one_device, random_model
 from test_qwen3_moe import as_theirs
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.learner.optimizer import Optimizer
-from jaxrl_llm.models import hf_config, hf_weights
+from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.architecture import Capture
 from jaxrl_llm.models.policy import Policy
 
@@ -44,7 +41,6 @@ CONFIGS = {
 SPARSE = ("experts", "next", "next_some_dense")
 SEEDS = (8, 1, 0)  # of rows whose tokens are far from ties between experts at each of three steps
 MARGIN = 2e-6  # of the last chosen expert's probability, which rounding moves by about 1e-7
-TEXT = [name for name in CONFIGS if "next" not in name]  # of vision-language models
 LENGTHS = (150, 3, 70)  # more than two chunks of 64, less than the convolution sees, and more than one chunk
 WIDTH = 153
 RATE, BETAS, EPSILON, DECAY = 3e-3, (0.9, 0.95), 1e-2, 0.1
@@ -303,99 +299,3 @@ def test_a_mesh_changes_neither_loss_nor_gradients(sizes, name, tmp_path):
     np.testing.assert_allclose(got, want, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(gradient), jax.tree.leaves(slope), strict=True):
         assert np.abs(np.asarray(x) - np.asarray(y)).max() <= 1e-4 * max(np.abs(np.asarray(y)).max(), 1e-2)
-
-
-# -- folders -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", list(CONFIGS))
-def test_an_exported_folder_holds_the_same_bits_and_loads_in_transformers(name, tmp_path):
-    theirs, policy, params = loaded(name, tmp_path / "in")
-    hf_weights.save(policy, params, tmp_path / "out")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", attn_implementation="eager").eval()
-    assert type(again) is type(theirs)
-    own = dict(theirs.named_parameters())
-    assert own.keys() == dict(again.named_parameters()).keys()
-    assert all(torch.equal(x, own[n]) for n, x in again.named_parameters())
-    with torch.no_grad():
-        assert torch.equal(their_logits(theirs, rows()), their_logits(again, rows()))
-    assert hf_weights.architecture(tmp_path / "out") == policy.architecture
-    assert hf_config.read(json.loads(json.dumps(hf_config.write(policy.architecture)))) == policy.architecture
-
-
-def nested(folder, out):
-    """The folder as a vision-language model's: names and settings of the text nested, and tensors of other parts."""
-    tensors = load_file(folder / "model.safetensors")
-    found = {
-        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: x
-        for name, x in tensors.items()
-    }
-    found["model.visual.patch_embed.proj.weight"] = found["mtp.fc.weight"] = np.zeros((2, 2), np.float32)
-    out.mkdir()
-    save_file(found, out / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    tied = config["tie_word_embeddings"]
-    kind = config["architectures"][0].replace("ForCausalLM", "ForConditionalGeneration")
-    outer = {"architectures": [kind], "model_type": config["model_type"].removesuffix("_text"), "text_config": config}
-    (out / "config.json").write_text(json.dumps(outer | {"tie_word_embeddings": tied, "vision_config": {"depth": 1}}))
-    return out
-
-
-@pytest.mark.parametrize("name", TEXT)
-def test_the_text_model_of_a_vision_language_folder_is_read(name, tmp_path):
-    _, policy, params = loaded(name, tmp_path / "in")
-    folder = nested(tmp_path / "in", tmp_path / "nested")
-    assert hf_weights.architecture(folder) == policy.architecture
-    for x, y in zip(jax.tree.leaves(hf_weights.load(policy, folder)), jax.tree.leaves(params), strict=True):
-        np.testing.assert_array_equal(x, y)
-
-
-@pytest.mark.parametrize("name", ["untied", "experts"])
-def test_transformers_writes_a_vision_language_folder_of_that_form(name, tmp_path):
-    """The form above is that of a real folder: transformers' own small vision-language model."""
-    vision = {
-        "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16,
-    }  # fmt: skip
-    text, kind = CONFIGS[name].to_dict(), "Qwen3_5" if name == "untied" else "Qwen3_5Moe"
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
-    theirs = getattr(transformers, f"{kind}ForConditionalGeneration")(config)
-    theirs.save_pretrained(tmp_path / "m")
-    policy = Policy(hf_weights.architecture(tmp_path / "m"), one_device())
-    names = load_file(tmp_path / "m" / "model.safetensors").keys()
-    assert any(n.startswith("model.visual.") for n in names) and "model.language_model.norm.weight" in names
-    params = hf_weights.load(policy, tmp_path / "m")
-    want = dict(theirs.model.language_model.named_parameters())
-    for name, x in as_theirs(params).items():
-        if name != "lm_head.weight":
-            np.testing.assert_array_equal(x, want[name.removeprefix("model.")].detach().numpy())
-
-
-def test_other_tensors_and_settings_are_refused(tmp_path):
-    _, policy, _ = loaded("untied", tmp_path / "in")
-    folder = nested(tmp_path / "in", tmp_path / "nested")
-    tensors = load_file(folder / "model.safetensors")
-    save_file(tensors | {"model.audio.weight": np.zeros((1, 1), np.float32)}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"model\.audio\.weight is unexpected"):
-        hf_weights.load(policy, folder)
-    config = hf_config.write(policy.architecture)
-    for change, message in (
-        ({"attn_output_gate": False}, "attn_output_gate"),
-        ({"layer_types": ["mamba"] * 4}, "mamba"),
-        ({"layer_types": ["full_attention"] * 4}, "full_attention alone"),
-        ({"linear_num_key_heads": None}, "lacks linear_num_key_heads"),
-        ({"architectures": ["Qwen3NextForCausalLM"]}, "lacks num_experts, .*, shared_expert_intermediate_size"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            hf_config.read(config | change)
-
-
-def test_the_experts_of_a_family_are_of_its_form(tmp_path):
-    _, policy, _ = loaded("experts", tmp_path / "in")
-    model = policy.architecture
-    for change, message in (
-        ({"shared": None}, "shared must be a width in a Qwen3_5MoE"),
-        ({"normalised": False}, "normalised must be True"),
-        ({"layers": (True, False)}, r"layers \(True,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            replace(model, experts=replace(model.experts, **change))
