@@ -5,7 +5,7 @@ micro-batch and n_k its global count, which is an input; so any split into micro
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -299,6 +299,25 @@ class Learner(Scorer):
         return keep(changed, params, mask), keep(new, moments, mask)
 
     @cached_property
+    def _move(self) -> Any:
+        """One compiled step of the biases by which experts are chosen; a gradient that was skipped moves none."""
+
+        def move(old: Any, counts: Array, skipped: Array, step: Array) -> Any:
+            learns = (skipped == 0) & (step > self.warmup)  # `step` counts this update too
+            mask = {part: learns & m for part, m in self._mask("policy", old).items()}
+            return routers.moved(old, counts, self.router.bias_rate, mask)
+
+        return jax.jit(move, donate_argnums=0, out_shardings=routers.biases(self.shardings.policy))
+
+    def _rebiased(self, state: TrainState, scalars: Mapping[str, Any]) -> TrainState:
+        """The state after an update, with the biases of experts moved by the loads of its minibatch."""
+        old = routers.biases(state.policy) if self.router.bias_rate and SUMS in scalars else {}
+        if not old:
+            return state
+        new = self._move(old, scalars[SUMS]["counts"], scalars["update/skipped"], state.step)
+        return replace(state, params={**state.params, "policy": routers.with_biases(state.policy, new)})
+
+    @cached_property
     def _judge(self) -> Any:
         return jax.jit(self._judged, out_shardings=self.partitioner.replicated)
 
@@ -344,13 +363,14 @@ class Learner(Scorer):
         away = any(o.offload for o in self.optimizers.values())
         if len(batches) == 1 and not away:
             state, scalars = self._whole(state, batches[0], bases)
-            return state, self._told(scalars, batches)
+            return self._rebiased(state, scalars), self._told(scalars, batches)
         total = self._first(state.params, batches[0], bases, (state.step, np.uint32(0)))
         for number, batch in enumerate(batches[1:], 1):
             total = self._accumulate(total, state.params, batch, bases, (state.step, np.uint32(number)))
         gradient, scalars = total
         state, norms = (self._apply_parts if away else self._apply)(state, gradient)
-        return state, self._told({**scalars, **norms}, batches)
+        scalars = {**scalars, **norms}
+        return self._rebiased(state, scalars), self._told(scalars, batches)
 
     def lowered(self, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
         """The programs of an update with `microbatches` micro-batches like `batch`, or of scoring where it is 0, ready to be compiled.
@@ -380,17 +400,5 @@ class Learner(Scorer):
     @property
     def compilations(self) -> int:
         """The number of programs compiled so far; it does not change after the first step of a phase."""
-        names = (
-            "_score",
-            "_score_frozen",
-            "_advantages",
-            "_first",
-            "_accumulate",
-            "_apply",
-            "_whole",
-            "_measure",
-            "_loads",
-            "_router_metrics",
-        )
-        made = [*(self.__dict__[n] for n in (*names, "_judge") if n in self.__dict__), *self._parts.values()]
+        made = [f for f in (*self.__dict__.values(), *self._parts.values()) if hasattr(f, "_cache_size")]
         return sum(f._cache_size() for f in made)

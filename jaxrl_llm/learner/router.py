@@ -9,6 +9,7 @@ which is the number of chosen experts where all loads are equal. f is that of th
 micro-batch adds a sum that is linear in p, and any split into micro-batches gives the same update.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm import components
+from jaxrl_llm.models.architecture import stack_of
 from jaxrl_llm.models.experts import Report
 
 Array = jax.Array
@@ -31,15 +33,19 @@ class Router:
         chosen experts are computed anew in any case. What was not recorded is routed by the weights of the moment.
       balance: weight of the loss that balances the experts' loads; above 0, each update counts the loads by a forward pass of its own.
       balance_over: "pooled" takes all layers together, "per_layer" each of them.
+      bias_rate: how far an update moves the bias of each expert's choice (architecture.Experts.choice_bias): up where the expert took fewer tokens
+        than the mean of its layer in the minibatch, down where more (https://arxiv.org/abs/2408.15664, where it is 0.001). Nothing is added to
+        the loss.
     """
 
     replay: Literal["off", "R2", "R3"] = "off"
     balance: float = 0.0
     balance_over: Literal["pooled", "per_layer"] = "pooled"
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         components.choices(self)
-        components.at_least(self, 0, "balance")
+        components.at_least(self, 0, "balance", "bias_rate")
 
 
 def balance(mass: Array, loads: Array, tokens: Array, over: str) -> Array:
@@ -56,6 +62,41 @@ def balance(mass: Array, loads: Array, tokens: Array, over: str) -> Array:
     if over == "pooled":
         return experts * jnp.sum(share.sum(0) * mass.sum(0)) / jnp.square(layers * tokens)
     return experts * jnp.sum(share * mass) / (layers * jnp.square(tokens))
+
+
+BIAS = "choice_bias"
+
+
+def biases(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The biases of a policy's experts, {stack: float32 [L, E]}, from its parameters, or from a tree like them."""
+    found = {part: tree["mlp"] for part, tree in params.items() if isinstance(tree, Mapping) and "mlp" in tree}
+    return {part: mlp[BIAS] for part, mlp in found.items() if BIAS in mlp}
+
+
+def with_biases(params: Mapping[str, Any], new: Mapping[str, Array]) -> dict[str, Any]:
+    """The parameters with other biases, beside the same arrays."""
+    changed = {part: {**params[part], "mlp": {**params[part]["mlp"], BIAS: bias}} for part, bias in new.items()}
+    return {**params, **changed}
+
+
+def moved(old: Mapping[str, Array], counts: Array, rate: float, learns: Mapping[str, Array]) -> dict[str, Array]:
+    """The biases after an update.
+
+    Args:
+      old: {stack: float32 [L, E]} of the stacks of layers with experts.
+      counts: int [layers, E] tokens that each expert took in the minibatch, of the layers with experts that were run; those after them stay.
+      rate: how far a bias moves.
+      learns: {stack: bool [] or [L]} whether a layer's bias moves at all.
+    """
+    number = sum(len(bias) for bias in old.values())
+    taken = jnp.pad(counts, ((0, number - len(counts)), (0, 0)))
+    # In whole numbers: a load that is the mean is exactly that.
+    direction = jnp.sign(taken.sum(axis=1, keepdims=True) - taken.shape[1] * taken).astype(jnp.float32)
+    found = {}
+    for place, stack in enumerate(sorted(old, key=lambda part: stack_of(part) or 0)):
+        mine = rate * direction[place :: len(old)]
+        found[stack] = old[stack] + jnp.where(jnp.reshape(learns[stack], (-1, 1)), mine, 0.0)
+    return found
 
 
 def sums(report: Report) -> dict[str, Array]:

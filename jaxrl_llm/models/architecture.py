@@ -9,7 +9,7 @@ from jaxrl_llm import components
 # "layers_0", "layers_1" and so on (`Architecture.stacks`).
 LAYERS = "layers"
 # Parameters that stay in float32 where others are rounded to a model's compute dtype.
-PRECISE = ("scale", "router", "log_decay", "rate_bias")
+PRECISE = ("scale", "router", "choice_bias", "log_decay", "rate_bias")
 
 MOST_EXPERTS = 2**16 - 1
 
@@ -53,6 +53,8 @@ class Experts:
       normalised: whether the weights of the chosen experts are divided by their sum, so that they add up to 1.
       layers: which layers have experts, while the others have a dense MLP; the pattern repeats over the depth.
       shared: width of one more expert, which every token goes to and whose output is multiplied by the sigmoid of a gate of its own, or None.
+      choice_bias: whether each expert has a number that is added to its probability where experts are chosen, and nowhere else; it is 0
+        at the start, no gradient reaches it, and train.Router.bias_rate moves it.
     """
 
     count: int
@@ -61,6 +63,7 @@ class Experts:
     normalised: bool = False
     layers: tuple[bool, ...] = (True,)
     shared: int | None = None
+    choice_bias: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", tuple(self.layers))  # gin files give a list; a tuple is hashable

@@ -6,6 +6,7 @@
 Where the architecture has a shared expert, every token goes to it too: y + sigmoid(x w_s) shared(x).
 
 Router, weights and the sum over j are float32 whatever the compute dtype is; the gradient reaches the router through w alone.
+A bias of each expert may be added to p where c is chosen, and nowhere else (https://arxiv.org/abs/2408.15664).
 Experts that were recorded for a token take the place of c, and w is computed from the live p at them (replay of routes,
 https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
 
@@ -112,6 +113,8 @@ class ExpertMLP(nnx.Module):
         gate_up, down = (sizes.count, width, 2, sizes.width), (sizes.count, sizes.width, width)
         self.gate_up = parameter(rngs, gate_up, ("experts", "embed", None, "mlp"), std)
         self.down = parameter(rngs, down, ("experts", "mlp", "embed"), std)
+        bias = nnx.Param(jnp.zeros(sizes.count, jnp.float32), axes=("experts",))
+        self.choice_bias = bias if sizes.choice_bias else None
         if sizes.shared is not None:
             self.shared = MLP(architecture, sizes.shared, rngs=rngs)
             self.share = parameter(rngs, (width, 1), ("embed", None), std)
@@ -126,7 +129,8 @@ class ExpertMLP(nnx.Module):
 
     def _chosen(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
         """The weighted outputs of the chosen experts, and what was done."""
-        weights = (self.router[...], self.gate_up[...], self.down[...])
+        bias = None if self.choice_bias is None else self.choice_bias[...]
+        weights = ((self.router[...], bias), self.gate_up[...], self.down[...])
         if self.partitioner.mesh.size == 1:
             return self._local(Over(), x, *weights, routed)
         rows = self.partitioner.spec(("batch", "length"), x.shape[:2])
@@ -137,7 +141,7 @@ class ExpertMLP(nnx.Module):
         of_weights = (whole, PartitionSpec(held, None, None, split), PartitionSpec(held, split, None))
         of_report: dict[str, Any] = dict.fromkeys(Report._fields, whole) | {"chosen": tokens}
 
-        def local(x: jax.Array, router: jax.Array, gate_up: jax.Array, down: jax.Array, routed: Routed) -> tuple:
+        def local(x: jax.Array, router: Any, gate_up: jax.Array, down: jax.Array, routed: Routed) -> tuple:
             return self._local(over, x, router, gate_up, down, routed)
 
         return jax.shard_map(
@@ -152,15 +156,16 @@ class ExpertMLP(nnx.Module):
         self,
         over: Over,
         x: Float[Array, "B T D"],
-        router: Float[Array, "D E"],
+        router: tuple[Float[Array, "D E"], Float[Array, " E"] | None],
         gate_up: Float[Array, "own D 2 M"],
         down: Float[Array, "own M D"],
         routed: Routed,
     ) -> tuple[Float[Array, "B T D"], Report]:
         """The layer for a device's own tokens, by its own experts and those of the devices that share them; the report is of all tokens."""
-        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router.astype(jnp.float32), precision="highest")
+        logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router[0].astype(jnp.float32), precision="highest")
         p = jax.nn.softmax(logits, axis=-1)
-        live = jax.lax.top_k(jax.lax.stop_gradient(p), self.sizes.chosen)[1]
+        scores = p if router[1] is None else p + router[1]
+        live = jax.lax.top_k(jax.lax.stop_gradient(scores), self.sizes.chosen)[1]
         chosen, record, recorded = live, live, jnp.zeros(live.shape[:2], bool)
         if routed.routes is not None:
             recorded = jnp.all(routed.routes < self.sizes.count, axis=-1) & routed.valid

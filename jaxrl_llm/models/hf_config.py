@@ -29,6 +29,9 @@ NESTED: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
+# What the class and `model_type` begin with where experts are chosen with a bias: other programs, which have no place for it in these
+# families, refuse such a folder, and do not send tokens to other experts without a word.
+BIASED_CLASS, BIASED_TYPE = "ChoiceBias", "choice_bias_"
 # The suffix of an architecture's class: for a language model and for a value model.
 LANGUAGE, VALUE = "ForCausalLM", "ForSequenceClassification"
 # The width of a head where the file does not give it; in other families that of the stream over the number of heads.
@@ -71,6 +74,9 @@ def read(config: Mapping[str, Any], source: str = "config.json", *, value: bool 
     if value:
         config = {**config, "architectures": [n.replace(VALUE, LANGUAGE) for n in config.get("architectures") or ()]}
     config = text_of(config)
+    if config.get("choice_bias", False):
+        names = [str(name).removeprefix(BIASED_CLASS) for name in config.get("architectures") or ()]
+        config = {**config, "architectures": names}
     family = _family(config, source)
     hybrid = issubclass(family, Hybrid)
     if family is Qwen3_5MoE:  # none of whose layers is dense
@@ -120,6 +126,8 @@ def write(architecture: Architecture, *, value: bool = False) -> dict[str, Any]:
     window = architecture.window if any(windows) else None
     rows = [row for row, family in FAMILIES.items() if isinstance(architecture, family)]
     name, model_type = rows[-1] if mixed else rows[0]
+    if architecture.experts is not None and architecture.experts.choice_bias:
+        name, model_type = BIASED_CLASS + name, BIASED_TYPE + model_type
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if value else {}
     config: dict[str, Any] = {
         **labels,
@@ -208,7 +216,8 @@ def _experts(config: Mapping[str, Any], source: str, *, shared: bool = False) ->
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step", 1)
     layers = config["num_hidden_layers"]
     sparse = tuple(i not in dense and (i + 1) % step == 0 for i in range(layers))
-    return Experts(**values, normalised=bool(config.get("norm_topk_prob", shared)), layers=_period(sparse))
+    switches = {"normalised": config.get("norm_topk_prob", shared), "choice_bias": config.get("choice_bias", False)}
+    return Experts(**values, **{name: bool(value) for name, value in switches.items()}, layers=_period(sparse))
 
 
 def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, Any]:
@@ -217,6 +226,7 @@ def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, 
     )
     return {
         **own,
+        **({"choice_bias": True} if experts.choice_bias else {}),
         "num_experts": experts.count,
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.width,

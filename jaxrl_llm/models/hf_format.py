@@ -35,6 +35,7 @@ TENSORS: dict[str, tuple[str, int | None]] = {
     "layers/mlp/up": ("model.layers.{layer}.mlp.up_proj.weight", 1),
     "layers/mlp/down": ("model.layers.{layer}.mlp.down_proj.weight", 1),
     "layers/mlp/router": ("model.layers.{layer}.mlp.gate.weight", 1),
+    "layers/mlp/choice_bias": ("model.layers.{layer}.mlp.gate.e_score_correction_bias", None),
     "layers/mlp/share": ("model.layers.{layer}.mlp.shared_expert_gate.weight", 1),
     "layers/mlp/shared/gate": ("model.layers.{layer}.mlp.shared_expert.gate_proj.weight", 1),
     "layers/mlp/shared/up": ("model.layers.{layer}.mlp.shared_expert.up_proj.weight", 1),

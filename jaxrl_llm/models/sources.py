@@ -1,7 +1,7 @@
 """Sources of models: a Hugging Face folder or random parameters for a policy; its own backbone or the policy's for a value model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -57,6 +57,8 @@ class PolicySource:
       lora: adapters to train in place of the model's own weights; None trains all weights.
       bitwise: True makes the embedded sampler's log-prob of each token the learner's, bit for bit, at the price of slower products
         (docs/explanation/bitwise.md); of dense models, without adapters, on one CPU device. Value models have no need of it.
+      choice_bias: gives each expert of the model a bias for their choice, as architecture.Experts.choice_bias does, 0 where a pretrained
+        model's folder has none.
       slow_kernels: True lets a run go on with kernels that make it more than twice as slow as others would that the device
         has, as float32 does with long rows on a GPU; False refuses such a run, and says which setting makes it fast.
     """
@@ -68,6 +70,7 @@ class PolicySource:
     unroll: int = 1
     lora: LoRA | None = None
     bitwise: bool = False
+    choice_bias: bool = False
     slow_kernels: bool = False
 
     def __post_init__(self) -> None:
@@ -85,6 +88,10 @@ class PolicySource:
         if self.pretrained is not None:
             architecture = hf_weights.architecture(hf_weights.locate(self.pretrained), value=value)
         assert architecture is not None  # by __post_init__
+        if self.choice_bias:
+            if architecture.experts is None:
+                raise ValueError("sources.PolicySource.choice_bias is for a model with experts: set it to False")
+            architecture = replace(architecture, experts=replace(architecture.experts, choice_bias=True))
         fields = (architecture, partitioner, self.compute_dtype, self.remat)
         bitwise = self.bitwise and not value
         if self.lora is not None:
@@ -114,9 +121,18 @@ class PolicySource:
         return policy.frozen(self._weights(policy.plain, key)) if isinstance(policy, AdaptedPolicy) else None
 
     def _weights(self, policy: Policy, key: PRNGKeyArray) -> Params:
-        if self.pretrained is not None:
-            return hf_weights.load(policy, hf_weights.locate(self.pretrained))
-        return policy.init(key)
+        if self.pretrained is None:
+            return policy.init(key)
+        folder, experts = hf_weights.locate(self.pretrained), policy.architecture.experts
+        if experts is None or not experts.choice_bias or hf_weights.config_of(folder).get("choice_bias", False):
+            return hf_weights.load(policy, folder)
+        unbiased = replace(policy.architecture, experts=replace(experts, choice_bias=False))
+        params = hf_weights.load(replace(policy, architecture=unbiased), folder)
+        for stack, sparse in zip(policy.architecture.stacks, policy.architecture.sparse):
+            if sparse:
+                shape = policy.abstract()[stack]["mlp"]["choice_bias"]
+                params[stack]["mlp"]["choice_bias"] = jax.device_put(jnp.zeros(shape.shape), shape.sharding)
+        return params
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from jaxrl_llm.distributed.processes import Processes
 from jaxrl_llm.experience import Group, Prompt
 from jaxrl_llm.learner import score
 from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.router import Router
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import GroupLoader, Params
 from jaxrl_llm.rollouts.buffer import RolloutBuffer
@@ -72,11 +73,12 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
             f"train.Router.replay of stage {config.name!r} is 'R3' and the sampler records no experts: set record_routes = True of "
             "embedded.EmbeddedSampler or vllm.VllmSampler, or replay = 'R2' or 'off'"
         )
-    if experts and config.skip_silent and config.router.balance:
+    if experts and config.skip_silent and (config.router.balance or config.router.bias_rate):
         raise ValueError(
-            f"Stage.skip_silent of stage {config.name!r} is not for experts whose loads the loss balances, to which every token adds: set it "
-            "to False, or train.Router.balance to 0"
+            f"Stage.skip_silent of stage {config.name!r} is not for experts whose loads are balanced, to which every token adds: set it to "
+            "False, or train.Router.balance and bias_rate to 0"
         )
+    check_bias(config.name, config.router, trainer.policy)
     encoder = Encoder(
         tokenizer=trainer.tokenizer, max_prompt_tokens=config.max_prompt_tokens, max_response_tokens=config.settings.max_tokens,
         truncation=config.truncation, template_kwargs=config.template_kwargs,
@@ -112,6 +114,23 @@ def check_bitwise(config: Stage, sampler: Any) -> None:
         raise ValueError(
             f"the turns of stage {config.name!r} go on in kept slots, whose new tokens are not prefilled in the order of the learner's rows: "
             "set embedded.EmbeddedSampler.keep_turns = False, or BITWISE = False"
+        )
+
+
+def check_bias(stage: str, router: Router, policy: Any) -> None:
+    """Raises ValueError where a stage's router is to move the biases of experts, and there are none or they are frozen under adapters."""
+    experts = policy.architecture.experts
+    if not router.bias_rate or experts is None:
+        return
+    if not experts.choice_bias:
+        raise ValueError(
+            f"train.Router.bias_rate of stage {stage!r} moves biases by which experts are chosen, and the model has none: set "
+            "sources.PolicySource.choice_bias = True, or bias_rate = 0"
+        )
+    if policy is not policy.plain:
+        raise ValueError(
+            f"train.Router.bias_rate of stage {stage!r} moves biases of the model, which adapters leave as it is: set "
+            "sources.PolicySource.lora = None, or bias_rate = 0"
         )
 
 

@@ -106,4 +106,4 @@ def test_silent_sequences_cannot_be_skipped_where_every_token_adds_to_the_balanc
         "grpo.GRPO.kl_coef": 0.0,
     }
     done = tiny_run.launch(tmp_path / "run", GIN_FILES["moe"], **bindings, **tiny_run.RL_ALONE)
-    assert done.returncode != 0 and "train.Router.balance to 0" in done.stderr
+    assert done.returncode != 0 and "train.Router.balance and bias_rate to 0" in done.stderr

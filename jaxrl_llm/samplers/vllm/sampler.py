@@ -177,7 +177,8 @@ class VllmSampler(Limits):
 
         Raises:
           FileNotFoundError: no vLLM where local servers are to be started.
-          ValueError: a model that is not published to vLLM, lengths that it does not have, a policy of the bitwise mode, or an API key's variable that is not set.
+          ValueError: a model that is not published to vLLM, lengths that it does not have, a policy of the bitwise mode, experts that vLLM would
+            choose otherwise, or an API key's variable that is not set.
         """
         if policy.architecture.delta is not None:
             raise ValueError(
@@ -188,6 +189,12 @@ class VllmSampler(Limits):
             raise ValueError(
                 "vLLM servers have kernels of their own, whose log-probs are not the learner's bit for bit: set BITWISE = False, or include "
                 "gin/samplers/embedded.gin"
+            )
+        if policy.architecture.experts is not None and policy.architecture.experts.choice_bias:
+            raise ValueError(
+                "a policy whose experts are chosen with a bias (choice_bias) is not published to vLLM servers, which have no place for "
+                "it and would send tokens to other experts: sample it with embedded.EmbeddedSampler, or set "
+                "sources.PolicySource.choice_bias = False"
             )
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
