@@ -21,9 +21,10 @@ from jaxrl_llm.algorithms.sft import SFT
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Rollout
 from jaxrl_llm.learner.batch import Batch
-from jaxrl_llm.learner.learner import Learner, TrainState
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import PackedRows, Packing, Placement
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
 

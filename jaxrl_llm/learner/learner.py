@@ -22,35 +22,12 @@ from jaxrl_llm.learner import router as routers
 from jaxrl_llm.learner.bfloat16_weights import Compensated, Stochastic
 from jaxrl_llm.learner.optimizer import Optimizer, Rule, Trainable, keep, rested, state_shardings
 from jaxrl_llm.learner.score import NO_BASES, Bases, Scorer
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.protocols import Params
 
 RULES: Mapping[str, type[Rule]] = {"float32": Rule, "stochastic": Stochastic, "compensated": Compensated}
 
 SUMS = "router"  # the sums over tokens that metrics of routers are made of, among a micro-batch's metrics
-
-Leaf = Any  # a jax.Array; in a tree that describes the state, a shape or a sharding
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=["step", "skipped", "params", "moments"], meta_fields=[])
-@dataclass(frozen=True, kw_only=True)
-class TrainState:
-    """The policy and the models trained beside it, with their optimizer states; frozen models are kept elsewhere.
-
-    Attributes:
-      step: int32 [] updates applied or skipped so far.
-      skipped: int32 [] updates in a row whose gradient was not finite.
-      params: {model name: parameters}, "policy" and, where the algorithm needs one, "critic" or "reward_model".
-      moments: {model name: optimizer state} of the trained models.
-    """
-
-    step: Leaf
-    skipped: Leaf
-    params: dict[str, Any]
-    moments: dict[str, Any]
-
-    @property
-    def policy(self) -> Any:
-        return self.params["policy"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

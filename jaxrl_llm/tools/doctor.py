@@ -20,8 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
-
 from jaxrl_llm import command_line
 from jaxrl_llm.distributed import compilation_cache, xla_flags
 
@@ -236,6 +234,7 @@ def check_logits(folder: Path) -> Iterator[Finding]:
     """
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
     from jaxrl_llm.metrics import flops
@@ -284,7 +283,7 @@ def check_logits(folder: Path) -> Iterator[Finding]:
         yield Finding(status="FAIL", check="log-probs", found=found, advice=advice)
 
 
-def _transformers_log_probs(folder: Path, tokens: np.ndarray) -> np.ndarray:
+def _transformers_log_probs(folder: Path, tokens: Any) -> Any:
     """Log-probs [1, T, V] of all next tokens by transformers."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -16,8 +16,9 @@ from jaxrl_llm.distributed.out_of_memory import explained
 from jaxrl_llm.distributed.preemption import Preemption
 from jaxrl_llm.experience import Group
 from jaxrl_llm.learner.batch import Batch
-from jaxrl_llm.learner.learner import Learner, TrainState
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.score import TokenStats, means_of_rollouts, token_stats, with_routes
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.learner.trajectory import bounded
 from jaxrl_llm.metrics import diagnostics, rollout_rows, trajectories
 from jaxrl_llm.protocols import Down, GroupLoader, Params

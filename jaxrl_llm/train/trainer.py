@@ -14,7 +14,7 @@ from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.distributed.preemption import STOPPED, Preemption, Stopping
 from jaxrl_llm.learner import score
-from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance

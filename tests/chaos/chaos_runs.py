@@ -14,7 +14,7 @@ import too_large
 from chaos_table import Row, Stopwatch, Trial
 
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
-from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.rewards.services.pool import Pool
 from jaxrl_llm.rewards.wrap import judge_together
 

@@ -10,7 +10,7 @@ from too_large import stage, too_much
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
-from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.learner.state import TrainState
 
 
 @pytest.mark.parametrize("doing", ["updating", "scoring"])

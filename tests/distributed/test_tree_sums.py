@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed import serialization, tree_sums
-from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.publication.manifest import checksum
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_host, read_model
 

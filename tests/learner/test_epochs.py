@@ -11,8 +11,8 @@ from builders import make_group, make_prompt, make_rollout
 
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
 from jaxrl_llm.learner.batch import Batch
-from jaxrl_llm.learner.learner import TrainState
 from jaxrl_llm.learner.packing import Packing
+from jaxrl_llm.learner.state import TrainState
 
 GROUPS, MEMBERS, MINIBATCHES, EPOCHS = 12, 2, 4, 3
 PACKING = Packing(row_tokens=8, rows=3, sequences_per_row=2)

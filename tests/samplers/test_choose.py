@@ -7,13 +7,13 @@ import pytest
 from sampler_cases import distribution, softmax
 
 from jaxrl_llm.experience import SamplingParams
-from jaxrl_llm.samplers.embedded import decode
-from jaxrl_llm.samplers.embedded.decode import Choice, filters, penalise, tempered
+from jaxrl_llm.samplers.embedded import choose
+from jaxrl_llm.samplers.embedded.choose import Choice, filters, penalise, tempered
 
 VOCABULARY = 40
-filtered = jax.jit(decode.filtered)
-draw = jax.jit(decode.draw, static_argnames="cut")
-noise = jax.jit(decode.noise, static_argnums=2)
+filtered = jax.jit(choose.filtered)
+draw = jax.jit(choose.draw, static_argnames="cut")
+noise = jax.jit(choose.noise, static_argnums=2)
 SETTINGS = (
     {},
     {"temperature": 0.6},

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_llm.learner.learner import TrainState
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_host
 from jaxrl_llm.train.step import StageTrainer
 from jaxrl_llm.train.trainer import Trainer

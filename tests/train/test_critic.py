@@ -16,8 +16,9 @@ from jaxrl_llm.algorithms.ppo import PPO
 from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.learner.batch import bare, to_device
-from jaxrl_llm.learner.learner import Learner, TrainState
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.optimizer import Optimizer
+from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.sources import PolicySource, ValueSource
 from jaxrl_llm.models.value import ValueModel

@@ -61,9 +61,8 @@ class Engine:
     The keys and values of a conversation's turn stay in its slot, while none is needed, until the conversation ends or other weights are
     published: its next turn goes on from there.
 
-    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger
-    one takes its place. A call that nobody listens to any more frees its slots at the next chunk. Where a device's memory
-    does not hold all slots, there are as many as it holds, which is announced.
+    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger one takes its place. A call
+    that nobody listens to any more frees its slots at the next chunk. Slots that a device's memory does not hold are left out, which is announced.
 
     Attributes:
       policy: the model.

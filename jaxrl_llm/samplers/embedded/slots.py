@@ -20,7 +20,7 @@ import numpy as np
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
-from jaxrl_llm.samplers.embedded import decode, parking
+from jaxrl_llm.samplers.embedded import choose, decode, parking
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
 Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
@@ -249,7 +249,7 @@ class SlotBatch:
 
     def step(self, params: Params, steps: int) -> decode.Chunk:
         """Starts a chunk of decode steps on the device."""
-        cut = any(draft is not None and decode.filters(draft.request.settings) for draft in self._drafts)
+        cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
         self._cache, self._seen, chunk = decode.decode(
             params, self._cache, self._seen, self._slots, policy=self.policy, steps=steps, cut=cut, record=self._record

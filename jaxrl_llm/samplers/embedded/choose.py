@@ -1,0 +1,122 @@
+"""How the embedded sampler chooses a token of each slot: penalty, temperature, filters, one draw.
+
+A token is chosen in this order, each step on what the step before left: repetition penalty (https://arxiv.org/abs/1909.05858),
+temperature, top-k, top-p (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082), then one draw by the Gumbel
+maximum. The penalty counts the prompt's tokens too. Entries whose logit equals the last one kept are kept as well. A greedy row
+(temperature 0) takes the largest logit after the penalty and reports its log-prob under the untempered, unfiltered softmax.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.kernels.token_stats import ordered
+
+HostOrDevice = Any  # a NumPy array, and under jit its tracer
+
+
+class Choice(NamedTuple):
+    """How each slot draws: arrays [S], traced, so that other values compile nothing."""
+
+    temperature: HostOrDevice  # float32, 0 is greedy
+    top_k: HostOrDevice  # int32, 0 keeps all
+    top_p: HostOrDevice  # float32
+    min_p: HostOrDevice  # float32
+    repetition_penalty: HostOrDevice  # float32
+
+    @classmethod
+    def empty(cls, slots: int) -> "Choice":
+        """Returns host arrays of the plain softmax for `slots` slots."""
+        one = np.ones(slots, np.float32)
+        return cls(one, np.zeros(slots, np.int32), one.copy(), np.zeros(slots, np.float32), one.copy())
+
+    def set(self, slot: int, settings: SamplingParams) -> None:
+        """Writes one slot of host arrays."""
+        for name, values in self._asdict().items():
+            values[slot] = getattr(settings, name)
+
+
+def filters(settings: SamplingParams) -> bool:
+    """Returns whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
+    return settings.temperature > 0 and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
+
+
+def plain(choice: Choice) -> Bool[Array, " S"]:
+    """Returns where a token is drawn from the whole softmax, or is its largest."""
+    cut = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
+    return jnp.asarray((choice.repetition_penalty == 1) & ((choice.temperature == 0) | ~cut))
+
+
+def ordered_logprob(logits: Float[Array, "S V"], token: Int[Array, " S"], choice: Choice) -> Float[Array, " S"]:
+    """Returns the log-prob of the token under the whole softmax, with the bits of the learner's in the bitwise mode."""
+    temperature = jnp.asarray(choice.temperature)
+    return ordered.logprobs(logits, token, jnp.where(temperature > 0, temperature, 1.0))
+
+
+def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Divides the logits of tokens seen before by the penalty where they are positive, and multiplies them by it where negative."""
+    scaled = jnp.where(logits > 0, logits / penalty[:, None], logits * penalty[:, None])
+    return jnp.where(seen, scaled, logits)
+
+
+def tempered(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
+    """Divides the logits by the temperature; greedy rows stay as they are."""
+    return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
+
+
+def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]:
+    """Returns the tempered logits with -inf outside the support that top-k, top-p and min-p leave; greedy rows keep all."""
+    vocabulary = logits.shape[-1]
+    ordered = -jnp.sort(-logits, axis=-1)
+    rank = jnp.arange(vocabulary)
+    kept = rank < jnp.where(choice.top_k > 0, choice.top_k, vocabulary)[:, None]
+    ordered = jnp.where(kept, ordered, -jnp.inf)
+    probability = jax.nn.softmax(ordered, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    top_p = jnp.asarray(choice.top_p)[:, None]
+    kept &= (
+        (before < top_p) | (top_p >= 1) | (rank == 0)
+    )  # a rounded sum may reach 1 early: top_p = 1 keeps all the same
+    kept &= probability >= jnp.asarray(choice.min_p)[:, None] * probability[:, :1]
+    last = jnp.take_along_axis(ordered, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)
+    greedy = (jnp.asarray(choice.temperature) == 0)[:, None]
+    return jnp.where((logits >= last) | greedy, logits, -jnp.inf)
+
+
+def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S V"]:
+    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours."""
+    return jax.vmap(lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), (vocabulary,), jnp.float32))(
+        keys, drawn
+    )
+
+
+def draw(
+    logits: Float[Array, "S V"],
+    gumbel: Float[Array, "S V"],
+    choice: Choice,
+    seen: Bool[Array, "S V"] | None,
+    *,
+    cut: bool,
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Draws one token of each slot; returns it and its log-prob under the distribution that it was drawn from.
+
+    Args:
+      logits: float32 of the next token.
+      gumbel: standard Gumbel noise; argmax(logits + noise) is a draw from the softmax.
+      choice: per-slot settings.
+      seen: tokens of the prompt and the response so far, or None where no slot is penalised.
+      cut: static; False skips the filters where no slot has one (`filters`).
+    """
+    temperature = jnp.asarray(choice.temperature)
+    if seen is not None:
+        logits = penalise(logits, seen, jnp.asarray(choice.repetition_penalty))
+    logits = tempered(logits, temperature)
+    if cut:
+        logits = filtered(logits, choice)
+    token = jnp.argmax(jnp.where(temperature[:, None] > 0, logits + gumbel, logits), axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
