@@ -19,6 +19,8 @@ REQUIRED = {
     "rewards/function.gin": "REWARD_FUNCTION = 'test_gin_components:one'",
     "data/pretrained_tokenizer.gin": "tokenizer.PretrainedTokenizer.path = 'folder'",
 }
+# {file: the one that it is included after}.
+BASES = {"rewards/judged_partition.gin": "rewards/darling.gin"}
 
 
 def one(text: str) -> float:
@@ -29,7 +31,8 @@ def one(text: str) -> float:
 def parse(file: Path, *bindings: str) -> None:
     name = f"{file.parent.name}/{file.name}"
     needed = [REQUIRED[name]] if name in REQUIRED else []
-    gin.parse_config_files_and_bindings([str(file)], [*needed, *bindings])
+    before = [str(ROOT / BASES[name])] if name in BASES else []
+    gin.parse_config_files_and_bindings([*before, str(file)], [*needed, *bindings])
 
 
 def built(macro: str) -> Any:
