@@ -29,7 +29,7 @@ def test_a_file_builds_a_harness(name):
 
 
 def test_a_model_is_required():
-    with pytest.raises(ValueError, match="MODEL_PATH .*must be set"):
+    with pytest.raises(ValueError, match=r"MODEL_PATH .*must be set"):
         command_line.build([str(FOLDER / "gsm8k.gin")])
 
 

@@ -46,9 +46,9 @@ def test_every_backend_has_a_row_a_pass_with_the_rate_of_the_convention(op, caps
     found = rows(capsys, monkeypatch, op)
     ours = [row for row in found if row["backend"] not in ("bare product", "copy")]
     names = {
-        "token_stats": {"xla", "reference"},
+        "token_stats": {"xla", "ordered", "reference"},
         "log_softmax_entropy": {"xla", "reference"},
-        "attention": {"blocked", "reference"},
+        "attention": {"blocked", "ordered", "reference"},
         "grouped_matmul": {"xla", "reference"},
     }
     assert {row["backend"] for row in ours} == names[op]
@@ -84,8 +84,8 @@ def test_a_check_states_the_errors_of_each_backend(capsys, monkeypatch, tmp_path
     found = rows(capsys, monkeypatch, "token_stats", "--check", f"--output={tmp_path / 'rows.json'}")
     assert json.loads((tmp_path / "rows.json").read_text()) == found
     checks = {row["backend"]: row for row in found if row["pass"] == "check"}
-    assert set(checks) == {"xla", "reference", "wrong"}
-    for name in ("xla", "reference"):
+    assert set(checks) == {"xla", "ordered", "reference", "wrong"}
+    for name in ("xla", "ordered", "reference"):
         assert checks[name]["repeats"] is True
         assert max(checks[name][f"{x} error"] for x in ("logprob", "entropy", "dhidden", "dhead")) < 1e-5
     arrays = bench.token_stats_arrays(TINY["token_stats"], "float32", None)
@@ -103,7 +103,7 @@ def test_a_failure_is_a_row_and_the_exit_status(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="1"):
         rows(capsys, monkeypatch, "token_stats")
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 5
+    assert len(found) == 7  # two passes of three backends, and the bare product
     assert {row["failed"] for row in found} == {"RuntimeError: no such kernel"}
 
 
