@@ -59,6 +59,10 @@ def pair(request, tmp_path_factory):
     return request.param, *loaded(request.param, tmp_path_factory.mktemp(request.param))
 
 
+# A dense model and one with experts, for what takes a program of its own to show.
+BOTH = pytest.mark.parametrize("pair", ["untied", "next"], indirect=True)
+
+
 def rows(side="right", seed=0):
     """Tokens, positions and segments of rows of one sequence, padded at a side."""
     rng, shape = np.random.default_rng(seed), (len(LENGTHS), WIDTH)
@@ -134,6 +138,7 @@ def least_margin(model, places):
     return len(every), min(float((p[real, CHOSEN - 1] - p[real, CHOSEN]).min()) for p in every)
 
 
+@BOTH
 def test_three_adamw_steps_equal_torch(pair):
     """Each from the same parameters and moments: in float32 the gradients of two trajectories part by a factor of ten with each step.
 
@@ -216,25 +221,22 @@ def test_logits_of_packed_sequences_equal_transformers_on_each_alone(pair, order
         assert np.abs(got[place] - want).max() <= 1e-4
 
 
+@BOTH
 def test_gradients_of_a_packed_row_are_the_sum_of_those_of_its_sequences(pair):
     _, _, policy, params = pair
     row, _, parts = packed()
+    longest = max(map(len, parts))
+    alone = jnp.asarray([np.pad(tokens, (0, longest - len(tokens))) for tokens in parts], jnp.int32)
+    real = jnp.arange(longest)[None] < jnp.asarray([len(tokens) for tokens in parts])[:, None]
+    apart = (alone, jnp.where(real, jnp.arange(longest)[None], 0), real.astype(jnp.int32))
 
-    def own(params):
-        total = 0.0
-        for tokens in parts:
-            one = jnp.asarray(tokens[None], jnp.int32)
-            mean = nll(policy, params, (one, jnp.arange(len(tokens))[None], jnp.ones_like(one)))
-            total += (len(tokens) - 1) * mean
-        return total
-
-    def together(params):
-        tokens, _, segments = row
-        logs = jax.nn.log_softmax(policy.hidden(params, *row) @ policy.head(params).T, axis=-1)
+    @jax.jit
+    def summed(params, tokens, positions, segments):
+        logs = jax.nn.log_softmax(policy.hidden(params, tokens, positions, segments) @ policy.head(params).T, axis=-1)
         found = jnp.take_along_axis(logs[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(jnp.where((segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0), found, 0.0))
 
-    (want, one), (got, two) = (jax.jit(jax.value_and_grad(f))(params) for f in (own, together))
+    (want, one), (got, two) = (jax.value_and_grad(summed)(params, *places) for places in (apart, row))
     np.testing.assert_allclose(got, want, rtol=1e-5)
     for x, y in zip(jax.tree.leaves(two), jax.tree.leaves(one), strict=True):
         assert np.abs(x - y).max() <= 1e-4 * max(np.abs(np.asarray(y)).max(), 1.0)
