@@ -99,6 +99,7 @@ def test_a_disk_that_is_full_in_an_evaluation_ends_the_run_resumably():
     trainer = object.__new__(Trainer)
     trainer.stopped, trainer.status, trainer.progress, trainer.writers = "", 0, Mock(), Full()  # type: ignore[assignment]
     trainer.sampler = SimpleNamespace(version=3)  # type: ignore[assignment]
+    trainer.bases = {}
     stage = SimpleNamespace(
         config=SimpleNamespace(evaluations=[1]), held_out=SimpleNamespace(answers=answers), measure=lambda state: {}
     )
