@@ -22,6 +22,7 @@ TIMES = {name: many if LONG else short for name, (_, short, many) in FAULTS.item
 @pytest.mark.timeout(900 if LONG else 120)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("name", [name for name in FAULTS if TIMES[name]])
+@pytest.mark.slow
 def test_a_fault_is_survived(name: str, tmp_path: Path) -> None:
     row = FAULTS[name][0](Trial(folder=tmp_path, seed=sum(map(ord, name)), times=TIMES[name]))
     assert row.into == row.out, row.outcome

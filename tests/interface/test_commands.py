@@ -120,6 +120,7 @@ def test_eval_takes_the_sets_of_gin_eval_by_name(monkeypatch):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_dry_run_of_plain_names_is_that_of_the_bindings(capfd, tmp_path):
     """The whole plan, which names every setting, is the same as that of launch with quoted bindings."""
     plain = [

@@ -29,6 +29,7 @@ def interpreter():
 
 
 @pytest.mark.parametrize(("vocabulary", "shares", "cluster", "depth"), [(214, 1, 2, 32), (151, 2, 1, 64)])
+@pytest.mark.slow
 def test_values_and_gradients_are_right_in_the_interpreter(vocabulary, shares, cluster, depth, monkeypatch):
     # A head of 215 rows that TMA takes in parts: 3 tiles of 64 entries in buffers of 1 and 2, then 22 entries and one of a
     # mesh's padding for xla. A head of 152 rows taken whole, by two shares of the tokens: 2 tiles, each a buffer. The

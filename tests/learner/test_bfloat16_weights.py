@@ -18,6 +18,8 @@ from jaxrl_llm.models.linear import looked_up
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_model
 
+pytestmark = pytest.mark.slow  # its programs take long to compile
+
 KINDS = ("stochastic", "compensated")
 ULP = 2.0**-7  # of a bfloat16 in [1, 2)
 

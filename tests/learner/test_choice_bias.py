@@ -10,7 +10,8 @@ import pytest
 import transformers
 from flax import nnx
 from learner_cases import PACKING, SFT_CASE, batches_of, leaves, make_batch, split
-from test_router import CHOSEN, COUNT, HALVES, MODEL, SPARSE, learner_of
+from test_router import ALTERNATING as MODEL
+from test_router import CHOSEN, COUNT, HALVES, learner_of
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.learner.optimizer import Optimizer, Trainable
@@ -26,7 +27,7 @@ from jaxrl_llm.train.build import check_bias
 
 BIASED = replace(MODEL, experts=replace(MODEL.experts, choice_bias=True))
 RATE = 0.01
-STACK = "layers_1"
+STACK, SPARSE = "layers_1", (1, 3)  # of the layers with experts
 
 
 def biased(**fields):

@@ -54,6 +54,7 @@ def updated(learner):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
 def test_a_mesh_changes_no_gradient(mesh, alone):
     gradient, metrics, params = updated(make_learner(GRPO_CASE, *MESHES[mesh]))
     value, want = expected("grpo")

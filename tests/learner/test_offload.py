@@ -11,6 +11,8 @@ from jaxrl_llm.distributed.mesh import MeshConfig
 from jaxrl_llm.learner import offload
 from jaxrl_llm.tools import memory
 
+pytestmark = pytest.mark.slow  # its programs take long to compile
+
 
 def learner_of(away, **changes):
     learner = make_learner(GRPO_CASE, **changes)

@@ -31,6 +31,8 @@ from jaxrl_llm.models.architecture import Experts
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 
+pytestmark = pytest.mark.slow  # its programs take long to compile
+
 COUNT, CHOSEN, LAYERS = 6, 2, 2
 MODEL = Qwen3MoE(
     vocabulary_size=32, width=32, layers=LAYERS, heads=4, kv_heads=2, head_width=8, mlp_width=48, tied=True, init_std=0.2,

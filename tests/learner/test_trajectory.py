@@ -174,6 +174,7 @@ def old_stats(batch: Batch) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("name", "rows"), [(name, 2) for name in CASES] + [("gspo", 8)])
+@pytest.mark.slow
 def test_the_gradient_is_that_of_trajectories(name: str, rows: int):
     case = CASES[name]
     batch = batch_of(replace(PACKING, rows=rows))

@@ -98,6 +98,7 @@ def assert_same(mesh, forced):
 
 
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.slow
 def test_it_changes_neither_loss_nor_any_gradient_nor_the_report(mesh):
     assert_same(mesh, forced=False)
 

@@ -139,6 +139,7 @@ def least_margin(model, places):
 
 
 @BOTH
+@pytest.mark.slow
 def test_three_adamw_steps_equal_torch(pair):
     """Each from the same parameters and moments: in float32 the gradients of two trajectories part by a factor of ten with each step.
 
@@ -222,6 +223,7 @@ def test_logits_of_packed_sequences_equal_transformers_on_each_alone(pair, order
 
 
 @BOTH
+@pytest.mark.slow
 def test_gradients_of_a_packed_row_are_the_sum_of_those_of_its_sequences(pair):
     _, _, policy, params = pair
     row, _, parts = packed()
@@ -274,6 +276,7 @@ def test_a_captured_state_is_that_of_its_layer(pair):
 @pytest.mark.parametrize(
     ("remat", "name"), [("full", "untied"), ("projections", "untied"), ("dots", "untied"), ("gate", "next")]
 )
+@pytest.mark.slow
 def test_rematerialisation_changes_no_gradient(remat, name, tmp_path):
     _, policy, params = loaded(name, tmp_path / "m")
     other = Policy(policy.architecture, policy.partitioner, remat=remat)
@@ -288,6 +291,7 @@ MESHES = [{"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}, {"tensor": 4}, {"
 @pytest.mark.parametrize(
     ("name", "sizes"), [*(("untied", sizes) for sizes in MESHES), *(("next", sizes) for sizes in MESHES[:2])]
 )
+@pytest.mark.slow
 def test_a_mesh_changes_neither_loss_nor_gradients(sizes, name, tmp_path):
     _, alone, params = loaded(name, tmp_path / "m")
     places, devices = tuple(jnp.tile(x, (4, 1))[:4, :150] for x in rows()), int(np.prod(list(sizes.values())))

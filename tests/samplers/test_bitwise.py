@@ -26,6 +26,8 @@ from jaxrl_llm.models.sources import PolicySource
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
+pytestmark = pytest.mark.slow  # its programs take long to compile
+
 MAX_LENGTH = 48
 QWEN3 = Qwen3(vocabulary_size=50, width=24, layers=2, heads=4, kv_heads=2, head_width=8, mlp_width=40)
 QWEN2 = Qwen2(

@@ -56,6 +56,7 @@ def learners_logprobs(model: Tiny, prefixes, groups) -> np.ndarray:
 
 # float8 keeps three bits of fraction: an entry is off by 2^-4 of itself at most.
 @pytest.mark.parametrize(("devices", "cache", "most"), [(1, None, 0.05), (1, "float8_e4m3fn", 0.3), (2, None, 0.05)])
+@pytest.mark.slow
 def test_refilled_slots_draw_by_the_learners_log_probs(prefixes, draw, devices, cache, most):
     prompts = prefixes[:4]
     with interpreted_tpu() as choices:

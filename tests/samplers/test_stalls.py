@@ -38,6 +38,7 @@ async def freeze_now_and_then(server: FakeVllm) -> None:
 
 
 @pytest.mark.parametrize("faults", ["none", "one slow", "one slow, one that hangs"])
+@pytest.mark.slow
 def test_slow_and_hung_servers_leave_the_lengths_of_answers_as_they_are(start, faults):
     """Draws do not repeat, as those of a GPU: an answer that was asked again from its beginning, or raced, would be a shorter one."""
     rng = np.random.default_rng(2)

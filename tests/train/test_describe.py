@@ -212,6 +212,7 @@ def test_a_kernel_is_found_again_where_its_program_is_traced_already():
     assert kernels(*run) == kernels(*run)
 
 
+@pytest.mark.slow
 def test_dry_run_doctor_and_the_run_itself_say_the_same(tmp_path, capsys):
     done = tiny_run.launch(tmp_path / "run", SFT_STEPS=1, STEPS=1, SAVE_EVERY=1, EVALUATE_EVERY=1)
     assert done.returncode == 0, done.stderr
