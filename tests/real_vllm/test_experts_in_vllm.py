@@ -1,4 +1,4 @@
-"""Published experts inside a real vLLM: on one rank, and divided over two by width and by expert, it computes with the version's weights."""
+"""Published experts inside a real vLLM: on one rank, and divided over two by width, it computes with the version's weights."""
 
 import json
 import subprocess
@@ -15,10 +15,10 @@ TOLERANCE = 1e-4  # nats, float32
 TOKENS = [int(token) for token in np.random.default_rng(0).integers(3, VOCABULARY, 100)]
 # A version twice: a reload of the very same weights is what vLLM's packed copy for a CPU does not survive by itself.
 ORDER = [0, 1, 1, 0]
+# No division by expert: vLLM's kernel for CPUs knows no map of experts (0.32), and its workers die of it; test_published_experts.py has that division.
 ENGINES = {
     "one rank": {"tensor_parallel_size": 1},
     "width over two": {"tensor_parallel_size": 2},
-    "experts over two": {"tensor_parallel_size": 2, "enable_expert_parallel": True},
 }
 
 

@@ -12,7 +12,7 @@ import transformers
 from tiny_qwen2 import Sizes, write_model
 
 VOCABULARY, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD, DENSE = 512, 64, 3, 4, 2, 32, 96
-EXPERTS, CHOSEN, INNER = 8, 2, 32
+EXPERTS, CHOSEN, INNER = 8, 2, 64  # of gate and up together, each rank of vLLM's CPU kernel takes a multiple of 64
 PLAIN = 1  # the layer with a dense MLP
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": VOCABULARY, "hidden_size": WIDTH,
