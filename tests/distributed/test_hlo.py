@@ -114,7 +114,8 @@ def test_attention_without_a_kernel_has_buffers_of_tokens_by_tokens(compiled):
 
 # -- each fault on a program that has no other ------------------------------------------------------------------------
 
-CLEAN = """HloModule m
+# A fusion, and the condition of a loop of four turns.
+LOOP = """HloModule m
 
 %fused (a: f32[4]) -> f32[4] {
   ROOT %a = f32[4]{0} parameter(0)
@@ -126,7 +127,11 @@ CLEAN = """HloModule m
   %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
   ROOT %lt = pred[]{:T(512)} compare(%turn, %limit), direction=LT
 }
+"""
 
+CLEAN = (
+    LOOP
+    + """
 %body (b: (s32[], f32[4])) -> (s32[], f32[4]) {
   %part = f32[1024,1024]{1,0} parameter(0)
   %sum = f32[1024,1024]{1,0} all-reduce-start(%part), replica_groups={{0,1,2,3}}, to_apply=%add
@@ -140,6 +145,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   %loop = (s32[]{:T(128)}, f32[4]{0}) while(%state), condition=%condition, body=%body
 }
 """
+)
 KERNELS = ("attention splash", "token_stats mosaic_tpu")
 
 
@@ -190,19 +196,9 @@ ENTRY %main (x: f32[768,64]) -> f32[768] {
 
 
 # A loop over four layers of which the first was taken out, as libtpu writes one whose exchanges end in the next turn, on two slices.
-PEELED = """HloModule m
-
-%fused (a: f32[4]) -> f32[4] {
-  ROOT %a = f32[4]{0} parameter(0)
-}
-
-%condition (p: (s32[], f32[4])) -> pred[] {
-  %limit = s32[]{:T(128)} constant(4)
-  %p = (s32[]{:T(128)}, f32[4]{0}) parameter(0)
-  %turn = s32[]{:T(128)} get-tuple-element(%p), index=0
-  ROOT %lt = pred[]{:T(512)} compare(%turn, %limit), direction=LT
-}
-
+PEELED = (
+    LOOP
+    + """
 %body (b: (s32[], f32[4])) -> (s32[], f32[4]) {
   %send.1 = (f32[28,8,128]{2,1,0}, u32[], token[]) send(%part, %t.1), channel_id=4, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target="{1,2}x{0:3}",_xla_megascale_transfer_type="ALL_REDUCE"}
   %recv.1 = (f32[28,8,128]{2,1,0}, u32[], token[]) recv(%t.1), channel_id=5, is_host_transfer=true, frontend_attributes={_xla_host_transfer_rendezvous="psum.1_0"}
@@ -221,6 +217,7 @@ ENTRY %main (x: f32[4]) -> f32[4] {
   %loop = (s32[]{:T(128)}, f32[4]{0}) while(%state), condition=%condition, body=%body
 }
 """
+)
 
 
 def test_a_loop_whose_first_turn_was_taken_out_runs_once_less():
