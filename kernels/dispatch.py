@@ -95,13 +95,27 @@ def capability() -> tuple[int, int] | None:
 
 
 def backend_module(op: str, backend: str) -> ModuleType:
-    """Returns the module of one backend of the kernel `op`; it has `refusal(call)`, which gives the reason why not, or None."""
+    """Returns the module of one backend of the kernel `op`.
+
+    It has `refusal(call)`, which gives the reason why not, or None; one for a single platform says so in RUNS_ON,
+    (platform, its chips in words), and is asked there alone.
+    """
     return importlib.import_module(f"jaxrl_llm.kernels.{op}.{backend}")
+
+
+def refusal(op: str, backend: str, call: Any) -> str | None:
+    """Returns the reason why a backend cannot take the call, or None."""
+    module = backend_module(op, backend)
+    platform, chips = getattr(module, "RUNS_ON", (call.platform, ""))
+    if call.platform != platform:
+        return f"it runs on {chips} (got {call.platform})"
+    reason: str | None = module.refusal(call)
+    return reason
 
 
 def supports(op: str, backend: str, call: Any) -> bool:
     """Returns True where the backend takes the call."""
-    return backend_module(op, backend).refusal(call) is None
+    return refusal(op, backend, call) is None
 
 
 def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -> Any:
@@ -118,12 +132,11 @@ def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -
         backend = ORDERED
     refused: dict[str, str] = {}
     for name in backends if backend is None else (backend,):
-        module = backend_module(op, name)
-        reason = module.refusal(call)
+        reason = refusal(op, name, call)
         if reason is None:
             record, choice = _RECORD.value, Choice(op=op, backend=name, call=call, refused=refused)
             if record is not None and choice not in record.choices:
                 record.choices.append(choice)
-            return module
+            return backend_module(op, name)
         refused[name] = reason
     raise ValueError(f"no {op} backend takes this call ({'; '.join(map(': '.join, refused.items()))}); got {call}")

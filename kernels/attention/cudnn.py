@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention.api import Call
 
+RUNS_ON = ("gpu", "CUDA GPUs")
 VERSIONS = ((0, 10), (0, 11))
 MOST_WIDTH = 256
 # The primitive that returns the output and its sums, as rematerialisation policies see it.
@@ -32,9 +33,7 @@ def refusal(call: Call) -> str | None:
 
 
 def unfit(call: Call, most_width: int) -> str | None:
-    """Returns why cuDNN cannot take packed rows of this platform, dtype and shape, or None."""
-    if call.platform != "gpu":
-        return f"it runs on CUDA GPUs, not on {call.platform}"
+    """Returns why cuDNN cannot take packed rows of this dtype and shape, or None."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}: set Policy's compute_dtype"
     if call.max_segments is None or call.queries != call.keys:

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.attention.api import Call
 
+RUNS_ON = cudnn.RUNS_ON
 MOST_WIDTH = 128  # of a head, before Hopper
 LEAST_TOKENS = 128  # of a segment in the mean
 

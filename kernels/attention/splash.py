@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.attention.api import Call
 
+RUNS_ON = ("tpu", "TPUs")
 # What rematerialisation policies know its output and sums by.
 RESIDUAL = "splash_attention_residual"
 BLOCKS = (512, 256, 128)
@@ -22,8 +23,6 @@ LANES = 128
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "tpu":
-        return f"it runs on TPUs, not on {call.platform}"
     if call.max_segments is None or call.queries != call.keys:
         return "it takes packed rows whose queries are the keys' tokens, with max_segments given"
     if call.queries % LANES:

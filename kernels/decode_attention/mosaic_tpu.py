@@ -28,6 +28,7 @@ from jaxrl_llm.kernels.decode_attention.api import Call
 from jaxrl_llm.kernels.decode_attention.cache import PAGE
 from jaxrl_llm.kernels.decode_attention.reference import MASKED
 
+RUNS_ON = ("tpu", "TPUs")
 LANES = 128
 # Rows of a float32 tile: query heads that share a key head are filled up to it.
 ROWS = 8
@@ -61,8 +62,6 @@ class Sizes(NamedTuple):
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "tpu":
-        return f"it runs on TPUs (got {call.platform})"
     if call.dtype != "bfloat16":
         return f"it takes bfloat16, not {call.dtype}: set Policy's compute_dtype"
     if call.width % LANES:

@@ -20,6 +20,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention.api import Call
 from jaxrl_llm.kernels.decode_attention.reference import MASKED
 
+RUNS_ON = ("gpu", "NVIDIA GPUs")
 BLOCK = 64
 WARPS = 4
 STAGES = 3
@@ -28,8 +29,6 @@ LEAST_ROWS = 16
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "gpu":
-        return f"it runs on NVIDIA GPUs (got {call.platform})"
     if dispatch.capability() is None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.dtype not in ("bfloat16", "float16"):

@@ -32,6 +32,7 @@ from jaxrl_llm.kernels.grouped_matmul import definition, triton_rows
 from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
 LOG2E = math.log2(math.e)
+RUNS_ON = ("gpu", "NVIDIA Hopper GPUs")
 SHARED_BYTES = 232448  # of one block on Hopper
 UNIT = 128  # what the widths must be multiples of
 
@@ -99,8 +100,6 @@ def tiles_of(call: Call) -> Tiles:
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "gpu":
-        return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
     if dispatch.capability() != (9, 0):
         return f"it needs compute capability 9.0, Hopper (got {dispatch.device().compute_capability})"
     if call.dtype != "bfloat16":

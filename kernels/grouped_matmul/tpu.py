@@ -12,14 +12,13 @@ from jaxtyping import Array, Float
 from jaxrl_llm.kernels.grouped_matmul import definition
 from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
+RUNS_ON = ("tpu", "TPUs")
 UNIT = 128  # lanes of a vector: what every axis of a tile must be a multiple of
 TILES = (1024, 512, 256, UNIT)
 
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "tpu":
-        return f"it runs on TPUs (got {call.platform})"
     if call.dtype != "bfloat16":
         return f"it takes bfloat16 (got {call.dtype})"
     if call.width % UNIT or call.inner % UNIT:

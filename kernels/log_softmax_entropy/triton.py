@@ -54,14 +54,13 @@ class Tiles:
             raise ValueError(f"depth, width and warps must be powers of 2, warps <= 32 and ahead 1 or 2 (got {self})")
 
 
+RUNS_ON = ("gpu", "NVIDIA GPUs")
 # Chosen when Tiles are not named.
 TILES = Tiles()
 
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "gpu":
-        return f"it runs on NVIDIA GPUs (got {call.platform})"
     if dispatch.capability() is None:
         return "it runs on NVIDIA GPUs (this is another GPU)"
     if call.tokens * call.vocabulary >= 2**31:

@@ -33,6 +33,7 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
 LOG2E = math.log2(math.e)
+RUNS_ON = ("gpu", "NVIDIA Hopper GPUs")
 SHARED_BYTES = 232448  # of one block on Hopper
 # Rows of the backward's coefficients, where the call has them.
 COEFFICIENTS = ("maximum", "log_total", "constant", "slope", "square", "uniform", "target")
@@ -140,8 +141,6 @@ def plan(tiles: Tiles, tokens: int, width: int, count: int) -> Plan:
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "gpu":
-        return f"it runs on NVIDIA Hopper GPUs (got {call.platform})"
     if dispatch.capability() != (9, 0):
         return f"it needs compute capability 9.0, Hopper (got {dispatch.device().compute_capability})"
     if reason := fused.refusal(call):

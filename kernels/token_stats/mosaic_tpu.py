@@ -32,6 +32,7 @@ from jaxrl_llm.kernels.token_stats import fused
 from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
+RUNS_ON = ("tpu", "TPUs")
 LANES, SUBLANES = 128, 8
 # Most entries and tokens of one product of the sums, and entries of one of the gradients, which takes all tokens of the block:
 # what the compiler overlaps best, by its own estimate.
@@ -97,8 +98,6 @@ class Tiles:
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.platform != "tpu":
-        return f"it runs on TPUs (got {call.platform})"
     if reason := fused.refusal(call):
         return reason
     if Tiles.of(dispatch.device().device_kind, call.tokens, call.width) is None:

@@ -10,6 +10,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import mosaic_tpu, triton
 from jaxrl_llm.kernels.decode_attention.api import Call, decode_attention
 
@@ -143,7 +144,7 @@ def test_the_tpu_kernel_refuses_what_tiles_cannot_hold():
         "128 wide": {"width": 64},
         "128 tokens": {"length": 100},
     }.items():
-        assert reason in mosaic_tpu.refusal(Call(**(good | change)))
+        assert reason in dispatch.refusal("decode_attention", "mosaic_tpu", Call(**(good | change)))
 
 
 def for_hopper():

@@ -144,7 +144,9 @@ def test_hopper_takes_bfloat16_and_every_other_device_and_call_is_refused():
         assert mosaic_gpu.refusal(call) is None
         assert "it takes bfloat16 (got float32)" in mosaic_gpu.refusal(replace(call, dtype="float32"))
         assert "multiples of 128 (got 2048 and 96)" in mosaic_gpu.refusal(replace(call, inner=96))
-        assert "NVIDIA Hopper GPUs (got cpu)" in mosaic_gpu.refusal(replace(call, platform="cpu"))
+        assert "NVIDIA Hopper GPUs (got cpu)" in dispatch.refusal(
+            "grouped_matmul", "mosaic_gpu", replace(call, platform="cpu")
+        )
     with dispatch.target(Gpu("8.9")):
         assert "compute capability 9.0, Hopper (got 8.9)" in mosaic_gpu.refusal(call)
 

@@ -9,6 +9,7 @@ import pytest
 from grouped_matmul_float64 import grouped, wide
 from jax.experimental.pallas import tpu as pltpu
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.grouped_matmul import api, tpu
 
 
@@ -52,4 +53,4 @@ def test_tpus_take_bfloat16_of_whole_lanes_and_nothing_else():
     assert tpu.refusal(call) is None
     assert "it takes bfloat16 (got float32)" in tpu.refusal(replace(call, dtype="float32"))
     assert "multiples of 128 (got 2048 and 96)" in tpu.refusal(replace(call, inner=96))
-    assert "it runs on TPUs (got gpu)" in tpu.refusal(replace(call, platform="gpu"))
+    assert "it runs on TPUs (got gpu)" in dispatch.refusal("grouped_matmul", "tpu", replace(call, platform="gpu"))

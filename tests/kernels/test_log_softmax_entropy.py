@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from token_stats_float64 import of_token
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.log_softmax_entropy import triton
 from jaxrl_llm.kernels.log_softmax_entropy.api import BACKENDS, Call, log_softmax_entropy
 from jaxrl_llm.kernels.log_softmax_entropy.specs import SPECS
@@ -111,7 +112,7 @@ def test_triton_reads_rows_of_several_blocks_and_runs_on_nvidia_alone(tiles):
     for t, target in enumerate([36, 0, 17]):
         value, _ = of_token(np.float64(z[t]) / 0.5, target, None, ["logprob", "entropy"])
         np.testing.assert_allclose([logprob[t], entropy[t]], [value["logprob"], value["entropy"]], rtol=1e-6, atol=1e-5)
-    assert "NVIDIA" in triton.refusal(replace(call, platform="cpu"))
+    assert "NVIDIA" in dispatch.refusal("log_softmax_entropy", "triton", replace(call, platform="cpu"))
     with pytest.raises(ValueError, match=r"triton: it runs on NVIDIA GPUs \(got cpu\)"):
         log_softmax_entropy(jnp.zeros((2, 3)), jnp.zeros(2, jnp.int32), backend="triton")
 

@@ -155,7 +155,7 @@ def test_hopper_takes_bfloat16_and_every_other_device_and_call_is_refused():
     }
     with dispatch.target(Gpu("9.0")):
         for reason, change in refused.items():
-            assert reason in mosaic_gpu.refusal(replace(call, **change))
+            assert reason in dispatch.refusal("token_stats", "mosaic_gpu", replace(call, **change))
     for capability in ("8.0", "8.9", "10.0", "12.0"):
         with dispatch.target(Gpu(capability)):
             assert capability in mosaic_gpu.refusal(call)

@@ -135,7 +135,7 @@ def test_tpus_take_bfloat16_and_every_other_device_and_call_is_refused():
         "gpu": {"platform": "gpu"},
     }
     for reason, change in refused.items():
-        assert reason in mosaic_tpu.refusal(replace(call, **change))
+        assert reason in dispatch.refusal("token_stats", "mosaic_tpu", replace(call, **change))
     with pytest.raises(ValueError, match=r"mosaic_tpu: it runs on TPUs \(got cpu\)"):
         token_stats(jnp.ones((2, 64)), jnp.ones((300, 64)), jnp.zeros(2, jnp.int32), backend="mosaic_tpu")
 
