@@ -1,5 +1,7 @@
 """The distribution that a token is drawn from, against a derivation in float64 NumPy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ VOCABULARY = 40
 filtered = jax.jit(choose.filtered)
 draw = jax.jit(choose.draw, static_argnames="cut")
 noise = jax.jit(choose.noise, static_argnums=2)
+in_blocks = jax.jit(choose.drawn_in_blocks, static_argnums=3)
 SETTINGS = (
     {},
     {"temperature": 0.6},
@@ -114,3 +117,44 @@ def test_noise_depends_on_key_and_draw_alone():
     alone = noise(keys[2:], drawn[2:], VOCABULARY)
     assert np.array_equal(together[2:], alone)
     assert not np.array_equal(noise(keys[2:], jnp.array([3]), VOCABULARY), alone)
+
+
+def test_real_vocabularies_are_drawn_in_blocks_and_small_ones_at_once():
+    blocks = {151_936: 128, 128_256: 256, 248_320: 512, 32_768: 512, 50_257: None, 1_000: None}
+    assert {entries: choose.block_of(entries) for entries in blocks} == blocks
+    for entries, block in blocks.items():
+        width = entries if block is None else entries // block + block
+        shape = jax.eval_shape(
+            partial(choose.noise, vocabulary=entries), jax.random.split(jax.random.key(0), 2), jnp.zeros(2, int)
+        )
+        assert shape.shape == (2, width)
+
+
+def test_draws_in_blocks_follow_the_distribution_and_report_its_logprob():
+    entries, block, draws = 24, 4, 6000
+    logits = np.random.default_rng(0).normal(0, 2, entries).astype(np.float32)
+    logits[4:8] = -np.inf  # a whole block is cut
+    logits[[1, 9, 22]] = -np.inf
+    gumbel = np.random.default_rng(1).gumbel(size=(draws, entries // block + block)).astype(np.float32)
+    rows = jnp.asarray(np.tile(logits, (draws, 1)))
+    tokens, logprobs = in_blocks(rows, jnp.asarray(gumbel), jnp.zeros(draws, bool), block)
+    expected = softmax(logits.astype(np.float64))
+    counts = np.bincount(np.asarray(tokens), minlength=entries)
+    assert counts[expected == 0].sum() == 0
+    assert (np.abs(counts - draws * expected) / np.sqrt(draws * expected * (1 - expected) + 1)).max() < 4
+    np.testing.assert_allclose(logprobs, np.log(expected[np.asarray(tokens)]), atol=2e-6)
+    # What one draw does, by hand: a block by its sum and its noise, then an entry of it.
+    mass = np.log(np.maximum(expected.reshape(-1, block).sum(1), 1e-300))
+    at = (mass + gumbel[:, : len(mass)]).argmax(1)
+    inside = (np.log(np.maximum(expected.reshape(-1, block)[at], 1e-300)) + gumbel[:, len(mass) :]).argmax(1)
+    np.testing.assert_array_equal(tokens, at * block + inside)
+
+
+def test_a_greedy_row_takes_the_first_largest_entry_of_all_blocks():
+    logits = np.random.default_rng(2).normal(0, 3, (5, 24)).astype(np.float32)
+    logits[0, [3, 17]] = 9.0
+    gumbel = jnp.full((5, 10), 100.0) * jnp.arange(10)
+    tokens, logprobs = in_blocks(jnp.asarray(logits), gumbel, jnp.ones(5, bool), 4)
+    assert tokens.tolist() == logits.argmax(1).tolist()
+    expected = [np.log(softmax(row.astype(np.float64)).max()) for row in logits]
+    np.testing.assert_allclose(logprobs, expected, atol=2e-6)

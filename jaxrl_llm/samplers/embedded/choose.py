@@ -2,7 +2,8 @@
 
 A token is chosen in this order, each step on what the step before left: repetition penalty (https://arxiv.org/abs/1909.05858),
 temperature, top-k, top-p (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082), then one draw by the Gumbel
-maximum. The penalty counts the prompt's tokens too. Entries whose logit equals the last one kept are kept as well. A greedy row
+maximum; of a wide vocabulary first among blocks of entries by their sums, then among the entries of one, which needs noise for
+hundreds of numbers where one draw among all needs it for each entry, and has the same distribution. The penalty counts the prompt's tokens too. Entries whose logit equals the last one kept are kept as well. A greedy row
 (temperature 0) takes the largest logit after the penalty and reports its log-prob under the untempered, unfiltered softmax.
 """
 
@@ -17,6 +18,8 @@ from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.token_stats import ordered
 
 HostOrDevice = Any  # a NumPy array, and under jit its tracer
+WIDE = 2**14  # entries of a vocabulary whose tokens are drawn in two stages
+BLOCKS = (512, 256, 128, 64)
 
 
 class Choice(NamedTuple):
@@ -87,16 +90,57 @@ def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]
     return jnp.where((logits >= last) | greedy, logits, -jnp.inf)
 
 
-def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S V"]:
-    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours."""
-    return jax.vmap(lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), (vocabulary,), jnp.float32))(
-        keys, drawn
-    )
+def block_of(vocabulary: int) -> int | None:
+    """Returns the entries of a block in which a token of a wide vocabulary is drawn; None where one draw is among all entries.
+
+    Blocks are the largest power of two of BLOCKS that divides the vocabulary.
+    """
+    if vocabulary < WIDE:
+        return None
+    return next((block for block in BLOCKS if vocabulary % block == 0), None)
+
+
+def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S N"]:
+    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours.
+
+    N is the vocabulary, or of a wide one its blocks and then a block's entries.
+    """
+    block = block_of(vocabulary)
+    count = vocabulary if block is None else vocabulary // block + block
+    return jax.vmap(lambda key, t: jax.random.gumbel(jax.random.fold_in(key, t), (count,), jnp.float32))(keys, drawn)
+
+
+def drawn_at_once(
+    logits: Float[Array, "S V"], gumbel: Float[Array, "S V"], greedy: Bool[Array, " S"]
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Draws one of all entries; returns it and its log-prob."""
+    token = jnp.argmax(jnp.where(greedy[:, None], logits, logits + gumbel), axis=-1)
+    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
+    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def drawn_in_blocks(
+    logits: Float[Array, "S V"], gumbel: Float[Array, "S N"], greedy: Bool[Array, " S"], block: int
+) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
+    """Draws a block by the sums of its exponentials, then one of its entries; returns the token and its log-prob.
+
+    P(block) P(entry | block) is the entry's softmax. A greedy row takes the block with the largest entry, and that entry.
+    """
+    blocks = logits.reshape(len(logits), -1, block)
+    top = jnp.max(blocks, axis=-1)
+    base = jnp.where(top == -jnp.inf, 0.0, top)  # of a block whose entries are all cut
+    mass = jnp.log(jnp.sum(jnp.exp(blocks - base[..., None]), axis=-1)) + base
+    count = mass.shape[1]
+    at = jnp.argmax(jnp.where(greedy[:, None], top, mass + gumbel[:, :count]), axis=-1)
+    entries = jnp.take_along_axis(blocks, at[:, None, None], axis=1)[:, 0]
+    entry = jnp.argmax(jnp.where(greedy[:, None], entries, entries + gumbel[:, count:]), axis=-1)
+    chosen = jnp.take_along_axis(entries, entry[:, None], axis=-1)[:, 0]
+    return (at * block + entry).astype(jnp.int32), chosen - jax.nn.logsumexp(mass, axis=-1)
 
 
 def draw(
     logits: Float[Array, "S V"],
-    gumbel: Float[Array, "S V"],
+    gumbel: Float[Array, "S N"],
     choice: Choice,
     seen: Bool[Array, "S V"] | None,
     *,
@@ -106,7 +150,7 @@ def draw(
 
     Args:
       logits: float32 of the next token.
-      gumbel: standard Gumbel noise; argmax(logits + noise) is a draw from the softmax.
+      gumbel: standard Gumbel noise, as `noise` gives it; argmax(logits + noise) is a draw from the softmax.
       choice: per-slot settings.
       seen: tokens of the prompt and the response so far, or None where no slot is penalised.
       cut: static; False skips the filters where no slot has one (`filters`).
@@ -117,6 +161,5 @@ def draw(
     logits = tempered(logits, temperature)
     if cut:
         logits = filtered(logits, choice)
-    token = jnp.argmax(jnp.where(temperature[:, None] > 0, logits + gumbel, logits), axis=-1)
-    chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-    return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+    block, greedy = block_of(logits.shape[1]), temperature == 0
+    return drawn_at_once(logits, gumbel, greedy) if block is None else drawn_in_blocks(logits, gumbel, greedy, block)
