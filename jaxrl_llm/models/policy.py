@@ -22,7 +22,7 @@ from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
 from jaxrl_llm.models.experts import Report, check_division
 from jaxrl_llm.models.linear import Adapted, Spread, Stored
-from jaxrl_llm.models.transformer import Cache, Running, States, Transformer
+from jaxrl_llm.models.transformer import Apart, Cache, Running, States, Transformer
 
 Params = dict[
     str, Any
@@ -239,12 +239,20 @@ class Policy:
         *,
         fresh: bool = False,
         counts: Int[Array, " S"] | None = None,
+        apart: Apart | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
-        """Returns what `extend` does, and the report of the layers with experts, as `routed`."""
+        """Returns what `extend` does, and the report of the layers with experts, as `routed`; see `apart`."""
         model = self._model(self._spread(params, tokens.shape))
         with dispatch.ordering(self.bitwise):
-            hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts)
+            hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts, apart=apart)
         return hidden, self.constrained(cache), report
+
+    def apart(self, params: Params, rows: tuple[int, int]) -> Apart:
+        """Returns the parameters of each layer by itself, for tokens of shape [S, T] `rows`.
+
+        A loop over tokens that is given them copies no weight out of its stack at every step.
+        """
+        return self._model(self._spread(params, rows)).apart()
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
         run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)

@@ -69,6 +69,9 @@ class Running:
     unroll: int
 
 
+Apart = list[Any]  # the parameters of each layer, in the layers' order
+
+
 def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
     """`x` as the cache keeps it; one of 8 bits has a largest value, which stands for all beyond it."""
     if dtype.itemsize > 1:
@@ -208,12 +211,13 @@ class Transformer(nnx.Module):
         *,
         fresh: bool,
         counts: Int[Array, " S"] | None = None,
+        apart: Apart | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Hidden states after the final norm of tokens that follow the cached ones, the cache with them written, and the experts'
         report.
 
         Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does. The first `counts`
-        tokens of each slot, or all of them, enter the states of layers that hold one.
+        tokens of each slot, or all of them, enter the states of layers that hold one. The layers are run one by one where they are given `apart`.
         """
         slots, length = cache["k"].shape[1], cache["k"].shape[caches.entry_axis()]
         rotation = rope(self.architecture, positions)
@@ -260,8 +264,24 @@ class Transformer(nnx.Module):
             return (self.partitioner.constrain(found["layer_out"], ("batch", None, None)), cache), report
 
         x = self.partitioner.constrain(self._embed(tokens), ("batch", None, None))
-        (x, cache), reports = self._scan(step, (x, cache), None)
+        (x, cache), reports = self._scan(step, (x, cache), None) if apart is None else self._each(step, (x, cache), apart)
         return self.norm(x), cache, reports
+
+    def apart(self) -> Apart:
+        """The parameters of each layer by itself."""
+        split = [nnx.split(getattr(self, stack))[1] for stack in self.architecture.stacks]
+        places = (divmod(layer, self.architecture.period) for layer in range(self.architecture.layers))
+        return [jax.tree.map(lambda leaf, row=row: leaf[row], split[stack]) for row, stack in places]
+
+    def _each(self, step: Callable[[Layer, Any, At], tuple[Any, Any]], carry: Any, apart: Apart) -> tuple[Any, Any]:
+        """Runs `step(layer, carry, where it is)` over layers whose parameters are given one by one; returns what `_scan` does."""
+        graphs = [nnx.split(getattr(self, stack))[0] for stack in self.architecture.stacks]
+        outs = []
+        for layer, state in enumerate(apart):
+            whole = nnx.merge(graphs[layer % len(graphs)], state)
+            carry, out = step(whole, carry, At(jnp.asarray(layer), None))
+            outs.extend([] if out is None else [out])
+        return carry, jax.tree.map(lambda *x: jnp.stack(x), *outs) if outs else None
 
     def _entry(self, layer: jax.Array) -> jax.Array:
         """Where the cache holds what a layer keeps: its number among the layers of its kind."""

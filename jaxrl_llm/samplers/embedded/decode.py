@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.models.architecture import PRECISE
@@ -159,11 +160,13 @@ def decode(
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     head = policy.head(params).astype(policy.compute_dtype)
     rows = jnp.arange(count)
+    # GPUs' products read weights in place, and a layer's would be copied out of its stack for each token.
+    apart = policy.apart(params, (count, 1)) if dispatch.device().platform == "gpu" else None
 
     def step(carry: tuple) -> tuple:
         i, cache, seen, last, chunk = carry
         position = slots.position + chunk.drawn - slots.drawn
-        hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None])
+        hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None], apart=apart)
         if policy.bitwise:
             logits = ordered.logits(hidden[:, 0], head)
         else:
