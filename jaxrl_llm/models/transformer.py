@@ -264,7 +264,9 @@ class Transformer(nnx.Module):
             return (self.partitioner.constrain(found["layer_out"], ("batch", None, None)), cache), report
 
         x = self.partitioner.constrain(self._embed(tokens), ("batch", None, None))
-        (x, cache), reports = self._scan(step, (x, cache), None) if apart is None else self._each(step, (x, cache), apart)
+        (x, cache), reports = (
+            self._scan(step, (x, cache), None) if apart is None else self._each(step, (x, cache), apart)
+        )
         return self.norm(x), cache, reports
 
     def apart(self) -> Apart:

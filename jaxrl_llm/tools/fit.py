@@ -16,8 +16,9 @@ from typing import Any
 import jax
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.samplers.embedded.room import taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.samplers.embedded.slots import Capacity, taken_bytes
+from jaxrl_llm.samplers.embedded.slots import Capacity
 from jaxrl_llm.tools import memory
 from jaxrl_llm.tools.planning import cost_model
 from jaxrl_llm.tools.planning.chips import CHIPS, DEVICES, GIB, Device

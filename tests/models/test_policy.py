@@ -95,6 +95,15 @@ def test_a_cached_token_by_token_run_equals_the_whole_run(model):
             assert largest_gap(hidden[slot, 0], whole[slot, at[slot, 0]]) < 1e-5
 
 
+def test_layers_given_apart_are_the_stacked_ones(model):
+    policy, params = model
+    tokens, positions = jnp.array([[3], [5]]), jnp.array([[0], [2]])
+    for cache in (policy.cache(2, 4), policy.extend(params, policy.cache(2, 4), tokens, positions)[1]):
+        stacked = policy.routed_extend(params, cache, tokens, positions)
+        apart = policy.routed_extend(params, cache, tokens, positions, apart=policy.apart(params, (2, 1)))
+        assert jax.tree.all(jax.tree.map(lambda a, b: largest_gap(a, b) < 1e-6, stacked[:2], apart[:2]))
+
+
 def test_a_token_beyond_the_cache_is_not_written():
     policy = policy_of(ARCHITECTURES["qwen3"])
     params, cache = policy.init(jax.random.key(0)), policy.cache(2, 4)

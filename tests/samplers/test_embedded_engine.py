@@ -10,6 +10,8 @@ import pytest
 from sampler_cases import VOCABULARY, Letters, sample
 
 from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded import slots
+from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, served
 from jaxrl_llm.samplers.embedded.slots import bucket
 
@@ -74,12 +76,12 @@ def test_every_token_carries_the_version_that_drew_it(make, tiny, prefixes):
         assert engine.version == 5
         return plain, await running
 
-    plain, mixed = serving(tiny, publish_in_between, decode_chunk=4)
+    plain, mixed = serving(tiny, publish_in_between, decode_chunk=2)
     changed = 0
     for before, after in zip((c for g in plain for c in g), (c for g in mixed for c in g)):
         assert before.versions.tolist() == [0] * 11
         switch = int(np.sum(after.versions == 0))
-        assert switch in (4, 8) and after.versions.tolist() == [0] * switch + [5] * (11 - switch)
+        assert switch in (2, 4, 6, 8) and after.versions.tolist() == [0] * switch + [5] * (11 - switch)
         assert after.tokens[:switch].tolist() == before.tokens[:switch].tolist()
         changed += after.tokens.tolist() != before.tokens.tolist()
     assert changed > 20
@@ -311,3 +313,32 @@ def test_bad_fields_name_their_binding(tiny):
 def test_buckets_are_the_smallest_that_hold():
     assert [bucket(size) for size in (1, 2, 3, 4, 5, 512, 513)] == [1, 2, 4, 4, 8, 512, 1024]
     assert [bucket(size, 6) for size in (1, 6, 7, 13)] == [6, 6, 12, 24]
+
+
+def test_a_chunk_is_started_before_the_host_has_seen_the_one_before(tiny, prefixes, monkeypatch, draw):
+    """Where nothing waits and the host ends no sequence itself; what is drawn stays the same."""
+    begun, seen, most = [], [], []
+    step, collect = slots.SlotBatch.step, slots.SlotBatch.collect
+
+    def started(batch, params, steps, after=None):
+        begun.append(after is not None)
+        most.append(len(begun) - len(seen))
+        return step(batch, params, steps, after)
+
+    def collected(*arguments):
+        seen.append(1)
+        return collect(*arguments)
+
+    monkeypatch.setattr(slots.SlotBatch, "step", started)
+    monkeypatch.setattr(slots.SlotBatch, "collect", collected)
+    settings = replace(SETTINGS, max_tokens=11)
+    ahead = serving(tiny, lambda engine: sample(engine, prefixes, 3, settings), decode_chunk=2, slots=32)
+    assert begun == [False, *[True] * 5] and max(most) == 2 and len(seen) == 6
+    begun.clear(), seen.clear(), most.clear()
+    few = serving(tiny, lambda engine: sample(engine, prefixes, 3, settings), decode_chunk=2, slots=16)
+    assert begun.count(False) > 6, "a refill waits for what the host has seen"
+    monkeypatch.setattr(Engine, "_settled", lambda *_: False)
+    begun.clear(), seen.clear(), most.clear()
+    waited = serving(tiny, lambda engine: sample(engine, prefixes, 3, settings), decode_chunk=2, slots=32)
+    assert not any(begun) and max(most) == 1
+    assert tokens(ahead) == tokens(waited) == tokens(few)

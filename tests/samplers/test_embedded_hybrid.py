@@ -14,8 +14,9 @@ from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded.room import COPIES, taken_bytes
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
-from jaxrl_llm.samplers.embedded.slots import COPIES, Capacity, taken_bytes
+from jaxrl_llm.samplers.embedded.slots import Capacity
 
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -50,6 +51,17 @@ def prefixes():
     """Prompts of one token, of less than the convolution sees, and of more than a chunk."""
     rng = np.random.default_rng(3)
     return [rng.integers(1, 61, n).astype(np.int32) for n in (1, 2, 70, 5, 33)]
+
+
+def test_layers_given_apart_are_the_stacked_ones(models):
+    """Hidden states, what the layers keep, and the experts that tokens go to."""
+    _, policy, params = models
+    tokens, positions = jnp.array([[3], [5]]), jnp.array([[0], [2]])
+    cache = policy.cache(2, 8)
+    _, cache, _ = policy.routed_extend(params, cache, tokens, positions)
+    stacked = policy.routed_extend(params, cache, tokens, positions + 1)
+    apart = policy.routed_extend(params, cache, tokens, positions + 1, apart=policy.apart(params, (2, 1)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6), stacked, apart)
 
 
 def drawn(policy, params, n, settings, **fields):

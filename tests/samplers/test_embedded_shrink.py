@@ -9,8 +9,14 @@ from sampler_cases import sample
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.embedded import engine as engine_module
-from jaxrl_llm.samplers.embedded import slots
+from jaxrl_llm.samplers.embedded import room, slots
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+
+
+@pytest.fixture(autouse=True)
+def to_one_slot(monkeypatch):
+    monkeypatch.setattr(engine_module, "FEWEST", 1)
+
 
 SHORT, LONG = SamplingParams(max_tokens=2), SamplingParams(max_tokens=11)
 
@@ -71,14 +77,14 @@ def test_a_call_that_comes_later_gets_the_slots_back(tiny, prefixes):
 
 def test_a_batch_whose_copy_has_no_room_keeps_its_slots(tiny, prefixes, monkeypatch):
     """Of 32 slots 8 are left, whose cache is a quarter of the batch's; the batch leaves a tenth of the memory free."""
-    batch = slots.taken_bytes(tiny.policy, slots.Capacity(slots=32, length=32, stop_ids=4, penalised=False))
+    batch = room.taken_bytes(tiny.policy, slots.Capacity(slots=32, length=32, stop_ids=4, penalised=False))
 
     async def run(engine):
         await asyncio.gather(sample(engine, prefixes[:8], 1, LONG), sample(engine, prefixes[:8], 3, SHORT))
         metrics = engine.metrics()
         return metrics["sampler/generated_tokens"] / metrics["sampler/occupancy"]
 
-    monkeypatch.setattr(engine_module, "free_bytes", lambda devices: int(batch / slots.SHARE) + 64)
+    monkeypatch.setattr(engine_module, "free_bytes", lambda devices: int(batch / room.SHARE) + 64)
     assert serving(tiny, run, shrink=4) == pytest.approx(11 * 32)
     monkeypatch.setattr(engine_module, "free_bytes", lambda devices: int(batch * 1.3))
     assert serving(tiny, run, shrink=4) == pytest.approx(2 * 32 + 9 * 8)

@@ -57,14 +57,17 @@ class Slots(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]; and where experts are
-    recorded, those that the token fed at each step went to, [S, steps, L, k]."""
+    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]; where experts are
+    recorded, those that the token fed at each step went to, [S, steps, L, k]; and where its slots stand, so that another chunk may follow
+    before the host has seen this one."""
 
     tokens: jax.Array
     logprobs: jax.Array
     drawn: jax.Array
     done: jax.Array
     routes: jax.Array | None = None
+    last: jax.Array | None = None
+    position: jax.Array | None = None
 
 
 @partial(jax.jit, static_argnames=("policy", "slots", "length", "penalised", "dtype"))
@@ -199,7 +202,8 @@ def decode(
         _no_routes(policy, (count, steps)) if record else None,
     )
     carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
-    _, cache, seen, _, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
+    _, cache, seen, last, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
+    chunk = chunk._replace(last=last, position=slots.position + chunk.drawn - slots.drawn)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return policy.constrained(cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
 

@@ -19,39 +19,20 @@ import numpy as np
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Conversation, Params
-from jaxrl_llm.samplers.embedded.decode import check_shapes
-from jaxrl_llm.samplers.embedded.slots import (
-    Capacity,
-    Prefix,
-    SlotBatch,
-    announce,
-    bytes_of,
-    fitting,
-    free_bytes,
-    taken_bytes,
-)
+from jaxrl_llm.samplers.embedded.counters import Counters
+from jaxrl_llm.samplers.embedded.decode import Chunk, check_shapes
+from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, taken_bytes
+from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes_of
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
+FEWEST = 32  # slots of a shard that a batch shrinks to: with fewer, a step costs what its launches cost
 _TURNS = 16  # of the event loop, in which an environment's answer becomes the next request; it takes four
 
 
 def deleted(params: Params) -> bool:
     """Returns whether the learner donated a shared buffer since it was published."""
     return any(x.is_deleted() for x in jax.tree.leaves(params))
-
-
-@dataclass(kw_only=True)
-class Counters:
-    """What was done since the last call of `metrics`: tokens, slot-steps of decoding, and seconds of work."""
-
-    generated: int = 0
-    prefilled: int = 0
-    again: int = 0
-    kept: int = 0
-    evicted: int = 0
-    slot_steps: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -104,6 +85,9 @@ class Engine:
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
         self._batch: SlotBatch | None = None
+        self._queued: tuple[Chunk, int] | None = (
+            None  # a chunk that follows the one before on the device, and its version
+        )
         self._stirred = asyncio.Event()  # what waits for the next turn of a conversation looks again
         self._programs: set[tuple] = set()
         self._counters = Counters()
@@ -149,7 +133,7 @@ class Engine:
         return self._stream(request)
 
     async def publish(self, params: Params, version: int) -> None:
-        """Serves `params` as `version`, from the next chunk on; what is in flight goes on with the cache that it has.
+        """Serves `params` as `version`, from the next chunk that starts; what is in flight goes on with the cache that it has.
 
         The arrays of the version before are deleted before those of the new one are made, where they are the sampler's own,
         so that two served copies never lie on a device; a chunk that is running keeps what it reads until it ends.
@@ -187,17 +171,7 @@ class Engine:
         """Returns counters and times since the last call; occupancy is the share of slot-steps that gave a kept token."""
         self._count_evicted()
         done, self._counters = self._counters, Counters()
-        return {
-            "sampler/generated_tokens": float(done.generated),
-            "sampler/prefill_tokens": float(done.prefilled),
-            "sampler/prefill_again_tokens": float(done.again),
-            "sampler/kept_tokens": float(done.kept),
-            "sampler/evicted_tokens": float(done.evicted),
-            "sampler/tokens_per_s": done.generated / done.seconds if done.seconds else 0.0,
-            "sampler/occupancy": done.generated / done.slot_steps if done.slot_steps else 0.0,
-            "sampler/seconds": done.seconds,
-            "sampler/compilations": float(self.compilations),
-        }
+        return {**done.metrics(), "sampler/compilations": float(self.compilations)}
 
     async def _stream(self, request: Request) -> AsyncIterator[PromptCompletions]:
         self._requests.add(request)
@@ -257,7 +231,7 @@ class Engine:
             if self._batch.parking:
                 self._batch.parking.clear()
             self._count_evicted()
-            self._batch = None
+            self._batch = self._queued = None
 
     def _parted(self, conversation: str | None = None) -> None:
         """Frees the parked slots of a conversation, or of all, and the cache where it is not in use any more."""
@@ -280,35 +254,51 @@ class Engine:
             raise RuntimeError(
                 "the learner donated the weights that the sampler shares: publish() after each update, or set embedded.EmbeddedSampler.share_weights = False"
             )
+        running, self._queued = self._queued, None
+        if running is None:
+            running = self._refilled(batch, params, version), version
+        if self._settled(batch):
+            self._queued = batch.step(params, self.decode_chunk, after=running[0]), version
+        await _finished(running[0])
+        kept, steps = batch.collect(*running, self._text)
+        self._counters.generated += kept
+        self._counters.slot_steps += steps * batch.capacity.slots
+        self._counters.seconds += time.perf_counter() - started
+
+    def _refilled(self, batch: SlotBatch, params: Params, version: int) -> Chunk:
+        """Refills the slots and starts a chunk."""
         self._grown(batch)
         self._resume(batch, params, version)
         while not batch.place(params, version) and batch.room and (block := self._next_block(batch)):
             self._counters.prefilled += batch.prefill(block, params, version)
             self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
-        self._shrunk(batch)
-        chunk = batch.step(params, self.decode_chunk)
-        await _finished(chunk)
-        kept, steps = batch.collect(chunk, version, self._text)
-        self._counters.generated += kept
-        self._counters.slot_steps += steps * batch.capacity.slots
-        self._counters.seconds += time.perf_counter() - started
+        if (fewer := self._fewer(batch)) < batch.capacity.slots:
+            batch.resize(fewer)
+        return batch.step(params, self.decode_chunk)
 
-    def _shrunk(self, batch: SlotBatch) -> None:
-        """Moves the last sequences to fewer slots, by factors of `shrink`, where a device has room for both caches meanwhile."""
-        live, slots = batch.movable, batch.capacity.slots
+    def _settled(self, batch: SlotBatch) -> bool:
+        """Returns whether the batch goes on as it is after the chunk that runs, so that the next one need not wait for the host."""
+        if jax.process_count() > 1 or self._waiting or batch.read or not batch.left(self.decode_chunk):
+            return False
+        return self._fewer(batch, self.decode_chunk) == batch.capacity.slots
+
+    def _fewer(self, batch: SlotBatch, steps: int = 0) -> int:
+        """Returns to how many slots the last sequences move, by factors of `shrink`, where a device has room for both caches meanwhile.
+
+        They are those that have more than `steps` tokens to draw.
+        """
+        live, slots = batch.left(steps), batch.capacity.slots
         if not self.shrink or not live or self._waiting:
-            return
+            return slots
         unit = self.policy.partitioner.batch_shards
-        while slots % (self.shrink * unit) == 0 and live <= slots // self.shrink:
+        while slots % (self.shrink * unit) == 0 and slots // self.shrink >= max(live, FEWEST * unit):
             slots //= self.shrink
-        if slots == batch.capacity.slots:
-            return
         both = (
             taken_bytes(self.policy, replace(batch.capacity, slots=n), self.cache)
             for n in (batch.capacity.slots, slots)
         )
-        if self._free is None or sum(both) <= self._free:
-            batch.resize(slots)
+        fits = self._free is None or slots == batch.capacity.slots or sum(both) <= self._free
+        return slots if fits else batch.capacity.slots
 
     def _grown(self, batch: SlotBatch) -> None:
         """Gives a batch that has shrunk its slots back where something waits."""

@@ -1,20 +1,11 @@
-"""A batch of slots: prompts are prefilled in blocks, copied into free slots and decoded a chunk at a time; how many slots fit.
+"""A batch of slots: prompts are prefilled in blocks, copied into free slots and decoded a chunk at a time."""
 
-    taken = keys and values, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
-
-The rest is for a block of prompts being prefilled, workspaces of libraries and fragmentation.
-"""
-
-import logging
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.kernels.decode_attention import cache as caches
@@ -27,6 +18,7 @@ Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 
 _SHORTEST = 16  # tokens: shorter buckets would compile more and save nothing
 _STOP_IDS = 4  # room for stop ids in every batch
+_STATE = ("last", "position", "drawn", "done")  # of the slots: what a chunk changes
 _TOLD = 64  # tokens: what is told between two turns is seldom much longer, and shorter buckets would compile more
 
 
@@ -143,12 +135,18 @@ class SlotBatch:
     def busy(self) -> bool:
         return self._block is not None or any(draft is not None for draft in self._drafts)
 
+    def left(self, steps: int = 0) -> int | None:
+        """Sequences with more than so many tokens to draw, unless they stop before; None where others may come of the block, or next turns."""
+        live = [slot for slot, draft in enumerate(self._drafts) if draft is not None and draft.request.open]
+        turns = any(self._drafts[slot].request.conversation for slot in live)  # type: ignore[union-attr]
+        if self._block is not None or self.parking or turns:
+            return None
+        return int(np.sum(self._slots.limit[live] - self._slots.drawn[live] > steps))
+
     @property
-    def movable(self) -> int | None:
-        """The number of sequences that are decoded; None where others may come into this batch by themselves: of its block, or next turns."""
-        live = [draft for draft in self._drafts if draft is not None and draft.request.open]
-        waits = self._block is not None or bool(self.parking)
-        return None if waits or any(draft.request.conversation for draft in live) else len(live)
+    def read(self) -> bool:
+        """Whether the host ends sequences itself, by their text."""
+        return any(draft is not None and draft.request.settings.stop_strings for draft in self._drafts)
 
     def resize(self, slots: int) -> None:
         """Moves the live sequences, in their order, to a batch of so many slots; the free ones stay behind."""
@@ -247,18 +245,24 @@ class SlotBatch:
             self._assign(slot, request.drafts(0)[0])
         return sum(held.values()), sum(map(len, new))
 
-    def step(self, params: Params, steps: int) -> decode.Chunk:
-        """Starts a chunk of decode steps on the device."""
+    def step(self, params: Params, steps: int, after: decode.Chunk | None = None) -> decode.Chunk:
+        """Starts a chunk of decode steps on the device, where the slots are or where the chunk `after` leaves them."""
         cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
+        at = self._slots
+        if (
+            jax.process_count() == 1
+        ):  # what a chunk leaves and what the host has lie alike, so that one program takes both
+            place, state = self.policy.partitioner.replicated, at if after is None else after
+            at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
-            params, self._cache, self._seen, self._slots, policy=self.policy, steps=steps, cut=cut, record=self._record
-        )
+            params, self._cache, self._seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
+        )  # fmt: skip
         return chunk
 
     def collect(self, chunk: decode.Chunk, version: int, text: Decode) -> tuple[int, int]:
         """Takes a chunk's draws and hands on what finished; returns the tokens kept and the steps run."""
-        tokens, logprobs, drawn, done, routes = jax.device_get(chunk)
+        tokens, logprobs, drawn, done, routes = jax.device_get(chunk[:5])
         slots = self._slots
         new = drawn - slots.drawn
         slots.last[:] = np.where(new > 0, tokens[np.arange(len(new)), new - 1], slots.last)
@@ -315,75 +319,3 @@ class SlotBatch:
             if self.parking is None:
                 self.parking = parking.Parking()
             self.parking.park(slot, parking.Parked(conversation=conversation.id, tokens=tokens, version=version))
-
-
-SHARE = 0.9
-COPIES = 4  # of a step's logits: as they are, noise, and sorted where a choice is cut
-MIB, GIB = 2**20, 2**30
-
-_log = logging.getLogger(__name__)
-
-
-def free_bytes(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes that the fullest device of all processes has left; None where the backend keeps no account, as a CPU's."""
-    stats = [device.memory_stats() or {} for device in devices]
-    known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
-    if not known:
-        return None
-    least = max(min(known), 0)
-    if jax.process_count() == 1:
-        return least
-    from jax.experimental import multihost_utils  # all processes decode the same shapes
-
-    return MIB * int(np.min(multihost_utils.process_allgather(np.int32(least // MIB))))
-
-
-def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) -> int:
-    """Returns the bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
-    size, slots = policy.architecture, capacity.slots
-    vocabulary = (slots, size.vocabulary_size)
-
-    def on_a_device(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int:
-        return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
-
-    logits = on_a_device(("batch", "vocabulary"), vocabulary)
-    parts = policy.cache_shapes(slots, capacity.length, dtype).values()
-    cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in parts)
-    return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
-
-
-def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
-    """Returns `wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
-
-    Raises:
-      MemoryError: not even one slot a shard fits.
-    """
-    if free is None or taken_bytes(policy, wanted, dtype) <= SHARE * free:
-        return wanted
-    shards = policy.partitioner.batch_shards
-    smaller = replace(wanted, slots=bucket(wanted.slots, shards))
-    while taken_bytes(policy, smaller, dtype) > SHARE * free:
-        if smaller.slots <= shards:
-            raise MemoryError(
-                f"the cache of one sequence of {wanted.length} tokens takes {_gib(taken_bytes(policy, smaller, dtype))} on a device, "
-                f"where {_gib(SHARE * free)} may be taken: shorten prompts and responses (PROMPT_LIMIT, RESPONSE_LIMIT, or the stage's "
-                "max_prompt_tokens and SamplingParams.max_tokens), set embedded.EmbeddedSampler.cache = 'float8_e4m3fn', spread "
-                "over more devices by train.MeshConfig.tensor, or give JAX more by XLA_PYTHON_CLIENT_MEM_FRACTION"
-            )
-        smaller = replace(smaller, slots=smaller.slots // 2)
-    return smaller
-
-
-def announce(policy: Policy, wanted: Capacity, given: Capacity, free: int, dtype: str | None = None) -> None:
-    """Says that fewer slots are had than were wanted, and why."""
-    _log.warning(
-        "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots, %s. Set "
-        "embedded.EmbeddedSampler.slots to that, shorten prompts or responses, or give JAX more by "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION",
-        wanted.slots, wanted.length, _gib(taken_bytes(policy, wanted, dtype)), _gib(SHARE * free), given.slots,
-        _gib(taken_bytes(policy, given, dtype)),
-    )  # fmt: skip
-
-
-def _gib(count: float) -> str:
-    return f"{count / GIB:.3g} GiB"

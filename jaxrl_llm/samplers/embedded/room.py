@@ -1,0 +1,90 @@
+"""How many slots a device has room for.
+
+    taken = keys and values, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
+
+The rest is for a block of prompts being prefilled, workspaces of libraries and fragmentation.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
+
+SHARE = 0.9
+COPIES = 4  # of a step's logits: as they are, noise, and sorted where a choice is cut
+MIB, GIB = 2**20, 2**30
+
+_log = logging.getLogger(__name__)
+
+
+def free_bytes(devices: Sequence[Any]) -> int | None:
+    """Returns the bytes that the fullest device of all processes has left; None where the backend keeps no account, as a CPU's."""
+    stats = [device.memory_stats() or {} for device in devices]
+    known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
+    if not known:
+        return None
+    least = max(min(known), 0)
+    if jax.process_count() == 1:
+        return least
+    from jax.experimental import multihost_utils  # all processes decode the same shapes
+
+    return MIB * int(np.min(multihost_utils.process_allgather(np.int32(least // MIB))))
+
+
+def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) -> int:
+    """Returns the bytes of a batch of slots on one device; `dtype` is the cache's, or None for the policy's."""
+    size, slots = policy.architecture, capacity.slots
+    vocabulary = (slots, size.vocabulary_size)
+
+    def on_a_device(axes: tuple[str | None, ...], shape: tuple[int, ...]) -> int:
+        return math.prod(policy.partitioner.sharding(axes, shape).shard_shape(shape))
+
+    logits = on_a_device(("batch", "vocabulary"), vocabulary)
+    parts = policy.cache_shapes(slots, capacity.length, dtype).values()
+    cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in parts)
+    return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
+
+
+def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
+    """Returns `wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
+
+    Raises:
+      MemoryError: not even one slot a shard fits.
+    """
+    if free is None or taken_bytes(policy, wanted, dtype) <= SHARE * free:
+        return wanted
+    shards = policy.partitioner.batch_shards
+    smaller = replace(wanted, slots=bucket(wanted.slots, shards))
+    while taken_bytes(policy, smaller, dtype) > SHARE * free:
+        if smaller.slots <= shards:
+            raise MemoryError(
+                f"the cache of one sequence of {wanted.length} tokens takes {_gib(taken_bytes(policy, smaller, dtype))} on a device, "
+                f"where {_gib(SHARE * free)} may be taken: shorten prompts and responses (PROMPT_LIMIT, RESPONSE_LIMIT, or the stage's "
+                "max_prompt_tokens and SamplingParams.max_tokens), set embedded.EmbeddedSampler.cache = 'float8_e4m3fn', spread "
+                "over more devices by train.MeshConfig.tensor, or give JAX more by XLA_PYTHON_CLIENT_MEM_FRACTION"
+            )
+        smaller = replace(smaller, slots=smaller.slots // 2)
+    return smaller
+
+
+def announce(policy: Policy, wanted: Capacity, given: Capacity, free: int, dtype: str | None = None) -> None:
+    """Says that fewer slots are had than were wanted, and why."""
+    _log.warning(
+        "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots, %s. Set "
+        "embedded.EmbeddedSampler.slots to that, shorten prompts or responses, or give JAX more by "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        wanted.slots, wanted.length, _gib(taken_bytes(policy, wanted, dtype)), _gib(SHARE * free), given.slots,
+        _gib(taken_bytes(policy, given, dtype)),
+    )  # fmt: skip
+
+
+def _gib(count: float) -> str:
+    return f"{count / GIB:.3g} GiB"
