@@ -10,6 +10,7 @@ import pytest
 from sampler_cases import VOCABULARY, Letters, sample
 
 from jaxrl_llm.experience import SamplingParams
+from jaxrl_llm.samplers.embedded import engine as engine_module
 from jaxrl_llm.samplers.embedded import slots
 from jaxrl_llm.samplers.embedded.engine import Engine
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler, served
@@ -320,10 +321,10 @@ def test_a_chunk_is_started_before_the_host_has_seen_the_one_before(tiny, prefix
     begun, seen, most = [], [], []
     step, collect = slots.SlotBatch.step, slots.SlotBatch.collect
 
-    def started(batch, params, steps, after=None):
+    def started(batch, params, steps, after=None, apart=None):
         begun.append(after is not None)
         most.append(len(begun) - len(seen))
-        return step(batch, params, steps, after)
+        return step(batch, params, steps, after, apart)
 
     def collected(*arguments):
         seen.append(1)
@@ -342,3 +343,21 @@ def test_a_chunk_is_started_before_the_host_has_seen_the_one_before(tiny, prefix
     waited = serving(tiny, lambda engine: sample(engine, prefixes, 3, settings), decode_chunk=2, slots=32)
     assert not any(begun) and max(most) == 1
     assert tokens(ahead) == tokens(waited) == tokens(few)
+
+
+def test_layers_served_apart_draw_what_stacked_ones_do(make, prefixes, monkeypatch):
+    """Over two publications, whose arrays are the sampler's own and go with it; the learner's stay."""
+    tiny, other = make(seed=2), make(seed=3)
+
+    async def twice(engine):
+        first = await sample(engine, prefixes, 3, SETTINGS)
+        held = jax.tree.leaves(engine._apart)
+        await engine.publish(other.params, 1)
+        second = await sample(engine, prefixes, 3, SETTINGS)
+        assert all(x.is_deleted() for x in held)
+        return tokens(first), tokens(second)
+
+    stacked = serving(tiny, twice)
+    monkeypatch.setattr(engine_module, "room_apart", lambda *_: True)
+    assert serving(tiny, twice) == stacked
+    assert not any(x.is_deleted() for x in jax.tree.leaves((tiny.params, other.params)))

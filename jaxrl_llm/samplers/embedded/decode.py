@@ -20,7 +20,7 @@ from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import Params, Policy
-from jaxrl_llm.models.transformer import Cache
+from jaxrl_llm.models.transformer import Apart, Cache
 from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, ordered_logprob, plain
 
 NO_TOKEN = -1
@@ -149,13 +149,15 @@ def decode(
     cache: Cache,
     seen: Bool[Array, "S W"],
     slots: Slots,
+    apart: Apart | None = None,
     *,
     policy: Policy,
     steps: int,
     cut: bool,
     record: bool = False,
 ) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
-    """Draws up to `steps` tokens of each slot that is not done; ends early where all are.
+    """Draws up to `steps` tokens of each slot that is not done; ends early where all are, but on GPUs, whose host would have to wait for
+    each step to know that. The layers' weights are taken from `apart` where it is given.
 
     The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
     """
@@ -163,8 +165,6 @@ def decode(
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     head = policy.head(params).astype(policy.compute_dtype)
     rows = jnp.arange(count)
-    # GPUs' products read weights in place, and a layer's would be copied out of its stack for each token.
-    apart = policy.apart(params, (count, 1)) if dispatch.device().platform == "gpu" else None
 
     def step(carry: tuple) -> tuple:
         i, cache, seen, last, chunk = carry
@@ -202,10 +202,19 @@ def decode(
         _no_routes(policy, (count, steps)) if record else None,
     )
     carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
-    _, cache, seen, last, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
+    if dispatch.device().platform == "gpu":
+        _, cache, seen, last, chunk = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
+    else:
+        _, cache, seen, last, chunk = jax.lax.while_loop(lambda c: (c[0] < steps) & ~jnp.all(c[4].done), step, carry)
     chunk = chunk._replace(last=last, position=slots.position + chunk.drawn - slots.drawn)
     whole = jax.tree.map(lambda x: policy.partitioner.constrain(x, (None,) * x.ndim), chunk)
     return policy.constrained(cache), policy.partitioner.constrain(seen, ("batch", "vocabulary")), whole
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def layers_apart(params: Params, *, policy: Policy) -> Apart:
+    """Returns the parameters of each layer by itself: products read them in place, and would copy a layer's out of its stack for each token."""
+    return policy.apart(params, (policy.partitioner.batch_shards, 1))
 
 
 def _chosen(report: Report) -> jax.Array:

@@ -18,15 +18,16 @@ import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.transformer import Apart
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.counters import Counters
-from jaxrl_llm.samplers.embedded.decode import Chunk, check_shapes
-from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, taken_bytes
+from jaxrl_llm.samplers.embedded.decode import Chunk, check_shapes, layers_apart
+from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, room_apart, taken_bytes
 from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes_of
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
-FEWEST = 32  # slots of a shard that a batch shrinks to: with fewer, a step costs what its launches cost
+FEWEST = 64  # slots of a shard that a batch shrinks to: with fewer, a step costs what its launches cost
 _TURNS = 16  # of the event loop, in which an environment's answer becomes the next request; it takes four
 
 
@@ -81,6 +82,8 @@ class Engine:
     def __post_init__(self) -> None:
         self._params: dict[str, Any] | None = None
         self._own: list[jax.Array] = []  # those of them that are not the learner's
+        self._apart: Apart | None = None
+        self._splits: bool | None = None  # whether there is room for that; known from the first publication on
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
@@ -146,6 +149,10 @@ class Engine:
         new = self.serve(params)
         pairs = zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
         self._own = [array for array, given in pairs if array is not given]
+        if self._splits is None:
+            self._splits = room_apart(self.policy, new)
+        self._apart = layers_apart(new, policy=self.policy) if self._splits else None
+        self._own.extend(jax.tree.leaves(self._apart))
         self._params, self.version = new, version
 
     def forget(self, conversation: str) -> None:
@@ -154,7 +161,7 @@ class Engine:
 
     def retire(self) -> None:
         """Frees the weights that are served; the next ones are about to be made, and nothing is sampled until they are published."""
-        self._params = None
+        self._params = self._apart = None
         for array in self._own:
             array.delete()
         self._own = []
@@ -162,7 +169,7 @@ class Engine:
 
     async def close(self) -> None:
         """Ends what is running: its listeners get a RuntimeError. Frees the weights."""
-        self._closed, self._params = True, None
+        self._closed, self._params, self._apart = True, None, None
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -258,7 +265,7 @@ class Engine:
         if running is None:
             running = self._refilled(batch, params, version), version
         if self._settled(batch):
-            self._queued = batch.step(params, self.decode_chunk, after=running[0]), version
+            self._queued = batch.step(params, self.decode_chunk, running[0], self._apart), version
         await _finished(running[0])
         kept, steps = batch.collect(*running, self._text)
         self._counters.generated += kept
@@ -274,7 +281,7 @@ class Engine:
             self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
         if (fewer := self._fewer(batch)) < batch.capacity.slots:
             batch.resize(fewer)
-        return batch.step(params, self.decode_chunk)
+        return batch.step(params, self.decode_chunk, apart=self._apart)
 
     def _settled(self, batch: SlotBatch) -> bool:
         """Returns whether the batch goes on as it is after the chunk that runs, so that the next one need not wait for the host."""

@@ -15,11 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
 
 SHARE = 0.9
 COPIES = 4  # of a step's logits: as they are, noise, and sorted where a choice is cut
+APART = 0.1
 MIB, GIB = 2**20, 2**30
 
 _log = logging.getLogger(__name__)
@@ -51,6 +53,16 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
     parts = policy.cache_shapes(slots, capacity.length, dtype).values()
     cache = sum(math.prod(x.sharding.shard_shape(x.shape)) * jnp.dtype(x.dtype).itemsize for x in parts)
     return cache + COPIES * 4 * logits + (logits if capacity.penalised else 0)
+
+
+def room_apart(policy: Policy, params: Any) -> bool:
+    """Returns whether a GPU has room for its layers' weights once more, each by itself: at most APART of what is free."""
+    if dispatch.device().platform != "gpu":
+        return False
+    free = free_bytes(policy.partitioner.mesh.local_devices)
+    stacks = [params[stack] for stack in policy.architecture.stacks]
+    held = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(stacks))
+    return free is not None and held <= APART * free
 
 
 def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:

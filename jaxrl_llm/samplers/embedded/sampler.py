@@ -35,7 +35,7 @@ class EmbeddedSampler:
       keep_turns: keep the keys and values of an environment's or agent's rollout between its turns while no other sequence needs the slot, so
         that a turn prefills only what is new; not where experts are recorded, or layers hold a state in place of keys and values.
       shrink: where a batch's last sequences fill no more than 1/shrink of its slots and nothing waits, they move to a cache of that many slots, and
-        so on, down to 32 a shard: a step then costs what the slots that are left cost, for a program that is compiled at each size. 0 keeps
+        so on, down to 64 a shard: a step then costs what the slots that are left cost, for a program that is compiled at each size. 0 keeps
         all slots to the end.
       adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is made, rounded or
         held, and where the base rests in the compute dtype it is not copied either. Each product of an adapted weight then takes two small
