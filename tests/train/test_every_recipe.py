@@ -34,6 +34,7 @@ ASKED: Mapping[str, Sequence[str]] = {
     "grpo_gsm8k": ("PRETRAINED='Qwen/Qwen2.5-Coder-0.5B-Instruct'", "GSM8K_PATH='data_sets/grade_school'"),
     "grpo_qwen_coder_0p5b_gsm8k": ("GSM8K_PATH='data_sets/grade_school'",),
     "real/bupo": ("BUPO_LAYER=3",),
+    "speedrun_gsm8k": ("GSM8K_PATH='data_sets/grade_school'",),
 }
 NAMES = sorted(file.stem for file in (ROOT / "gin").glob("*.gin") if file.stem not in SHARED)
 NAMES += [f"real/{name}" for name in REAL]
@@ -86,6 +87,7 @@ def test_a_run_on_a_real_model_takes_ten_minutes_and_says_what_it_shows(name: st
         ("darling_chat_llama3p1_8b", "meta-llama/Llama-3.1-8B-Instruct"),
         ("darling_maths_qwen3_4b", "Qwen/Qwen3-4B-Base"),
         ("grpo_qwen_coder_0p5b_gsm8k", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+        ("speedrun_gsm8k", "Qwen/Qwen2.5-Coder-0.5B-Instruct"),
         ("tokenbuncher_defence", "Qwen/Qwen2.5-3B-Instruct"),
     ],
 )
