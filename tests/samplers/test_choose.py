@@ -1,6 +1,7 @@
 """The distribution that a token is drawn from, against a derivation in float64 NumPy."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -128,6 +129,11 @@ def test_real_vocabularies_are_drawn_in_blocks_and_small_ones_at_once():
             partial(choose.noise, vocabulary=entries), jax.random.split(jax.random.key(0), 2), jnp.zeros(2, int)
         )
         assert shape.shape == (2, width)
+
+
+def test_tpus_draw_among_all_entries(monkeypatch):
+    monkeypatch.setattr(choose.dispatch, "device", lambda: SimpleNamespace(platform="tpu"))
+    assert choose.block_of(151_936) is None
 
 
 def test_draws_in_blocks_follow_the_distribution_and_report_its_logprob():
