@@ -111,23 +111,29 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
         if wrong := mistakes.malformed(binding):
             raise ValueError(wrong)
     try:
-        _parse(gin, files, bindings)
+        given = _parse(gin, files, bindings)
         run, config = gin.get_configurable("RUN/gin.macro")(), gin.config_str(max_line_length=120)
     except GIN_ERRORS as error:
         raise ValueError(_old_names(files, bindings) or explained(gin, error)) from error
+    if wrong := mistakes.not_read(gin, given):
+        raise ValueError(wrong)
     return run, config
 
 
-def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> None:
-    """Parses the files and then the bindings, and refuses what gin takes without a word: other types, and macros that nothing reads."""
+def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> dict[mistakes.Bound, str]:
+    """Parses the files and then the bindings, and refuses what gin takes without a word: other types, and macros that nothing reads.
+
+    Returns what the bindings set, as `mistakes.bound`.
+    """
     quiet = lambda record: not record.getMessage().startswith("Path not found: ")  # noqa: E731
     # gin logs an error for each folder in which an include is not, before it looks in the next one.
     root = logging.getLogger()
     root.addFilter(quiet)
     try:
         parsed = [gin.parse_config_file(file) for file in files]
+        given: dict[mistakes.Bound, str] = {}
         for binding in bindings:
-            gin.parse_config(mistakes.with_imports(gin, binding))
+            given |= mistakes.bound(gin, binding)
     finally:
         root.removeFilter(quiet)
     found = mistakes.sources(parsed, bindings, gin.config._LOCATION_PREFIXES)
@@ -136,6 +142,7 @@ def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> None:
     if wrong := mistakes.unread(found) or mistakes.wrong_type(gin) or mistakes.not_set(gin):
         raise ValueError(wrong)
     gin.finalize()
+    return given
 
 
 def moved_selectors() -> dict[str, str]:

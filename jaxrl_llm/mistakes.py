@@ -25,6 +25,7 @@ MACRO = re.compile(r"^([A-Za-z_]\w*)\s*=", re.MULTILINE)
 READ = re.compile(r"%([A-Za-z_]\w*)")
 REQUIRED = "%gin.REQUIRED"  # how gin writes a value that another file or the command line must set
 SINGLE = re.compile(r"\s*([\w./]+)\s*=\s*(.*)\Z", re.DOTALL)
+Bound = tuple[str, str, str]  # scope, component with all of its module's path, parameter
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,70 @@ def with_imports(gin: Any, binding: str) -> str:
     imports |= {alias: line for (alias, _), line in lines.items() if line}
     needed = dict.fromkeys(imports[alias] for alias, _ in named if alias in imports)
     return "\n".join(["from __gin__ import dynamic_registration", *needed, binding])
+
+
+def bound(gin: Any, binding: str) -> dict[Bound, str]:
+    """Parses a binding of the command line; returns {(scope, component, parameter): its text} of what it binds, macros apart."""
+    config = gin.config._CONFIG
+    before = dict(config)
+    config.clear()  # what is here afterwards is the binding's, an equal value included
+    try:
+        gin.parse_config(with_imports(gin, binding))
+    finally:
+        own = dict(config)
+        config.clear()
+        config.update(before)
+        for key, parameters in own.items():
+            config.setdefault(key, {}).update(parameters)
+    return {(*key, name): binding for key, held in own.items() if key[1] != "gin.macro" for name in held}
+
+
+def not_read(gin: Any, given: Mapping[Bound, str]) -> str:
+    """What to say of the first binding of the command line that the run, which is built, has not read; "" where it read all.
+
+    Files are not asked: they set what several variants of a run build.
+    """
+    built: dict[str, list[str]] = {}
+    for scope, selector in gin.config._OPERATIVE_CONFIG:
+        built.setdefault(selector, []).append(scope)
+    # A function that a component is given uncalled, as @maths.final_answer, is called later.
+    called_later = {f.selector for f in _references(list(gin.config._CONFIG.values())) if not f.evaluate}
+    for (scope, selector, name), text in given.items():
+        deciding = {_deciding(gin, place, selector, name) for place in built.get(selector, ())}
+        if scope in deciding or selector in called_later:
+            continue
+        said = f"--gin={text}: nothing reads {_written(scope, selector)}.{name} here"
+        if selector not in built:
+            room = selector.split(".")[1] if selector.startswith("jaxrl_llm.") else ""
+            kin = sorted({_written("", s) for s in built if s.startswith(f"jaxrl_llm.{room}.") and room != "train"})
+            also = f"; of {room} it builds {', '.join(kin)}" if kin else ""
+            return f"{said}: the run builds no {_written('', selector)}{also}"
+        inside = {place for place in deciding if place is not None and (not scope or place.startswith(f"{scope}/"))}
+        if nearer := sorted(f"{_written(place, selector)}.{name}" for place in inside):
+            return f"{said}: {' and '.join(nearer)} {'is' if len(nearer) == 1 else 'are'} set, and nearer; set that"
+        return f"{said}: the run builds {', '.join(sorted(_written(place, selector) for place in built[selector]))}"
+    return ""
+
+
+def _deciding(gin: Any, place: str, selector: str, name: str) -> str | None:
+    """The scope whose binding a component built in the scope `place` takes: the innermost that has one; None without any."""
+    parts = place.split("/") if place else []
+    scopes = ("/".join(parts[:count]) for count in range(len(parts), -1, -1))
+    return next((scope for scope in scopes if name in gin.config._CONFIG.get((scope, selector), {})), None)
+
+
+def _written(scope: str, selector: str) -> str:
+    """A component as gin files write it: scope/module.Component."""
+    return "/".join(filter(None, (scope, ".".join(selector.split(".")[-2:]))))
+
+
+def _references(value: Any) -> Iterator[Any]:
+    """The references to components that a bound value holds."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
+            yield from _references(item)
+    elif hasattr(value, "selector") and hasattr(value, "evaluate"):
+        yield value
 
 
 def unknown_component(selector: str) -> str:

@@ -51,6 +51,21 @@ def test_a_macro_that_is_read_in_a_binding_overridden_later_is_no_mistake(tmp_pa
     assert run.stages[-1].steps == 4
 
 
+def test_all_that_gin_calls_operative_may_be_set_on_the_command_line_and_files_may_set_more(tmp_path: Path) -> None:
+    file = tmp_path / "mine.gin"
+    others = "from jaxrl_llm.algorithms import ppo\nppo.PPO.clip_high = 0.3\ntrain.Stage.steps = 3\n"
+    file.write_text(
+        f"from __gin__ import dynamic_registration\nfrom jaxrl_llm import train\n{others}include '{TINY}'\n"
+    )
+    later = "tiny_reward.early_letters.text = 'a function that is handed on is called when the run is built'"
+    given = [*tiny_run.bindings(tmp_path / "run"), later]
+    run, _ = command_line.build([str(file)], given)
+    used = command_line.load_gin().operative_config_str(max_line_length=120)
+    again, _ = command_line.build([str(file)], [*given, used])
+    assert used.count("\n") > 100 and command_line.load_gin().operative_config_str(max_line_length=120) == used
+    assert again.stages == run.stages
+
+
 def test_a_component_that_no_file_imports_is_found_by_its_module(tmp_path: Path) -> None:
     bindings = tiny_run.bindings(tmp_path / "run", ALGORITHM="@gspo.GSPO()", **{"gspo.GSPO.kl_coef": 0.5})
     run, config = command_line.build([TINY], bindings)

@@ -22,6 +22,7 @@ from jaxrl_llm.interface.several_rewards import FUNCTION, REFERENCE
 EVALUATED = 256  # prompts that an evaluation answers where nothing else is said
 SETTING = re.compile(r"(?P<name>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
 PRETRAINED = "gin/models/pretrained.gin"
+OWN = "tokenizer.PretrainedTokenizer"  # what reads a pretrained model's own tokenizer
 FLOAT32 = {"sources.PolicySource.compute_dtype": "float32"}
 
 
@@ -70,6 +71,10 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
     for word, choose in WORDS.items():  # in this order: what comes later overrides
         if word in words:
             composed.add(choose(words[word]))
+        if word == "model" and "PRETRAINED" in composed.bindings and OWN in str(words.get("tokenizer", OWN)):
+            composed.add(
+                Composition(files=["gin/data/pretrained_tokenizer.gin"], bindings={f"{OWN}.path": "%PRETRAINED"})
+            )
     if cpu and PRETRAINED in composed.files:
         composed.bindings |= FLOAT32
     if "data" in words:
@@ -192,15 +197,14 @@ def _own(value: Any, folder: str) -> Composition | None:
 
 
 def _model(value: Any) -> Composition:
-    """A file of gin/models with random parameters, "tiny", or a Hugging Face folder or id with its tokenizer."""
+    """A file of gin/models with random parameters, "tiny", or a Hugging Face folder or id."""
     if value == "tiny":
         return Composition(files=["gin/models/qwen3_tiny.gin", "gin/data/byte_tokenizer.gin"])
     if _reference(value):
         return Composition(bindings={"MODEL": value})
     if (own := _own(value, "models")) is not None:
         return own
-    bindings = {"PRETRAINED": os.fspath(value), "tokenizer.PretrainedTokenizer.path": "%PRETRAINED"}
-    return Composition(files=[PRETRAINED, "gin/data/pretrained_tokenizer.gin"], bindings=bindings)
+    return Composition(files=[PRETRAINED], bindings={"PRETRAINED": os.fspath(value)})
 
 
 def on_cpu() -> bool:
@@ -215,7 +219,7 @@ def _tokenizer(value: Any) -> Composition:
         return Composition(bindings={"TOKENIZER": value})
     if (PACKAGE / f"gin/data/{value}_tokenizer.gin").is_file():
         return Composition(files=[f"gin/data/{value}_tokenizer.gin"])
-    path = {"tokenizer.PretrainedTokenizer.path": os.fspath(value)}
+    path = {f"{OWN}.path": os.fspath(value)}
     return Composition(files=["gin/data/pretrained_tokenizer.gin"], bindings=path)
 
 

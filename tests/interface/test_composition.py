@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl_llm import command_line
 from jaxrl_llm.interface import composition
 from jaxrl_llm.interface.commands import _given as given
 from jaxrl_llm.interface.composition import Composition, compose, literal, value
@@ -87,6 +88,24 @@ def test_a_pretrained_model_computes_in_float32_on_a_cpu_alone():
     assert elsewhere["PRETRAINED"] == "owner/name" and elsewhere["tokenizer.PretrainedTokenizer.path"] == "%PRETRAINED"
     asked = {"sources.PolicySource.compute_dtype": "bfloat16"}
     assert compose([], words | asked, cpu=True).bindings["sources.PolicySource.compute_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "kind", "path"),
+    [
+        (None, "PretrainedTokenizer", "owner/name"),
+        ("byte", "ByteTokenizer", None),
+        ("@tokenizer.ByteTokenizer()", "ByteTokenizer", None),
+        ("other/name", "PretrainedTokenizer", "other/name"),
+        ("@tokenizer.PretrainedTokenizer()", "PretrainedTokenizer", "owner/name"),
+    ],
+)
+def test_a_pretrained_model_brings_its_tokenizer_unless_another_is_named(tokenizer, kind, path):
+    composed = compose(
+        [], {"model": "owner/name", "data": "sums", "reward": "exact", "tokenizer": tokenizer, "steps": 2}
+    )
+    run, _ = command_line.build(composed.files, composed.lines)
+    assert (type(run.tokenizer).__name__, getattr(run.tokenizer, "path", None)) == (kind, path)
 
 
 @pytest.mark.parametrize(
