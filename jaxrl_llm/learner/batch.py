@@ -120,7 +120,7 @@ class Batch:
     ) -> "Batch":
         """Packs each minibatch, which is a set of whole groups, on its own.
 
-        `response_tokens` is doubled until the row of every rollout of several branches has room.
+        `response_tokens` is doubled until the row of every rollout has room: an agent's may hold more than one answer's most tokens.
 
         Raises:
           ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
@@ -128,7 +128,7 @@ class Batch:
         count = sum(len(g.rollouts) for g in groups)
         if count > capacity:
             raise ValueError(f"{count} sequences are more than the batch holds ({capacity})")
-        longest = max((len(row(r).tokens) for g in groups for r in g.rollouts if len(r.branches) > 1), default=0)
+        longest = max((len(row(r).tokens) for g in groups for r in g.rollouts), default=0)
         while response_tokens < longest:
             response_tokens *= 2
         packed = _minibatches(groups, packing, np.array_split(np.arange(len(groups)), minibatches))

@@ -249,6 +249,17 @@ def test_the_view_grows_until_the_longest_trajectory_has_room():
     assert batch_of(kept=(single,)).response_tokens == RESPONSE
 
 
+def test_the_view_grows_for_one_branch_with_more_than_an_answers_most_tokens():
+    # Two answers within the limit, and what an agent's tool said in between.
+    long = forked(make_prompt("a", [1, 2, 3], source="s"), [make_branch(8, 3, "11000001111")])
+    batch = batch_of(kept=(make_group([long], {"r": [1.0]}),))
+    assert RESPONSE < 11 and batch.response_tokens == 16
+    assert batch.fields["mask"][0].tolist() == [c == "1" for c in "1100000111100000"]
+    (rows,) = batch.rows
+    unpacked = batch.unpack([rows.scatter(batch.tokenwise([np.arange(1.0, 12.0)]))])
+    assert unpacked[0].tolist() == [*range(1, 12), 0, 0, 0, 0, 0]
+
+
 def test_a_rollout_of_one_named_branch_is_packed_as_one_without():
     prompt = make_prompt("p", [1, 2, 3], source="s")
     plain = make_rollout(prompt, [4, 5, 6, 7], mask=[1, 0, 1, 0])
