@@ -155,7 +155,8 @@ def trim(base: Path, now: float) -> None:
             found = file.stat()
             if file.is_file() and now - max(found.st_atime, found.st_mtime) > UNREAD_S:
                 file.unlink()
+    own = machine()
     for folder in base.iterdir():
-        if folder.name != machine():
-            with contextlib.suppress(OSError):  # it holds something, or is no folder
+        if folder.name != own and folder.is_dir():
+            with contextlib.suppress(OSError):  # it holds something
                 folder.rmdir()

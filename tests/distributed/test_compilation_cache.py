@@ -96,6 +96,17 @@ def test_what_was_not_read_for_a_month_is_deleted(tmp_path):
     assert sorted(str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*")) == ["here", "here/b", "here/c"]
 
 
+def test_the_machine_is_named_once_however_many_files_lie_beside_its_folder(tmp_path, monkeypatch):
+    asked, name = [], compilation_cache.machine()
+    monkeypatch.setattr(compilation_cache, "machine", lambda: asked.append(1) or name)
+    for number in range(50):
+        (tmp_path / f"jit_{number}-cache").write_text("")  # as where a folder of programs is named by JAX's own variable
+    (tmp_path / "another").mkdir()
+    (tmp_path / name).mkdir()
+    compilation_cache.trim(tmp_path, time.time())
+    assert len(asked) == 1 and len(list(tmp_path.iterdir())) == 51 and (tmp_path / name).is_dir()
+
+
 # The stage of demonstrations alone: the programs of one update, without a sampler's.
 ONE_STAGE = {"train.Run.stages": "[@sft/train.Stage()]", "sft/train.Stage.evaluations": "[]", "qwen3.Qwen3.layers": 1}
 
