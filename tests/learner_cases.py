@@ -18,6 +18,7 @@ from builders import make_group, make_prompt, make_rollout
 from jaxrl_llm.algorithms.batch import MicroBatch
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.sft import SFT
+from jaxrl_llm.distributed import padding
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Rollout
 from jaxrl_llm.learner.batch import Batch
@@ -126,7 +127,7 @@ def host_params() -> Any:
 
 def fresh_state(learner: Learner) -> TrainState:
     """A state of its own buffers, with the same parameters on every mesh."""
-    place = lambda x, like: jax.device_put(np.array(x), like.sharding)  # noqa: E731
+    place = lambda x, like: jax.device_put(padding.filled(np.array(x), like.shape), like.sharding)  # noqa: E731
     return learner.init({"policy": jax.tree.map(place, host_params(), learner.policy.abstract())})
 
 

@@ -46,8 +46,6 @@ class MeshConfig:
         of all devices of the axis, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
       tensor: shards of heads, MLP and vocabulary.
       context: shards of the tokens of a row.
-      undivided: True lets a run go on whose parameters mostly have no dimension that `fsdp` divides, and so lie whole on
-        every device; False refuses it.
     """
 
     data: int = 1
@@ -55,7 +53,6 @@ class MeshConfig:
     expert: int = 1
     tensor: int = 1
     context: int = 1
-    undivided: bool = False
 
     def sizes(self, devices: int) -> tuple[int, ...]:
         """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
@@ -131,7 +128,7 @@ class Partitioner:
 
         It is that of `spec`, but where fsdp does not divide the dimension that the table gives to it: then the longest other
         dimension that fsdp divides is split, and each use gathers the parameter. Layers are never split, as a loop runs
-        over them. A parameter that fsdp divides nowhere lies whole on every device; `whole_share` counts those.
+        over them. `shape` is that of `padded`, so that a parameter with a dimension for fsdp is divided by any number of devices.
         """
         parts = list(self.spec(axes, shape))
         wanted = any(STORED in self.rules[name] for name in axes if name is not None)
@@ -146,6 +143,23 @@ class Partitioner:
                 chosen = (*names(parts[place]), STORED)
                 parts[place] = chosen if len(chosen) > 1 else chosen[0]
         return NamedSharding(self.mesh, PartitionSpec(*parts))
+
+    def padded(self, axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which a parameter with logical `axes` and its own `shape` is stored.
+
+        Where fsdp divides none of its dimensions, the one that the table gives to fsdp is filled up to the next multiple (see
+        distributed/padding.py).
+        """
+        wanted = [i for i, name in enumerate(axes) if name is not None and STORED in self.rules[name]]
+        if not wanted or self.axis_sizes[STORED] == 1:
+            return shape
+        if any(STORED in names(part) for part in self.stored(axes, shape).spec):
+            return shape
+        (place,) = wanted
+        parts = self.spec(axes, shape)
+        taken = {axis for i, part in enumerate(parts) if i != place for axis in names(part)}
+        ways = math.prod(self.axis_sizes[axis] for axis in self.rules[axes[place] or ""] if axis not in taken)
+        return (*shape[:place], -(-shape[place] // ways) * ways, *shape[place + 1 :])
 
     def _ways(self, part: Any) -> int:
         return math.prod(self.axis_sizes[axis] for axis in names(part))

@@ -8,64 +8,83 @@ file is restored without an error.
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jaxtyping import Array, UInt32
 
 from jaxrl_llm.publication.manifest import digits, weights_of
 
 _SUMS, _TEXT = "sums", "crc32"  # entries of a checkpoint's host state
+SIZES = "sizes"  # the entry with the own shapes of arrays that are filled up
+
+Shape = tuple[int, ...]
+Sizes = Mapping[
+    str, Shape
+]  # {path of an array that a mesh stores filled up with zeros (distributed/padding.py): its own shape}
+NONE_FILLED: Sizes = MappingProxyType({})
 
 
 class Damaged(ValueError):
     """A file of a checkpoint is not as it was written."""
 
 
-def word_sum(x: Array) -> UInt32[Array, ""]:
-    """The checksum of publication.manifest, on the device: it is a sum over elements, so the sums of shards add up."""
+def word_sum(x: Array, shape: Sequence[int] | None = None) -> UInt32[Array, ""]:
+    """The checksum of publication.manifest, on the device: it is a sum over elements, so the sums of shards add up.
+
+    `shape` is that of the tensor where `x` holds it filled up with zeros (distributed/padding.py), which change nothing; None where it is whole.
+    """
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
     words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
     words = words if words.ndim else words[None]
     *outer, last = words.shape
+    sizes = tuple(x.shape if shape is None else shape)
     # Each row's number is computed from its indices: merging axes by a reshape would gather an array that is divided along one of them.
     rows = jnp.zeros(outer, jnp.uint32)
-    for axis, size in enumerate(outer):
-        rows = rows * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, tuple(outer), axis)
+    for axis in range(len(outer)):
+        rows = rows * np.uint32(sizes[axis]) + jax.lax.broadcasted_iota(jnp.uint32, tuple(outer), axis)
     by_column = weights_of(jnp.arange(last, dtype=jnp.uint32) * 2 + 1)
     return jnp.sum(words * weights_of(rows * 2)[..., None] * by_column, dtype=jnp.uint32)
 
 
-@jax.jit
-def _word_sums(leaves: Sequence[Array]) -> list[Array]:
-    return [word_sum(x) for x in leaves]
+@partial(jax.jit, static_argnames=("shapes",))
+def _word_sums(leaves: Sequence[Array], shapes: tuple[Shape | None, ...]) -> list[Array]:
+    return [word_sum(x, shape) for x, shape in zip(leaves, shapes, strict=True)]
 
 
-def sums(trees: Any) -> dict[str, str]:
-    """Returns {path: "dtype:checksum"} of every array; arrays in host memory travel to the device one at a time."""
+def sums(trees: Any, sizes: Sizes = NONE_FILLED) -> dict[str, str]:
+    """Returns {path: "dtype:checksum"} of every array; arrays in host memory travel to the device one at a time.
+
+    `sizes` has the own shapes of those that are filled up with zeros.
+    """
     leaves = {jax.tree_util.keystr(path): jnp.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(trees)}
     here = {path: x for path, x in leaves.items() if x.sharding.memory_kind in (None, "device", "unpinned_host")}
-    found = dict(zip(here, jax.device_get(_word_sums(list(here.values()))), strict=True))
+    found = dict(zip(here, jax.device_get(_word_sums(list(here.values()), tuple(map(sizes.get, here)))), strict=True))
     for path, x in leaves.items():
         if path not in here:
-            found[path] = jax.device_get(_word_sums([jax.device_put(x, x.sharding.with_memory_kind("device"))]))[0]
+            moved = jax.device_put(x, x.sharding.with_memory_kind("device"))
+            found[path] = jax.device_get(_word_sums([moved], (sizes.get(path),)))[0]
     return {path: f"{x.dtype.name}:{digits(int(found[path]))}" for path, x in leaves.items()}
 
 
-def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "") -> None:
+def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "", sizes: Sizes = NONE_FILLED) -> None:
     """Compares arrays that were read with the sums taken when they were written; arrays read as another dtype are left out.
 
     Args:
       written: the sums, as `sums` returned them; empty for a checkpoint without sums.
       inside: the path of `trees` within the trees that were written.
+      sizes: the own shapes of arrays of `trees` that are filled up with zeros.
 
     Raises:
       Damaged: some arrays differ; the message says how many and which is the first.
     """
-    found = sums(trees) if written else {}
+    found = sums(trees, sizes) if written else {}
     wrong = []
     for path, text in found.items():
         want = written.get(f"{inside}{path}", "")
@@ -77,9 +96,10 @@ def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "
         )
 
 
-def signed(host: Mapping[str, Any], trees: Any) -> dict[str, Any]:
-    """Returns the host's state with the checksums of the device's arrays, and a checksum of its own."""
-    content = json.loads(json.dumps({**host, _SUMS: sums(trees)}))
+def signed(host: Mapping[str, Any], trees: Any, sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
+    """Returns the host's state with the checksums of the device's arrays, the own shapes of those that are filled up, and a checksum of its own."""
+    own = {SIZES: dict(sizes)} if sizes else {}
+    content = json.loads(json.dumps({**host, **own, _SUMS: sums(trees, sizes)}))
     return {**content, _TEXT: _crc(content)}
 
 
@@ -98,3 +118,44 @@ def opened(content: Mapping[str, Any], where: object) -> tuple[dict[str, Any], d
 
 def _crc(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+# -- arrays that are filled up -----------------------------------------------------------------------------------------
+
+
+def filled_up(stored: Any, own: Any) -> dict[str, Shape]:
+    """The leaves of a tree of arrays or shapes, as it is stored, that are larger than their own sizes in a tree like it."""
+    leaves = zip(jax.tree_util.tree_leaves_with_path(stored), jax.tree.leaves(own), strict=True)
+    return {jax.tree_util.keystr(path): tuple(n.shape) for (path, x), n in leaves if tuple(x.shape) != tuple(n.shape)}
+
+
+def within(sizes: Mapping[str, Sequence[int]], path: str) -> Sizes:
+    """The sizes below a path, by their paths from there."""
+    return {whole.removeprefix(path): tuple(size) for whole, size in sizes.items() if whole.startswith(path)}
+
+
+def check_sizes(folder: Any, tree: Any, theirs: Sizes, own: Sizes, at: Sequence[str] = ()) -> None:
+    """Compares the own shapes of the arrays of one item of a checkpoint with those of a tree, before orbax cuts them or fills them up.
+
+    Args:
+      folder: of the item.
+      tree: the shapes in which they are to be stored here.
+      theirs: the own shapes of those that are filled up in the checkpoint, by their paths in `tree`.
+      own: the own shapes of those that are filled up here.
+      at: where `tree` is in the item.
+
+    Raises:
+      ValueError: an array has another shape of its own; the message names it.
+    """
+    item = ocp.StandardCheckpointer().metadata(folder).item_metadata
+    held = {_keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(item.tree)}
+    for path, x in jax.tree_util.tree_leaves_with_path(tree):
+        name, keys = jax.tree_util.keystr(path), (*at, *_keys(path))
+        got, want = tuple(theirs.get(name, held[keys])), tuple(own.get(name, x.shape))
+        if got != want:
+            raise ValueError(f"{name} has shape {got} where the model has {want}")
+
+
+def _keys(path: Sequence[Any]) -> tuple[str, ...]:
+    """The names along a path, by which orbax knows a leaf."""
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

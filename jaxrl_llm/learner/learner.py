@@ -114,12 +114,20 @@ class Learner(Scorer):
     @cached_property
     def abstract(self) -> TrainState:
         """Shapes, dtypes and shardings of the state, to restore a checkpoint into."""
-        params = {n: m.abstract() for n, m in self.models.items()}
+        state = self._state({n: m.abstract() for n, m in self.models.items()})
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+
+    @cached_property
+    def sizes(self) -> TrainState:
+        """The shapes of the state whatever the mesh; `abstract` has those in which the mesh stores it (distributed/padding.py)."""
+        return self._state({n: m.sizes() for n, m in self.models.items()})
+
+    def _state(self, params: dict[str, Any]) -> TrainState:
+        """The state's shapes for parameters of these shapes."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         moments = {n: jax.eval_shape(rule.init, params[n]) for n, rule in self.rules.items()}
         params |= {n: rule.shapes(params[n]) for n, rule in self.rules.items()}
-        state = TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
-        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, self.shardings)
+        return TrainState(step=scalar, skipped=scalar, params=params, moments=moments)  # type: ignore[arg-type]
 
     @property
     def gradients(self) -> dict[str, Any]:

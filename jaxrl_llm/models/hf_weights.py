@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
 from jaxrl_llm.data.tokenizer import stop_ids
+from jaxrl_llm.distributed import padding
 from jaxrl_llm.models import hf_config, hf_format
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.hf_files import INDEX, Checkpoint
@@ -88,7 +89,8 @@ def load(policy: Policy, folder: Path) -> Params:
     """
     # Some tied checkpoints repeat the embedding as the head; a value model's layers need neither of the heads.
     unread = {"lm_head.weight", "score.weight"} if policy.architecture.tied else set()
-    return read(policy.abstract(), folder, unread=unread, nested=policy.architecture.delta is not None)
+    nested = policy.architecture.delta is not None
+    return read(policy.abstract(), folder, sizes=policy.sizes(), unread=unread, nested=nested)
 
 
 def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
@@ -111,30 +113,39 @@ def load_adapters(policy: AdaptedPolicy, folder: Path) -> Params:
     ours = {"rank": lora.rank, "alpha": lora.alpha, "targets": sorted(lora.targets)}
     if changed := [f"lora.LoRA.{name} = {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(f"{file} is of other adapters than the run trains ({ours}): set {', '.join(changed)}")
-    return read(policy.abstract(), folder, unread=set(), prefix=PEFT_PREFIX)
+    return read(policy.abstract(), folder, sizes=policy.sizes(), unread=set(), prefix=PEFT_PREFIX)
 
 
 def read(
-    abstract: Params, folder: Path, *, unread: Set[str] | None = None, prefix: str = "", nested: bool = False
+    abstract: Params,
+    folder: Path,
+    *,
+    sizes: Params | None = None,
+    unread: Set[str] | None = None,
+    prefix: str = "",
+    nested: bool = False,
 ) -> Params:
     """Reads the leaves of `abstract`, a tree of shapes with shardings like Params; see `load`.
 
     Args:
+      sizes: the leaves' own shapes, as they are in the folder; None where none is filled up (distributed/padding.py).
       unread: names of further tensors that the folder may hold; None allows any.
       prefix: prefix of all tensor names in the folder.
       nested: whether the folder may be a vision-language model's, of which the text model is read and the other parts are not.
     """
     by_leaf: dict[tuple[str, ...], list[Tensor]] = {}
-    for tensor in hf_format.tensors(abstract):
+    for tensor in hf_format.tensors(sizes or abstract):
         by_leaf.setdefault(tensor.path, []).append(tensor)
     checkpoint = Checkpoint(folder, prefix, nested)
     checkpoint.check([t for group in by_leaf.values() for t in group], unread)
 
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        group = by_leaf[tuple(key.key for key in path)]
-        return jax.make_array_from_callback(leaf.shape, leaf.sharding, _shard_reader(checkpoint, group, leaf.shape))
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, own: jax.ShapeDtypeStruct) -> jax.Array:
+        reader = _shard_reader(checkpoint, by_leaf[tuple(key.key for key in path)], own.shape)
+        return jax.make_array_from_callback(
+            leaf.shape, leaf.sharding, partial(_filled_shard, reader, leaf.shape, own.shape)
+        )
 
-    return jax.tree_util.tree_map_with_path(read, abstract)
+    return jax.tree_util.tree_map_with_path(read, abstract, sizes or abstract)
 
 
 def save(
@@ -195,7 +206,7 @@ def save_adapters(
       FileExistsError, ValueError, OSError: as for `save`.
     """
     with _written(folder, dtype) as partial_folder:
-        tensors = hf_format.tensors(adapters)
+        tensors = hf_format.tensors(policy.sizes())
         found = {t.name: _gathered(policy, hf_format.leaf_of(adapters, t.path), t, dtype) for t in tensors}
         if partial_folder is not None:
             write_peft(policy.lora, found, partial_folder, base_name)
@@ -263,10 +274,22 @@ def _shard_reader(checkpoint: Checkpoint, group: Sequence[Tensor], shape: tuple[
     return read
 
 
+def _filled_shard(
+    reader: Callable[..., np.ndarray], stored: tuple[int, ...], own: tuple[int, ...], index: tuple[slice, ...]
+) -> np.ndarray:
+    """A shard of a leaf in the shape in which it is stored: what `reader` gives of its own part, and zeros."""
+    bounds = [s.indices(n)[:2] for s, n in zip(index, stored)]
+    shape = [stop - start for start, stop in bounds]
+    inside = tuple(slice(start, min(stop, n)) for (start, stop), n in zip(bounds, own))
+    if any(part.start >= part.stop for part in inside):
+        return np.zeros(shape, np.float32)
+    return padding.filled(reader(inside), shape)
+
+
 def _write_tensors(
     policy: Policy | ValueModel, params: Params, folder: Path | None, dtype: str, shard_bytes: int
 ) -> None:
-    shards = list(_shards(hf_format.tensors(params), WRITABLE[dtype].itemsize, shard_bytes))
+    shards = list(_shards(hf_format.tensors(policy.sizes()), WRITABLE[dtype].itemsize, shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -296,7 +319,8 @@ def _shards(tensors: Sequence[Tensor], itemsize: int, shard_bytes: int) -> Itera
 
 def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtype: str) -> np.ndarray:
     index = tuple(None if i is None else jnp.int32(i) for i in tensor.index)
-    return np.ascontiguousarray(tensor.to_hf(np.asarray(_replicated(leaf, index, policy, dtype))))
+    own = padding.cut(np.asarray(_replicated(leaf, index, policy, dtype)), tensor.shape)
+    return np.ascontiguousarray(tensor.to_hf(own))
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))

@@ -7,6 +7,7 @@ the mesh splits the tokens.
 The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.distributed import scatter
+from jaxrl_llm.distributed import padding, scatter
 from jaxrl_llm.distributed.mesh import STORED as GATHERED
 from jaxrl_llm.distributed.mesh import names
 from jaxrl_llm.kernels import dispatch
@@ -95,9 +96,11 @@ def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> 
     mesh, split = stored.mesh, [axis for part in stored.rows for axis in names(part)]
     kept = [tuple(axis for axis in names(part) if axis in split) for part in stored.spec]
     rows, out = PartitionSpec(*stored.rows), PartitionSpec(*(part or None for part in kept))
+    shares = [math.prod(mesh.shape[axis] for axis in part) for part in kept]
 
     def local(x: jax.Array, g: jax.Array) -> jax.Array:
         total, scattered = product(x, g), []
+        total = padding.filled(total, [-(-n // ways) * ways for n, ways in zip(total.shape, shares)])
         for dimension, axes in enumerate(kept):
             for axis in axes:
                 total = scatter.scattered(total, mesh, axis, dimension)
@@ -108,7 +111,7 @@ def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> 
     run = jax.shard_map(
         local, mesh=mesh, in_specs=(rows, rows), out_specs=out, axis_names=set(split), check_vma=False
     )  # fmt: skip
-    return run(x, g)
+    return padding.cut(run(x, g), jax.eval_shape(product, x, g).shape)
 
 
 def linear(

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from jaxrl_llm import components
-from jaxrl_llm.distributed.mesh import Axes
+from jaxrl_llm.distributed import padding
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.architecture import LAYERS, PRECISE
 from jaxrl_llm.models.linear import Adapted
-from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy
+from jaxrl_llm.models.policy import COMPUTE_DTYPES, Params, Policy, adapter_shapes
 
 # The linear maps of a layer that an adapter can be added to: name of Hugging Face's module -> path of the leaf.
 LINEAR = {
@@ -100,33 +100,28 @@ class AdaptedPolicy(Policy):
             _place(axes, path, {"a": (*leaf[: 1 + inputs], None), "b": (leaf[0], None, *leaf[1 + inputs :])})
         return axes
 
-    def abstract(self) -> dict[str, Any]:
-        """Shape, dtype (float32) and sharding of each adapter."""
-        whole = self.plain.abstract()
-
-        def described(shape: tuple[int, ...], axes: Axes) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self.partitioner.stored(axes, shape))
-
+    def sizes(self) -> dict[str, Any]:
+        """Shape and dtype (float32) of each adapter, whatever the mesh."""
+        whole = self.plain.sizes()
         tree: dict[str, Any] = {}
         for path in self._paths:
             shape, inputs = hf_format.leaf_of(whole, path).shape, self._inputs(path)
-            axes = hf_format.leaf_of(self.axes(), path)
             a, b = (*shape[: 1 + inputs], self.lora.rank), (shape[0], self.lora.rank, *shape[1 + inputs :])
-            _place(tree, path, {"a": described(a, axes["a"]), "b": described(b, axes["b"])})
+            _place(tree, path, {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in (("a", a), ("b", b))})
         return tree
 
     def init(self, key: PRNGKeyArray) -> Params:
         """Creates adapters that change nothing."""
-        abstract = self.abstract()
+        abstract, sizes = self.abstract(), self.sizes()
 
         def create(key: jax.Array) -> Params:
             tree: Params = {}
             for number, path in enumerate(self._paths):
-                pair = hf_format.leaf_of(abstract, path)
+                pair = hf_format.leaf_of(sizes, path)
                 bound = 1 / math.sqrt(math.prod(pair["a"].shape[1:-1]))
                 a = jax.random.uniform(jax.random.fold_in(key, number), pair["a"].shape, minval=-bound, maxval=bound)
                 _place(tree, path, {"a": a, "b": jnp.zeros(pair["b"].shape)})
-            return tree
+            return jax.tree.map(lambda x, like: padding.filled(x, like.shape), tree, abstract)
 
         return jax.jit(create, out_shardings=jax.tree.map(lambda x: x.sharding, abstract))(key)
 
@@ -144,19 +139,24 @@ class AdaptedPolicy(Policy):
 
     def joined(self, params: Params, base: Params | None) -> Params:
         """Returns the base with adapters beside their weights, the tree that `hidden` and `head` take."""
-        return self._changed(params, base, lambda w, a, b: Adapted(w, a, b, self.lora.scale))
+        return self._changed(params, base, lambda path, w, a, b: Adapted(w, a, b, self.lora.scale))
 
     def merged(self, params: Params, base: Params | None) -> Params:
         """Returns the parameters of `plain`: the adapters are added to their weights in the base's dtypes, other leaves are the base's."""
-        return self._changed(params, base, lambda w, a, b: _sum(w, a, b, self.lora.scale, w.sharding))
+        sizes = self.plain.sizes()
+
+        def added(path: tuple[str, ...], w: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+            return _sum(w, a, b, self.lora.scale, w.sharding, hf_format.leaf_of(sizes, path).shape)
+
+        return self._changed(params, base, added)
 
     def _changed(self, params: Params, base: Params | None, change: Callable[..., Any]) -> Params:
-        """Returns the base with `change(weight, a, b)` in place of each adapted weight."""
+        """Returns the base with `change(path, weight, a, b)` in place of each adapted weight."""
         if base is None:
             raise ValueError("adapters mean nothing without the frozen base that they were made for: give `base`")
         tree = jax.tree.map(lambda x: x, base)  # new dictionaries around the same arrays
         for path in self._paths:
-            _place(tree, path, change(hf_format.leaf_of(base, path), **hf_format.leaf_of(params, path)))
+            _place(tree, path, change(path, hf_format.leaf_of(base, path), **hf_format.leaf_of(params, path)))
         return tree
 
     @cached_property
@@ -173,10 +173,14 @@ class AdaptedPolicy(Policy):
         return inputs
 
 
-@partial(jax.jit, static_argnames=("scale", "sharding"))
-def _sum(w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Returns w + scale x a b of every layer, computed in float32."""
+@partial(jax.jit, static_argnames=("scale", "sharding", "own"))
+def _sum(
+    w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding, own: tuple[int, ...]
+) -> jax.Array:
+    """Returns w + scale x a b of every layer, computed in float32; `own` is the weight's own shape, without filling."""
+    a, b = (padding.cut(x, shape) for x, shape in zip((a, b), adapter_shapes(own, a, b)))
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(a, b)
+    product = padding.filled(product, w.shape)
     return jax.lax.with_sharding_constraint((w.astype(jnp.float32) + scale * product).astype(w.dtype), sharding)
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -12,8 +12,8 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Integer, PRNGKeyArray
 
-from jaxrl_llm.distributed import scatter
-from jaxrl_llm.distributed.mesh import Axes, Partitioner, names
+from jaxrl_llm.distributed import padding, scatter
+from jaxrl_llm.distributed.mesh import STORED, Axes, Partitioner, names
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.kernels.ordered import arithmetic
@@ -97,22 +97,23 @@ class Policy:
 
         return nnx.to_pure_dict(nnx.map_state(leaf_axes, self._blueprint[1]))
 
+    def sizes(self) -> dict[str, Any]:
+        """Shape and dtype of each parameter as the model computes with it, whatever the mesh: a tree like Params of ShapeDtypeStructs."""
+        return nnx.to_pure_dict(self._blueprint[1])
+
     def abstract(self) -> dict[str, Any]:
-        """Shape, dtype and sharding of each parameter: a tree like Params of ShapeDtypeStructs."""
-
-        def described(leaf: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.partitioner.stored(axes, leaf.shape))
-
-        return jax.tree.map(described, nnx.to_pure_dict(self._blueprint[1]), self.axes())
+        """Shape, dtype and sharding of each parameter as it is stored: a tree like Params of ShapeDtypeStructs."""
+        return jax.tree.map(partial(stored, self.partitioner), self.sizes(), self.axes())
 
     def init(self, key: PRNGKeyArray) -> Params:
         """Random parameters, created in place on the mesh; the same values on every mesh."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract())
+        abstract = self.abstract()
 
         def create(key: jax.Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param))
+            made = nnx.to_pure_dict(nnx.state(self._build(nnx.Rngs(params=key)), nnx.Param))
+            return jax.tree.map(lambda x, like: padding.filled(x, like.shape), made, abstract)
 
-        return jax.jit(create, out_shardings=shardings)(key)
+        return jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, abstract))(key)
 
     def hidden(
         self,
@@ -173,11 +174,12 @@ class Policy:
         measure: Callable[[States], Any],
     ) -> Any:
         """Returns `measure({site: [B, T, D]})` of each layer's states (architecture.Site), stacked over layers; see `hidden`."""
-        return self._model(params).measured(tokens, Places(positions, segments), measure, None)
+        return self._model(self._cut(params)).measured(tokens, Places(positions, segments), measure, None)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
         """The matrix that maps hidden states to logits; the embedding where the two are tied."""
-        return params["embedding"] if self.architecture.tied else params["head"]
+        name = "embedding" if self.architecture.tied else "head"
+        return self._cut({name: params[name]})[name]
 
     def cache_shapes(self, slots: int, length: int, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and shardings of a cache: {"k", "v"} of the layers that attend, in `dtype` or the compute dtype, with the axes
@@ -262,13 +264,31 @@ class Policy:
     def _blueprint(self) -> tuple[nnx.GraphDef[Transformer], nnx.State[Any, Any]]:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
 
+    def _cut(self, params: Params) -> Params:
+        """The parameters in their own sizes, in place of those in which the mesh stores them."""
+        if self.partitioner.axis_sizes[STORED] == 1:
+            return params
+        own = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(self.sizes())}
+        stored = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(self.plain.abstract())}
+
+        def leaf(path: tuple[Any, ...], x: Any) -> Any:
+            if isinstance(x, Adapted):
+                a, b = adapter_shapes(own[path], x.a, x.b)
+                return Adapted(leaf(path, x.weights), padding.cut(x.a, a), padding.cut(x.b, b), x.scale)
+            if x.shape == own.get(path, x.shape):
+                return x
+            # The shares of its devices, of which the last may be smaller than the others.
+            return jax.lax.with_sharding_constraint(padding.cut(x, own[path]), stored[path])
+
+        return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, Adapted))
+
     def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
-        """The parameters with how the mesh holds each matrix of the layers, for activations of [B, T] `rows`.
+        """The parameters in their own sizes with how the mesh holds each matrix of the layers, for activations of [B, T] `rows`.
 
         Gradients are summed there where all devices split the activations. GPUs are left to XLA, whose sums of them are
         reduce-scatters that overlap with products.
         """
-        split = self.partitioner.spec(("batch", "length"), rows)
+        params, split = self._cut(params), self.partitioner.spec(("batch", "length"), rows)
         used = math.prod(self.partitioner.axis_sizes[axis] for part in split for axis in names(part))
         wanted = math.prod(self.partitioner.axis_sizes[axis] for axis in ROW_AXES)
         here = used == wanted and used > 1 and scatter.by_hand(self.partitioner.mesh)
@@ -295,6 +315,18 @@ class Policy:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
+
+
+def stored(partitioner: Partitioner, own: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
+    """Shape, dtype and sharding of a parameter of its own size as the mesh stores it."""
+    shape = partitioner.padded(axes, own.shape)
+    return jax.ShapeDtypeStruct(shape, own.dtype, sharding=partitioner.stored(axes, shape))
+
+
+def adapter_shapes(weight: tuple[int, ...], a: Any, b: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The own shapes of an adapter's two parts, [L, *in, rank] and [L, rank, *out], beside a weight [L, *in, *out]."""
+    inputs = a.ndim - 1  # and layers
+    return (*weight[:inputs], a.shape[-1]), (*b.shape[:2], *weight[inputs:])
 
 
 def check_bitwise(architecture: Architecture, partitioner: Partitioner) -> None:

@@ -47,8 +47,12 @@ class ValueModel:
         head: dict[str, Any] = {"kernel": (None,)} | ({"bias": ()} if self.bias else {})
         return {**self.backbone.axes(), HEAD: head}
 
+    def sizes(self) -> dict[str, Any]:
+        """Shape and dtype of each parameter, whatever the mesh; see `Policy.sizes`."""
+        return {**self.backbone.sizes(), HEAD: jax.eval_shape(self._head)}
+
     def abstract(self) -> dict[str, Any]:
-        """Shape, dtype and sharding of each parameter."""
+        """Shape, dtype and sharding of each parameter as it is stored."""
         replicated = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.partitioner.replicated)  # noqa: E731
         return {**self.backbone.abstract(), HEAD: jax.tree.map(replicated, jax.eval_shape(self._head))}
 

@@ -37,7 +37,7 @@ def value_model(found: Saved, name: str) -> tuple[Any, Any]:
         )
     source = stage.value_models[name]
     model = source.model(found.policy)
-    params = read_model(found.folder, found.step, model.abstract(), name)
+    params = read_model(found.folder, found.step, model.abstract(), name, own=model.sizes())
     return model.plain, model.merged(params, source.base(model, new_key(found.run.seed, number)))
 
 

@@ -56,7 +56,7 @@ def check(folder: Path) -> None:
     """Raises ValueError where the weights of a folder are not those that its config.json describes."""
     policy = Policy(hf_weights.architecture(folder), Partitioner.create(MeshConfig()))
     unread = {"lm_head.weight"} if policy.architecture.tied else set()
-    Checkpoint(folder).check(hf_format.tensors(policy.abstract()), unread)
+    Checkpoint(folder).check(hf_format.tensors(policy.sizes()), unread)
 
 
 def _write(files: Sequence[Path], folder: Path, shard_bytes: int) -> None:

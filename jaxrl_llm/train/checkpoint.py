@@ -8,6 +8,7 @@ when a checkpoint is read.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import shutil
@@ -25,7 +26,7 @@ import orbax.checkpoint as ocp
 from jaxrl_llm import components
 from jaxrl_llm.distributed import serialization, tree_sums
 from jaxrl_llm.distributed.out_of_memory import ran_out
-from jaxrl_llm.distributed.tree_sums import Damaged
+from jaxrl_llm.distributed.tree_sums import NONE_FILLED, Damaged, Sizes
 
 _PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there
 _MOVED = ("best", "controls")  # what an evaluation moves of the host's state
@@ -117,22 +118,30 @@ class Checkpoints:
             return host
         return {name: x for name, x in host.items() if name != "pending"} | {name: known[name] for name in _MOVED}
 
-    def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-        """The device trees of a checkpoint, in the shardings of `abstract` (any mesh).
+    def restore(self, step: int, abstract: dict[str, Any], sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
+        """The device trees of a checkpoint, in the shardings of `abstract` (any mesh); `sizes` has the own shapes of leaves that are filled up.
 
         Raises:
           ValueError: the checkpoint is of another model, optimizer or algorithm, or damaged.
         """
-        return restore(self._last, step, abstract)
+        return restore(self._last, step, abstract, sizes)
 
     def save(
-        self, step: int, trees: dict[str, Any], host: dict[str, Any], *, last: bool = True, best: bool = False
+        self,
+        step: int,
+        trees: dict[str, Any],
+        host: dict[str, Any],
+        *,
+        sizes: Sizes = NONE_FILLED,
+        last: bool = True,
+        best: bool = False,
     ) -> None:
         """Saves in the background after copying to the host; raises OSError where this save or the one before it fails.
 
         Args:
           trees: device pytrees by name.
           host: the host's state, JSON-like but for its deferred parts, which are made where a save is due.
+          sizes: the own shapes of arrays that are filled up.
           last: save as the last checkpoint.
           best: save as the best one.
         """
@@ -145,7 +154,7 @@ class Checkpoints:
             host[_PACKED] = {"bytes": len(data), "crc32": zlib.crc32(data)}
             # The array of process 0 is written; those of the others, which sample nothing ahead, are not looked at.
             args[_PACKED] = ocp.args.StandardSave({"bytes": np.frombuffer(data, np.uint8)})
-        args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees))
+        args["host"] = ocp.args.JsonSave(tree_sums.signed(host, trees, sizes))
         for manager in wanted:
             if jax.process_count() > 1:
                 self.wait()  # the saves of two managers would meet at one barrier of the processes
@@ -154,14 +163,14 @@ class Checkpoints:
             with _written(manager, f"checkpoint {step}"):
                 manager.save(step, args=ocp.args.Composite(**args))
 
-    def keep(self, offset: int, tree: Any) -> dict[str, Any]:
+    def keep(self, offset: int, tree: Any, sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
         """Stores the reference of the stage that begins after step `offset`, unless this start has; returns what its checkpoints say of it.
 
         It is on disk at the return, so that no checkpoint names one that is not there. What an earlier start left, which broke off before
         its first checkpoint, is replaced. Raises OSError where it cannot be written.
         """
         if offset not in self._held:
-            host = tree_sums.signed({}, {_REFERENCE: tree})
+            host = tree_sums.signed({}, {_REFERENCE: tree}, sizes)
             args = {_REFERENCE: ocp.args.StandardSave(tree), "host": ocp.args.JsonSave(host)}
             manager = _manager(self._references, None)
             with _written(manager, "the reference"), contextlib.closing(manager):
@@ -172,13 +181,14 @@ class Checkpoints:
             self._held[offset] = _said(tree_sums.opened(host, self._references)[1], tree)
         return {_REFERENCE: self._held[offset]}
 
-    def kept(self, offset: int, said: dict[str, str], shapes: Callable[[str], Any]) -> Any:
+    def kept(self, offset: int, said: dict[str, str], shapes: Callable[[str], Any], sizes: Sizes = NONE_FILLED) -> Any:
         """Reads the reference that a checkpoint names.
 
         Args:
           offset: the step after which the stage begins.
           said: what the checkpoint says of the reference.
           shapes: dtype -> the shapes and shardings of a reference whose weights have it.
+          sizes: the own shapes of arrays that are filled up.
 
         Raises:
           ValueError: it is not there, is another one than the checkpoint's, or damaged.
@@ -189,7 +199,7 @@ class Checkpoints:
                 f"the reference {where}, which the checkpoint needs, is not there: put it back, or set RUN_DIR to another folder"
             )
         with contextlib.closing(_manager(self._references, None)) as manager:
-            tree = restore(manager, offset, {_REFERENCE: shapes(said["dtype"])})[_REFERENCE]
+            tree = restore(manager, offset, {_REFERENCE: shapes(said["dtype"])}, sizes)[_REFERENCE]
             if said != _said(_host(manager, offset)[1], tree):
                 raise Damaged(
                     f"the reference {where} is another one than the checkpoint's: put its own back, or set RUN_DIR to another folder"
@@ -235,11 +245,18 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder, options=options)
 
 
-def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Reads the trees named by `abstract` (leaves: ShapeDtypeStruct with shardings) from one checkpoint."""
-    _, written = _host(manager, step)
+def restore(
+    manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any], sizes: Sizes = NONE_FILLED
+) -> dict[str, Any]:
+    """Reads the trees named by `abstract` (leaves: ShapeDtypeStruct with shardings, filled up where `sizes` says so) from one checkpoint."""
+    host, written = _host(manager, step)
+    theirs = host.get(tree_sums.SIZES, {})
     try:
-        args = {name: ocp.args.StandardRestore(tree) for name, tree in abstract.items()}
+        filled = bool(sizes or theirs)
+        for name, tree in abstract.items() if filled else ():
+            got, want = (tree_sums.within(one, f"['{name}']") for one in (theirs, sizes))
+            tree_sums.check_sizes(f"{manager.directory}/{step}/{name}", tree, got, want)
+        args = {name: ocp.args.StandardRestore(tree, strict=not filled) for name, tree in abstract.items()}
         restored = manager.restore(step, args=ocp.args.Composite(**args))
         trees = {name: restored[name] for name in abstract}
         _same_shapes(trees, abstract)
@@ -251,7 +268,7 @@ def restore(manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any])
             f"Give the run another RUN_DIR, or the model that the checkpoint was made with; if it is damaged, {_way_out(manager, step)}"
         ) from error
     try:
-        tree_sums.check(trees, written, f"{manager.directory}/{step}")
+        tree_sums.check(trees, written, f"{manager.directory}/{step}", sizes=sizes)
     except Damaged as error:
         raise Damaged(f"{error}: {_way_out(manager, step)}") from error
     return trees
@@ -345,19 +362,25 @@ def _first_line(error: Exception) -> str:
     return (text[0] if text else type(error).__name__)[:300]
 
 
-def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> Any:
+def read_model(folder: Path, step: int, abstract: Any, name: str = "policy", own: Any = None) -> Any:
     """Reads one model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
+
+    `own` is a tree like `abstract` with the own shapes of its leaves; None where none is filled up.
 
     Raises:
       ValueError: the checkpoint is of another model, or damaged.
     """
-    written = _read(folder, step)[1]
+    host, written = _read(folder, step)
+    inside, path = f"['state'].params['{name}']", folder.absolute() / str(step) / "state"
+    theirs = tree_sums.within(host.get(tree_sums.SIZES, {}), inside)
+    sizes = tree_sums.filled_up(abstract, abstract if own is None else own)
     item = {"params": {name: abstract}}
-    arguments = ocp.args.PyTreeRestore(
-        item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item), partial_restore=True
-    )
-    path = folder.absolute() / str(step) / "state"
+    how = ocp.checkpoint_utils.construct_restore_args(item)
     try:
+        if sizes or theirs:
+            tree_sums.check_sizes(path, abstract, theirs, sizes, at=("params", name))
+            how = jax.tree.map(lambda one: dataclasses.replace(one, strict=False), how)
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=how, partial_restore=True)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
             restored = checkpointer.restore(path, args=arguments)["params"][name]
         _same_shapes(restored, abstract)
@@ -365,5 +388,5 @@ def read_model(folder: Path, step: int, abstract: Any, name: str = "policy") -> 
         if ran_out(error):
             raise
         raise ValueError(f"the checkpoint {path} is of another model, or damaged: {_first_line(error)}") from error
-    tree_sums.check(restored, written, path, inside=f"['state'].params['{name}']")
+    tree_sums.check(restored, written, path, inside=inside, sizes=sizes)
     return restored

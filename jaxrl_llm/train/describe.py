@@ -31,6 +31,7 @@ import numpy as np
 
 from jaxrl_llm import components
 from jaxrl_llm.algorithms.batch import MicroBatch
+from jaxrl_llm.distributed import padding, tree_sums
 from jaxrl_llm.distributed.mesh import STORED, whole_share
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.dispatch import Choice
@@ -59,14 +60,12 @@ def describe(run: Any, policy: Policy) -> list[str]:
 
     Raises:
       ValueError: a kernel makes the run more than MOST_SLOWDOWN times as slow as another that the device has, and
-        sources.PolicySource.slow_kernels is False, or fsdp leaves a device with more than MOST_SLOWDOWN times its share of the
-        parameters, and train.MeshConfig.undivided is False; the message names the setting that mends it.
+        sources.PolicySource.slow_kernels is False; the message names the setting that mends it.
     """
     found = chosen(run, policy)
     if not getattr(run.policy, "slow_kernels", False):
         for choice in found:
             _check(choice, run, policy)
-    _check_division(run, policy)
     return [
         f"kernels      {chosen_by(found)} on {dispatch.device().device_kind}",
         f"dtypes       {', '.join(_dtypes(run, policy))}",
@@ -223,26 +222,17 @@ def chosen_by(found: Sequence[Choice]) -> str:
 def _division(policy: Policy) -> Iterator[str]:
     ways = policy.partitioner.axis_sizes[STORED]
     if ways > 1:
-        whole, times = whole_share(policy.plain.abstract())
-        yield f"sharding     fsdp {ways} divides all parameters but {whole:.2%}; a device holds {times:.2f} times its share"
+        stored, own = policy.plain.abstract(), policy.plain.sizes()
+        whole, times = whole_share(stored)
+        zeros = (
+            f", filled up with {padding.share(stored, own):.2%} of zeros" if tree_sums.filled_up(stored, own) else ""
+        )
+        yield f"sharding     fsdp {ways} divides all parameters but {whole:.2%}{zeros}; a device holds {times:.2f} times its share"
     for axis, slices in policy.partitioner.across_slices.items():
         yield (
             f"slices       warning: {axis} reaches over {slices} slices, so their hosts' network carries the exchanges of every layer: set "
             f"train.MeshConfig.data = {slices}, and the sizes of the other axes to those of one slice"
         )
-
-
-def _check_division(run: Any, policy: Policy) -> None:
-    whole, times = whole_share(policy.plain.abstract())
-    if times <= MOST_SLOWDOWN or run.mesh.undivided:
-        return
-    ways, width = policy.partitioner.axis_sizes[STORED], policy.architecture.width
-    fitting = [n for n in range(1, ways + 1) if width % n == 0]
-    raise ValueError(
-        f"fsdp = {ways} divides no dimension of {whole:.0%} of the parameters (the width is {width}), so a device holds {times:.1f} times "
-        f"its share of weights, gradients and moments: set train.MeshConfig.fsdp to {fitting[-1]} or another divisor of the width and "
-        "train.MeshConfig.data to the rest, or let them lie whole by train.MeshConfig.undivided = True"
-    )
 
 
 # -- the rest ----------------------------------------------------------------------------------------------------------

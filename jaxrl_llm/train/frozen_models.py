@@ -4,17 +4,21 @@ A model that follows the policy holds a copy of its weights, made at the stage's
 never changes is stored once in the run folder; the other copies are part of each checkpoint. A resumed run has the same ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrl_llm.components import parts
+from jaxrl_llm.distributed import tree_sums
+from jaxrl_llm.distributed.tree_sums import Sizes
 from jaxrl_llm.learner import offload
-from jaxrl_llm.learner.score import Teacher
+from jaxrl_llm.learner.learner import Learner
+from jaxrl_llm.learner.score import TEACHER, Teacher
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
@@ -158,6 +162,24 @@ class FrozenModels:
             if due or name not in self._held:
                 self._held[name] = steps
                 await model.publish(self.policy.merged(self.params[name], self.base), steps)
+
+
+def own_sizes(learner: Learner, abstract: Mapping[str, Any]) -> Sizes:
+    """The own shapes of what a mesh stores filled up: of the arrays that each checkpoint holds, as `abstract` has them, and the reference."""
+    policy, copies = learner.policy, [name for name in (*abstract, REFERENCE) if name != "state"]
+    stored = {"state": abstract["state"], **dict.fromkeys(copies, policy.abstract())}
+    return tree_sums.filled_up(stored, {"state": learner.sizes, **dict.fromkeys(copies, policy.sizes())})
+
+
+def base_sizes(learner: Learner, bases: Mapping[str, Params]) -> dict[str, float]:
+    """Mean |weight| of frozen parameters under adapters, and of a teacher's, without what a mesh fills up."""
+    found = {}
+    for name, base in bases.items():
+        model: Any = learner.teacher if name == TEACHER else learner.models[name]
+        own = jax.tree.leaves(getattr(model, "backbone", model).plain.sizes())
+        means = [jnp.mean(jnp.abs(x)) * (x.size / n.size) for x, n in zip(jax.tree.leaves(base), own, strict=True)]
+        found[name] = float(np.mean(means))
+    return found
 
 
 def auxiliary_models(config: Stage, trainer: Any) -> list[AuxiliaryModel]:

@@ -89,7 +89,7 @@ class Saved:
 
     def trained(self) -> Any:
         """The trained parameters of the policy: all of them, or its adapters."""
-        return read_model(self.folder, self.step, self.policy.abstract())
+        return read_model(self.folder, self.step, self.policy.abstract(), own=self.policy.sizes())
 
     def merged(self) -> Any:
         """All parameters of the policy, with adapters merged."""

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms.batch import Advantages, Sequences
@@ -25,7 +24,7 @@ from jaxrl_llm.protocols import Down, GroupLoader, Params
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.evaluation import HeldOut
-from jaxrl_llm.train.frozen_models import REFERENCE, FrozenModels
+from jaxrl_llm.train.frozen_models import REFERENCE, FrozenModels, base_sizes
 from jaxrl_llm.train.old_logprobs import TAKEN
 from jaxrl_llm.train.phases import WHOLE, Phase
 from jaxrl_llm.train.progress import Progress, part
@@ -382,7 +381,7 @@ class StageTrainer:
     @cached_property
     def _base_sizes(self) -> dict[str, float]:
         """Mean |weight| of the frozen bases, by which a resumed run recognises them."""
-        return {n: float(np.mean([jnp.mean(jnp.abs(x)) for x in jax.tree.leaves(b)])) for n, b in self.bases.items()}
+        return base_sizes(self.learner, self.bases)
 
     def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any], *, as_new: bool = False) -> None:
         """Takes up a checkpoint; `as_new` leaves the controllers where the configuration starts them.

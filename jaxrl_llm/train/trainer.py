@@ -25,7 +25,7 @@ from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage, sampled_policy
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
-from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel
+from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel, own_sizes
 from jaxrl_llm.train.progress import Progress, part
 from jaxrl_llm.train.step import StageTrainer, StepResult
 
@@ -257,9 +257,10 @@ class Trainer:
 
     def write(self, stage: StageTrainer, step: int, state: TrainState, host: dict[str, Any], **kinds: bool) -> None:
         """Writes a checkpoint of the kinds that `Checkpoints.save` takes, and before a stage's first one its lasting reference, which all share."""
+        sizes = own_sizes(stage.learner, stage.abstract)
         if stage.frozen.lasting and (not kinds or any(kinds.values())):
-            host = host | self.checkpoints.keep(stage.offset, stage.frozen.params[REFERENCE])
-        self.checkpoints.save(step, {"state": state, **stage.frozen.saved}, host, **kinds)
+            host = host | self.checkpoints.keep(stage.offset, stage.frozen.params[REFERENCE], sizes)
+        self.checkpoints.save(step, {"state": state, **stage.frozen.saved}, host, sizes=sizes, **kinds)
 
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
@@ -339,12 +340,12 @@ class Trainer:
 
     def _restored(self, stage: StageTrainer, step: int) -> TrainState:
         host = self.checkpoints.whole_host(step)
-        abstract = stage.abstract
+        abstract, sizes = stage.abstract, own_sizes(stage.learner, stage.abstract)
         if stage.frozen.lasting and REFERENCE not in host:  # an earlier version's checkpoints hold it themselves
             abstract[REFERENCE] = stage.frozen.reference_of("float32")
-        trees = self.checkpoints.restore(step, abstract)
+        trees = self.checkpoints.restore(step, abstract, sizes)
         if stage.frozen.lasting and REFERENCE in host:
-            trees[REFERENCE] = self.checkpoints.kept(stage.offset, host[REFERENCE], stage.frozen.reference_of)
+            trees[REFERENCE] = self.checkpoints.kept(stage.offset, host[REFERENCE], stage.frozen.reference_of, sizes)
         stage.resume(host, trees, as_new=self.config.resume_as_new)
         self.best = self.checkpoints.best_until(step)
         print(f"resuming from step {step} of {self.checkpoints.folder}", flush=True)

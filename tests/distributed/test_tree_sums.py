@@ -67,7 +67,7 @@ def saved(folder: Path, steps: tuple[int, ...] = (3,)) -> Path:
 
 def test_a_step_that_is_due_and_best_is_summed_once(tmp_path, monkeypatch):
     summed, sums = [], tree_sums.sums
-    monkeypatch.setattr(tree_sums, "sums", lambda trees: summed.append(1) or sums(trees))
+    monkeypatch.setattr(tree_sums, "sums", lambda *given: summed.append(1) or sums(*given))
     checkpoints = Checkpoints(tmp_path, Checkpointing(best="reward"))
     checkpoints.save(3, state(), HOST, best=True)
     checkpoints.save(4, state(), HOST, last=False)

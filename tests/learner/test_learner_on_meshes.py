@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import numpy as np
+import optax
 import pytest
 from learner_cases import (
     GROUPS,
@@ -27,7 +28,8 @@ from jaxrl_llm.learner.batch import by_sequence
 MESHES = {
     "data2": (MeshConfig(data=2, fsdp=1), 2),
     "fsdp8": (MeshConfig(fsdp=8), 8),
-    "fsdp3": (MeshConfig(fsdp=3), 3),  # divides the MLP (48) and not the width (32), which other parameters lie by
+    "fsdp3": (MeshConfig(fsdp=3), 3),  # divides the MLP (48) and not the width (32), which is filled up to 33 elsewhere
+    "fsdp6": (MeshConfig(fsdp=6), 6),  # the same, to 36
     "tensor2": (MeshConfig(fsdp=1, tensor=2), 2),
     "context2": (MeshConfig(fsdp=1, context=2), 2),
     "fsdp2_tensor2_context2": (MeshConfig(fsdp=2, tensor=2, context=2), 8),
@@ -50,7 +52,21 @@ def updated(learner):
         state, _ = learner.update(state, batches)
     assert learner.compilations == compilations
     assert jax.tree.map(lambda x: x.sharding, state) == learner.shardings
-    return gradient, jax.device_get(metrics), leaves(state.policy)
+    moments = [optax.tree_utils.tree_get(state.moments["policy"], name) for name in ("mu", "nu")]
+    for tree in (state.policy, *moments):
+        assert not any(jax.tree.leaves(jax.tree.map(beyond, tree, learner.policy.sizes()))), "filling stays 0"
+    gradient, params = (jax.tree.map(inside, tree, learner.policy.sizes()) for tree in (gradient, state.policy))
+    return gradient, jax.device_get(metrics), leaves(params)
+
+
+def inside(x, own):
+    """The part of a stored array within its own shape."""
+    return np.asarray(x)[tuple(map(slice, own.shape))]
+
+
+def beyond(x, own):
+    """How many elements of a stored array outside of its own shape are not 0."""
+    return np.count_nonzero(np.asarray(x)) - np.count_nonzero(inside(x, own))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -116,7 +132,10 @@ def test_parameters_and_moments_lie_split_over_the_mesh():
     gates = [x for path, x in jax.tree_util.tree_leaves_with_path(state) if "gate" in jax.tree_util.keystr(path)]
     # A parameter and its two moments, [2 layers, width 32 over fsdp, 48 over tensor].
     assert [x.addressable_shards[0].data.shape for x in gates] == [(2, 16, 24)] * 3
-    other = fresh_state(make_learner(GRPO_CASE, *MESHES["fsdp3"])).policy["layers"]
+    three = fresh_state(make_learner(GRPO_CASE, *MESHES["fsdp3"]))
+    uneven = three.policy["layers"]["attention"]["output"]  # [2 layers, 4 heads, 8, width 32]
+    assert uneven.shape == (2, 4, 8, 33) and uneven.addressable_shards[2].data.shape == (2, 4, 8, 11)
+    other = three.policy["layers"]
     assert {name: x.addressable_shards[0].data.shape for name, x in other["mlp"].items()} == {
         "gate": (2, 32, 16), "up": (2, 32, 16), "down": (2, 16, 32),
     }  # fmt: skip

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Key, UInt32
 
+from jaxrl_llm.distributed.mesh import Axes
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.models.architecture import PRECISE
 from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.linear import Adapted
-from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
 from jaxrl_llm.models.transformer import Apart, Cache
 from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, ordered_logprob, plain
 
@@ -252,17 +253,26 @@ def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Arr
 def check_shapes(policy: Policy, params: Params) -> None:
     """Raises ValueError where `params` are not those of `policy`, with adapters beside their weights or without."""
 
-    def check(path: tuple[Any, ...], abstract: jax.ShapeDtypeStruct, x: Any) -> None:
-        found = {"": (x.weights if isinstance(x, Adapted) else x).shape}
+    def check(path: tuple[Any, ...], own: jax.ShapeDtypeStruct, axes: Axes, x: Any) -> None:
+        whole, padded = own.shape, policy.partitioner.padded
+        found = {"": ((x.weights if isinstance(x, Adapted) else x).shape, padded(axes, whole))}
         if isinstance(x, Adapted):  # the product of a [L, *in, rank] and b [L, rank, *out] is added to the weight
-            found["'s adapter"] = (*x.a.shape[:-1], *x.b.shape[2:])
-        for of, shape in found.items():
-            if shape != abstract.shape:
+            of, shapes = adapter_axes(axes, x), adapter_shapes(whole, x.a, x.b)
+            a, b = (padded(*one) for one in zip(of, shapes))
+            found["'s adapter"] = ((*x.a.shape[:-1], *x.b.shape[2:]), (*a[:-1], *b[2:]))
+        for name, (shape, stored) in found.items():
+            if shape not in (whole, stored):
                 raise ValueError(
-                    f"published parameter {jax.tree_util.keystr(path)}{of} is {shape}, the policy's is {abstract.shape}"
+                    f"published parameter {jax.tree_util.keystr(path)}{name} is {shape}, the policy's is {whole}"
                 )
 
-    jax.tree_util.tree_map_with_path(check, policy.abstract(), params)
+    jax.tree_util.tree_map_with_path(check, policy.sizes(), policy.axes(), params)
+
+
+def adapter_axes(axes: Axes, x: Adapted) -> tuple[Axes, Axes]:
+    """The logical axes of an adapter's two parts beside a weight with `axes`."""
+    inner = x.a.ndim - 1  # layers and inputs
+    return (*axes[:inner], None), (axes[0], None, *axes[inner:])
 
 
 def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
@@ -300,8 +310,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
     def leaf(path: tuple[Any, ...], axes: tuple, x: Any) -> Any:
         if not isinstance(x, Adapted):
             return placed(path, axes, x)
-        inner = x.a.ndim - 1  # layers and inputs
-        a, b = placed(path, (*axes[:inner], None), x.a), placed(path, (axes[0], None, *axes[inner:]), x.b)
+        a, b = (placed(path, *one) for one in zip(adapter_axes(axes, x), (x.a, x.b)))
         return Adapted(placed(path, axes, x.weights), a, b, x.scale)
 
     axes = policy.axes()

@@ -28,11 +28,12 @@ import jax
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_llm.distributed import padding
 from jaxrl_llm.distributed.mesh import to_host
 from jaxrl_llm.models import hf_config, hf_format, hf_weights
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.lora import AdaptedPolicy
-from jaxrl_llm.models.policy import Params, Policy
+from jaxrl_llm.models.policy import Params
 from jaxrl_llm.publication.manifest import FILE, Manifest
 from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
 from jaxrl_llm.samplers.vllm.publisher import Publisher
@@ -148,7 +149,7 @@ class AdapterPublisher(Publisher):
         except OSError as error:
             raise self._unwritten("the base of adapters", error) from error
         self._count += 1
-        stacked = exported_adapters(adapters, policy=self.policy, dtype=self.dtype)
+        stacked = exported_adapters(adapters, policy=self.adapted, dtype=self.dtype)
         manifest = Manifest(
             version=version, model_type=str(hf_config.write(self.policy.architecture)["model_type"]),
             tied=self.policy.architecture.tied, tensors={}, forward={}, canary=self._canary(params),
@@ -213,12 +214,12 @@ def taken_apart(params: Params) -> tuple[Params, Params]:
 
 
 @partial(jax.jit, static_argnames=("policy", "dtype"))
-def exported_adapters(adapters: Params, *, policy: Policy, dtype: str) -> dict[str, Float[Array, "..."]]:
+def exported_adapters(adapters: Params, *, policy: AdaptedPolicy, dtype: str) -> dict[str, Float[Array, "..."]]:
     """Returns each adapter of all layers in PEFT's layout and in `dtype`, whole on every device, by the path of its leaf."""
-    found = {}
-    for tensor in hf_format.tensors(adapters):
+    found, sizes = {}, policy.sizes()
+    for tensor in hf_format.tensors(sizes):
         out, inner = tensor.hf_shape
-        leaf = hf_format.leaf_of(adapters, tensor.path)
+        leaf = padding.cut(hf_format.leaf_of(adapters, tensor.path), hf_format.leaf_of(sizes, tensor.path).shape)
         stacked = leaf.reshape(leaf.shape[0], inner, out).swapaxes(1, 2).astype(dtype)
         whole = policy.partitioner.replicated
         found["/".join(tensor.path)] = jax.lax.with_sharding_constraint(stacked, whole)

@@ -25,6 +25,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.distributed import padding
 from jaxrl_llm.distributed.mesh import to_host
 from jaxrl_llm.distributed.tree_sums import word_sum
 from jaxrl_llm.kernels.token_stats.api import token_stats
@@ -87,7 +88,8 @@ class Publisher:
         """
         self._begin = time.perf_counter()
         path = self._path(version)
-        tensors, sums = exported(params, policy=self.policy, dtype=self.dtype)
+        stored, sums = exported(params, policy=self.policy, dtype=self.dtype)
+        tensors = whole(stored, policy=self.policy)
         if self.driver is not None:
             # The version before stays too: a server that is late may be copying it, and its canary will tell.
             manifest = self._manifest(version, params, tensors, sums)
@@ -279,11 +281,31 @@ def named(params: Params) -> dict[str, Array]:
 def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
     """Returns every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (publication.manifest).
 
-    The experts of a layer are two tensors, in the layout of `publication.vllm_experts`.
+    The experts of a layer are two tensors, in the layout of `publication.vllm_experts`. Tensors are filled up with zeros where the mesh stores
+    them so; their checksums are of what `whole` leaves of them.
     """
-    del policy  # two policies of one shape compile apart
-    tensors = {name: x.astype(dtype) for name, x in named(params).items()}
-    return tensors, {name: word_sum(x) for name, x in tensors.items()}
+    tensors, own = {name: x.astype(dtype) for name, x in named(params).items()}, shapes(policy)
+    return tensors, {name: word_sum(x, own[name]) for name, x in tensors.items()}
+
+
+def shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every tensor by its Hugging Face name."""
+    return {name: x.shape for name, x in jax.eval_shape(named, policy.sizes()).items()}
+
+
+def whole(tensors: dict[str, Array], *, policy: Policy) -> dict[str, Array]:
+    """Returns exported tensors in their own shapes; each that is filled up lies whole on every device from then on."""
+    own = shapes(policy)
+    filled = {name: x for name, x in tensors.items() if x.shape != own[name]}
+    return {**tensors, **_cut(filled, policy=policy)} if filled else tensors
+
+
+@partial(jax.jit, static_argnames=("policy",))
+def _cut(tensors: dict[str, Array], *, policy: Policy) -> dict[str, Array]:
+    own, replicated = shapes(policy), policy.partitioner.replicated
+    return {
+        name: jax.lax.with_sharding_constraint(padding.cut(x, own[name]), replicated) for name, x in tensors.items()
+    }
 
 
 @partial(jax.jit, static_argnames=("policy",))

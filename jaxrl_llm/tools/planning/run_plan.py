@@ -94,7 +94,7 @@ def _cache(harness: Harness, policy: Any, responses: int) -> Iterable[str]:
 
 def _machine(partitioner: Partitioner, policy: Any, tokenizer: Any) -> list[str]:
     size = policy.architecture
-    whole, trained = _count(policy.plain.abstract()) / 1e6, _count(policy.abstract()) / 1e6
+    whole, trained = _count(policy.plain.sizes()) / 1e6, _count(policy.sizes()) / 1e6
     adapters = "" if policy is policy.plain else f" and {trained:.2f} M of adapters, which alone are trained"
     return [
         f"devices      {partitioner.mesh.size} x {dispatch.device().device_kind}, mesh {_mesh(partitioner)}",
