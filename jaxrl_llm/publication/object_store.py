@@ -5,9 +5,9 @@ names the server of a store that speaks S3, AWS_REGION its region.
 """
 
 import os
+import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tensorstore as ts
@@ -16,9 +16,12 @@ from jaxrl_llm.publication.manifest import WEIGHTS
 
 SCHEMES = ("gs://", "s3://")
 MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is whole
+TREE = f"{WEIGHTS}/_METADATA"  # the list of its tensors
 # A request that fails is tried again for about half a minute, not for the quarter of an hour that is tensorstore's default.
 _RETRIES = {"max_retries": 7, "initial_delay": "0.25s", "max_delay": "8s"}
-_WINDOW_BYTES = 1 << 30  # of files that are being copied
+_WINDOW_BYTES = 1 << 30  # of objects that are being written
+_WRITTEN = f"{WEIGHTS}/_WRITTEN/"  # an object of each process that has written its shards
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0  # between looks for them
 RETRIES: Mapping[str, Any] = {"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES}
 
 
@@ -45,16 +48,32 @@ class Store:
         self.address = address.rstrip("/")
         self._context = ts.Context(dict(RETRIES))
 
-    def upload(self, folder: Path, name: str) -> None:
-        """Copies a version that is whole on disk to `name`; it is whole there, or its marker is missing."""
-        files = [str(f.relative_to(folder)) for f in sorted(folder.rglob("*")) if f.is_file()]
-        if MARKER not in files:
-            raise OSError(f"{folder} is no whole version: {MARKER} is missing")
+    def write(self, name: str, objects: Mapping[str, Callable[[], bytes]], process: int) -> None:
+        """Writes what one process has of the version `name`, and then that it has; contents are made as memory has room for them."""
         to = self._open(name)
         try:
-            to.delete_range(ts.KvStore.KeyRange()).result()
-            for wave in ([f for f in files if f != MARKER], [MARKER]):
-                _write(to, folder, wave)
+            _write(to, objects)
+            to.write(f"{_WRITTEN}{process}", b"written").result()
+        except Exception as error:
+            raise self._failed("write", name, error) from error
+
+    def complete(self, name: str, processes: int, limit_s: float) -> None:
+        """Writes the marker of a version once every process has written its part.
+
+        Raises:
+          OSError: some have not within `limit_s`, in seconds; the message names them.
+        """
+        to, until, wait_s = self._open(name), time.monotonic() + limit_s, _POLL_S
+        absent = list(range(processes))
+        try:
+            while absent := [i for i in absent if to.read(f"{_WRITTEN}{i}").result().state != "value"]:
+                if time.monotonic() > until:
+                    raise TimeoutError(
+                        f"processes {absent} have not written their shards {limit_s:g} s after process 0: look at their output"
+                    )
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_POLL_S)
+            to.write(MARKER, b"{}").result()
         except Exception as error:
             raise self._failed("write", name, error) from error
 
@@ -84,13 +103,13 @@ class Store:
         )
 
 
-def _write(to: ts.KvStore, folder: Path, files: Sequence[str]) -> None:
-    """Copies files, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one."""
+def _write(to: ts.KvStore, objects: Mapping[str, Callable[[], bytes]]) -> None:
+    """Writes objects, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one."""
     under_way: deque[tuple[int, Any]] = deque()
-    for file in files:
-        size = (folder / file).stat().st_size
-        while under_way and size + sum(nbytes for nbytes, _ in under_way) > _WINDOW_BYTES:
+    for key, make in objects.items():
+        content = make()
+        while under_way and len(content) + sum(nbytes for nbytes, _ in under_way) > _WINDOW_BYTES:
             under_way.popleft()[1].result()
-        under_way.append((size, to.write(file, (folder / file).read_bytes())))
+        under_way.append((len(content), to.write(key, content)))
     for _, written in under_way:
         written.result()

@@ -19,6 +19,7 @@ from jaxrl_llm.models.qwen2 import Qwen2
 from jaxrl_llm.publication.reader import Target, read_version, whole_box
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_model
 
 # As of Qwen2.5-0.5B (14 heads, 2 of keys, width 896), 3 divides none of the dimensions but the layers, which are never split.
@@ -173,18 +174,19 @@ def test_a_folder_and_a_publication_hold_no_filling(tmp_path: Any) -> None:
     same(files[0], files[1])
     same(hf_weights.load(three, tmp_path / "one"), params)
 
-    publisher = Publisher(policy=three, folder=tmp_path / "p", dtype="float32", keep=1, canary=np.zeros(0, np.int32))
+    given = {"policy": three, "folder": tmp_path / "p", "dtype": "float32", "keep": 1, "canary": np.zeros(0, np.int32)}
 
-    async def publish() -> str:
-        path, _ = publisher.start(params, 3)
+    async def publish(publisher: Publisher) -> str:
+        publisher.start(params, 3)
         await publisher.finish(3)
-        return str(path)
+        return publisher.place(3)
 
     want = {name: np.asarray(x) for name, x in hf_format.export(placed(one, host())).items()}
     targets = {name: Target(shape=x.shape, box=whole_box(x.shape)) for name, x in want.items()}
-    staged = read_version(asyncio.run(publish()), 3, targets)  # compares the checksums of the manifest
-    publisher.close(remove=True)
-    same(dict(staged.parts), want)
+    for publisher in (Publisher(**given), StorePublisher(**given, address=f"file://{tmp_path}/store")):
+        staged = read_version(asyncio.run(publish(publisher)), 3, targets)  # compares the checksums of the manifest
+        same(dict(staged.parts), want)
+        publisher.close(remove=True)
 
 
 def test_adapters_beside_a_model_that_is_filled_up(tmp_path: Any) -> None:

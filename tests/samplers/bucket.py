@@ -21,6 +21,7 @@ class Bucket:
       refuses: requests whose key ends like this are answered with 403.
       counts: requests by verb.
       written: keys in the order of their writing.
+      sent: bytes that were read of objects, by key.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class Bucket:
         self.refuses = ""
         self.counts: Counter[str] = Counter()
         self.written: list[str] = []
+        self.sent: Counter[str] = Counter()
         self.generation = 0
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -78,11 +80,13 @@ class Bucket:
         generation, content = self.objects[key]
         headers = {"x-goog-generation": str(generation), "ETag": f'"{generation}"'}
         if "Range" not in request.headers:
+            self.sent[key] += len(content)
             return web.Response(body=content, headers=headers)
         asked = request.http_range
         start, stop = asked.start or 0, len(content) if asked.stop is None else min(asked.stop, len(content))
         if start >= len(content):
             return web.Response(status=416)
+        self.sent[key] += stop - start
         headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(content)}"
         return web.Response(status=206, body=content[start:stop], headers=headers)
 

@@ -1,7 +1,7 @@
 """The learner's side of an update: weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
 
 FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears whole or not at all: orbax
-renames it when everything is written. In object storage (gs://, s3://) a version is a copy of such a folder, whose marker comes last.
+renames it when everything is written. `store_publisher` writes to object storage (gs://, s3://).
 Export, cast, checksums and canary are computed on the devices; each host writes the shards that it holds, nothing is gathered.
 """
 
@@ -11,7 +11,6 @@ import logging
 import os
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +34,7 @@ from jaxrl_llm.publication.canary import limit
 from jaxrl_llm.publication.cuda_ipc import Memory, share
 from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Canary, Manifest, TensorEntry, digits
-from jaxrl_llm.publication.object_store import Store, is_stored
+from jaxrl_llm.publication.object_store import is_stored
 
 DTYPES = ("bfloat16", "float32", "float16")
 _NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax warns so of each version that is to have no database
@@ -49,7 +48,6 @@ class Publisher:
     Attributes:
       policy: the policy, without adapters.
       folder: where versions lie; whatever versions an earlier run left there are removed at the first one.
-      address: where they are copied to in object storage, for samplers to read them there; empty leaves them in `folder`.
       dtype: element type that the samplers serve.
       keep: newest versions kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
@@ -63,22 +61,26 @@ class Publisher:
     keep: int
     canary: np.ndarray
     driver: Memory | None = None
-    address: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._begin = 0.0
         self._described = ""
-        # Of several processes of a learner, one copies what all have written.
-        self._store = Store(self.address) if self.address and jax.process_index() == 0 else None
-        self._stored: list[str] | None = None
-        self._storing = threading.Lock()  # a thread goes on where nobody waits for it any more
         if self.driver is None:
-            try:  # an error now is sooner than one when data and servers are there
-                self.folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise self._unwritten("the first version", error) from error
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Makes the folder; an error now is sooner than one when data and servers are there."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unwritten("the first version", error) from error
+
+    @property
+    def where(self) -> str:
+        """The place of versions, for errors."""
+        return str(self.folder)
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
         """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
@@ -113,26 +115,13 @@ class Publisher:
             return
         try:
             await asyncio.to_thread(self._writer().wait_until_finished)
-            if self._store is not None:
-                await asyncio.to_thread(self._copy, self._store, self._path(version))
         except (OSError, ValueError) as error:
             raise self._unwritten(f"version {version}", error) from error
         self.seconds["save_s"] = time.perf_counter() - self._begin
 
-    def _copy(self, store: Store, path: Path) -> None:
-        """Moves a version that is whole to object storage."""
-        with self._storing:
-            if self._stored is None:
-                for old in store.versions():
-                    store.remove(old)
-                self._stored = []
-            self._stored.append(path.name)  # first, for what is there of a copy that breaks off
-            store.upload(path, path.name)
-            shutil.rmtree(path, ignore_errors=True)
-
     def place(self, version: int) -> str:
         """Returns where samplers find a version."""
-        return f"{self.address}/{self._path(version).name}" if self.address else str(self._path(version))
+        return str(self._path(version))
 
     def _path(self, version: int) -> Path:
         return self.folder / f"v{version:08d}"
@@ -153,13 +142,6 @@ class Publisher:
         for path in self._versions()[: -self.keep]:
             if path.name not in spared:
                 shutil.rmtree(path, ignore_errors=True)
-        if self._store is None:
-            return
-        with self._storing:
-            old = [name for name in (self._stored or [])[: -self.keep] if name not in spared]
-            for name in old:
-                self._store.remove(name)
-                self._stored = [one for one in self._stored or () if one != name]
 
     def close(self, *, remove: bool) -> None:
         """Ends what is being written; with `remove`, no version stays."""
@@ -168,10 +150,6 @@ class Publisher:
             self._checkpointer = None
         if remove:
             shutil.rmtree(self.folder, ignore_errors=True)
-            if self._store is not None:
-                with self._storing:
-                    for name in self._stored or ():
-                        self._store.remove(name)
 
     def _versions(self) -> list[Path]:
         return sorted(self.folder.glob("v" + "[0-9]" * 8))
@@ -180,8 +158,8 @@ class Publisher:
         if self._checkpointer is None:
             for path in self._versions() if jax.process_index() == 0 else ():
                 shutil.rmtree(path)
-            # A file a shard is written by many threads, and a database by one; of object storage the latter spares requests.
-            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=bool(self.address), use_zarr3=True, use_compression=False)
+            # A file a shard is written by many threads, and a database by one.
+            handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
             self._checkpointer = ocp.AsyncCheckpointer(handler)
             logging.getLogger("absl").addFilter(_worth_saying)
         return self._checkpointer
@@ -198,10 +176,10 @@ class Publisher:
     def _manifest(
         self, version: int, params: Params, tensors: Mapping[str, Array], sums: Mapping[str, Array]
     ) -> Manifest:
-        sizes = self.policy.architecture
+        sizes, own = self.policy.architecture, shapes(self.policy)
         found = jax.device_get(dict(sums))
         entries = {
-            name: TensorEntry(shape=tuple(x.shape), dtype=x.dtype.name, checksum=digits(int(found[name])))
+            name: TensorEntry(shape=own[name], dtype=x.dtype.name, checksum=digits(int(found[name])))
             for name, x in tensors.items()
         }
         config = hf_config.write(sizes)
@@ -229,7 +207,7 @@ class Publisher:
     def _unwritten(self, version: str, error: Exception) -> OSError:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return OSError(
-            f"{version} of the weights could not be published to {self.address or self.folder} ({lines[0][:300]}): free some "
+            f"{version} of the weights could not be published to {self.where} ({lines[0][:300]}): free some "
             "space and allow writing there, or set vllm.VllmSampler.publication to another folder that the samplers see"
         )
 
@@ -246,7 +224,7 @@ def default_folder(publication: str | None, run_dir: Path) -> Path:
 
 
 def default_address(publication: str | None, run_dir: Path) -> str:
-    """Returns where a run's versions are copied to: a folder of the run's own in object storage; empty where `publication` is none."""
+    """Returns where a run's versions lie for samplers: a folder of the run's own in object storage; empty where `publication` is none."""
     if publication is None or not is_stored(publication):
         return ""
     mark = hashlib.blake2b(f"{socket.gethostname()}:{run_dir.absolute()}".encode(), digest_size=4).hexdigest()

@@ -32,6 +32,7 @@ from jaxrl_llm.samplers.vllm.local_server import LocalServer, LocalServers, all_
 from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address, default_folder
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Server
+from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
 
 
 @dataclass(eq=False, kw_only=True)
@@ -260,10 +261,13 @@ class VllmSampler(Limits):
                 policy=adapted.plain, adapted=adapted, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
                 base=_model_folder(run_dir) if self.spawn else None, tokenizer=tokenizer,
             )  # fmt: skip
+        if address := default_address(self.publication, run_dir):
+            return StorePublisher(
+                policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, address=address
+            )
         return Publisher(
             policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
-            address=default_address(self.publication, run_dir),
         )  # fmt: skip
 
     def _http(self, url: str, key: str, policy: Policy) -> VllmHttp:
