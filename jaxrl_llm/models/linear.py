@@ -47,6 +47,24 @@ class Adapted:
         return self
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["values", "scale"], meta_fields=[])
+@dataclass(frozen=True)
+class Quantized:
+    """Weights of few bits with a scale for each output channel; they have no gradient. See samplers/embedded/narrow.py.
+
+    Attributes:
+      values: [*in, *out].
+      scale: float32 [*out], by which products with `values` are multiplied.
+    """
+
+    values: Any
+    scale: Any
+
+    def __getitem__(self, index: Any) -> "Quantized":
+        """Returns itself, since layers read a parameter as `parameter[...]`."""
+        return self
+
+
 @dataclass(frozen=True)
 class Stored:
     """How a mesh holds a weight.
@@ -115,9 +133,12 @@ def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> 
 
 
 def linear(
-    x: Float[Array, "B T ..."], weights: Float[Array, "..."] | Adapted | Spread, inputs: int = 1
+    x: Float[Array, "B T ..."], weights: Float[Array, "..."] | Adapted | Quantized | Spread, inputs: int = 1
 ) -> Float[Array, "B T ..."]:
     """Contracts the last `inputs` axes of `x` with the first `inputs` axes of the weights, in the dtype of `x`."""
+    if isinstance(weights, Quantized):
+        total = jnp.tensordot(x, weights.values.astype(x.dtype), inputs, preferred_element_type=jnp.float32)
+        return (total * weights.scale).astype(x.dtype)
     if isinstance(weights, Adapted):
         low = _product(_product(x, weights.a, inputs, None), weights.b, 1, None)
         return _product(x, weights.weights, inputs, None) + weights.scale * low
@@ -179,10 +200,10 @@ _rows_of.defvjp(lambda table, tokens: (_rows_of(table, tokens), (table, tokens))
 
 
 def gated_linear(
-    gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted | Spread
+    gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted | Quantized | Spread
 ) -> Float[Array, "B T D"]:
     """Multiplies silu(gate) * up, rounded to the dtype of `gate`, by the weights; the result has that dtype too."""
-    if isinstance(weights, Adapted):
+    if isinstance(weights, Adapted | Quantized):
         return linear(_gated(gate, up), weights)
     weights, stored = _unwrapped(weights)
     return _gated_product(gate, up, weights, stored)

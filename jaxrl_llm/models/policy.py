@@ -21,7 +21,7 @@ from jaxrl_llm.models import layers as remats
 from jaxrl_llm.models.architecture import Architecture, Capture, stack_of
 from jaxrl_llm.models.attention import Places
 from jaxrl_llm.models.experts import Report, check_division
-from jaxrl_llm.models.linear import Adapted, Spread, Stored
+from jaxrl_llm.models.linear import Adapted, Quantized, Spread, Stored
 from jaxrl_llm.models.transformer import Apart, Cache, Running, States, Transformer
 
 Params = dict[
@@ -275,12 +275,15 @@ class Policy:
             if isinstance(x, Adapted):
                 a, b = adapter_shapes(own[path], x.a, x.b)
                 return Adapted(leaf(path, x.weights), padding.cut(x.a, a), padding.cut(x.b, b), x.scale)
+            if isinstance(x, Quantized):
+                outputs = own[path][x.values.ndim - x.scale.ndim + 1 :]
+                return Quantized(leaf(path, x.values), padding.cut(x.scale, (x.scale.shape[0], *outputs)))
             if x.shape == own.get(path, x.shape):
                 return x
             # The shares of its devices, of which the last may be smaller than the others.
             return jax.lax.with_sharding_constraint(padding.cut(x, own[path]), stored[path])
 
-        return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, Adapted))
+        return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_several)
 
     def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
         """The parameters in their own sizes with how the mesh holds each matrix of the layers, for activations of [B, T] `rows`.
@@ -297,15 +300,14 @@ class Policy:
         over = tuple(split) if here else None
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
-            # Frozen under its adapters; a norm's scale or a bias; experts, which sum their own gradients.
-            if isinstance(leaf, Adapted) or "embed" not in axes or "experts" in axes:
+            # Frozen under its adapters, or a sampler's; a norm's scale or a bias; experts, which sum their own gradients.
+            if _several(leaf) or "embed" not in axes or "experts" in axes:
                 return leaf
             return Spread(leaf, Stored(self.partitioner.mesh, over, PartitionSpec(*like.sharding.spec[1:])))
 
         shapes, axes = self.plain.abstract(), self.plain.axes()
-        adapted = lambda x: isinstance(x, Adapted)  # noqa: E731
         layers = {
-            stack: jax.tree.map(marked, params[stack], shapes[stack], axes[stack], is_leaf=adapted)
+            stack: jax.tree.map(marked, params[stack], shapes[stack], axes[stack], is_leaf=_several)
             for stack in self.architecture.stacks
         }
         return {**params, **layers}
@@ -315,6 +317,11 @@ class Policy:
         state = jax.tree.map(lambda leaf: leaf, abstract)
         nnx.replace_by_pure_dict(state, params)
         return nnx.merge(graph, state)
+
+
+def _several(x: Any) -> bool:
+    """Whether several arrays are in the place of one parameter."""
+    return isinstance(x, Adapted | Quantized)
 
 
 def stored(partitioner: Partitioner, own: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:

@@ -23,10 +23,11 @@ from jaxrl_llm.learner.learner import NO_BASES, Bases, Learner
 from jaxrl_llm.learner.optimizer import rested
 from jaxrl_llm.learner.score import TEACHER
 from jaxrl_llm.models.architecture import PRECISE
+from jaxrl_llm.models.linear import Quantized
 from jaxrl_llm.models.lora import AdaptedPolicy
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Naming
-from jaxrl_llm.samplers.embedded import decode
+from jaxrl_llm.samplers.embedded import decode, narrow
 from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
 from jaxrl_llm.train.build import learner_of
 from jaxrl_llm.train.describe import block_of, capacity_of
@@ -132,6 +133,11 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
 def copy(policy: Policy, sampler: EmbeddedSampler, stage: Stage) -> int:
     """Bytes of the sampler's weights where they are a copy; they are the learner's own where these rest in the dtype of computing."""
     dtype, share = policy.compute_dtype, sampler.share_weights
+    if sampler.weights is not None:
+        narrower = lambda x: isinstance(x, Quantized)  # noqa: E731
+        leaves = jax.tree.leaves(served_shapes(policy, sampler), is_leaf=narrower)
+        shared = share and dtype == stage.optimizer.weights_dtype
+        return size([x for x in leaves if narrower(x) or not shared])
     if not apart(policy, sampler):
         return 0 if share and dtype == stage.optimizer.weights_dtype else size(cast(policy.plain, dtype))
     base = 0 if share and dtype == policy.lora.base_dtype else size(cast(policy.plain, dtype))
@@ -146,6 +152,8 @@ def apart(policy: Policy, sampler: EmbeddedSampler) -> TypeGuard[AdaptedPolicy]:
 def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
     """Shapes of what the sampler decodes with."""
     base = cast(policy.plain, policy.compute_dtype)
+    if sampler.weights is not None:
+        return narrow.shapes(policy.plain, base, sampler.weights, policy.partitioner)
     return policy.joined(cast(policy, policy.compute_dtype), base) if apart(policy, sampler) else base
 
 

@@ -267,7 +267,8 @@ def _sampling(sampler: Any) -> str:
     name = components.selector(type(sampler))
     beside = ", adapters beside their base" if getattr(sampler, "adapters", False) else ""
     if isinstance(sampler, EmbeddedSampler):
-        return f"{name}, in this process and on its devices{beside}"
+        narrow = f", with matrices in {sampler.weights}" if sampler.weights else ""
+        return f"{name}, in this process and on its devices{beside}{narrow}"
     return f"{name}, by servers of their own{beside}"
 
 

@@ -22,6 +22,7 @@ from jaxrl_llm.models.experts import Report
 from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
 from jaxrl_llm.models.transformer import Apart, Cache
+from jaxrl_llm.samplers.embedded import narrow
 from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, ordered_logprob, plain
 
 NO_TOKEN = -1
@@ -275,7 +276,7 @@ def adapter_axes(axes: Axes, x: Adapted) -> tuple[Axes, Axes]:
     return (*axes[:inner], None), (axes[0], None, *axes[inner:])
 
 
-def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict[str, Any]:
+def served(policy: Policy, params: Params, *, share: bool, gather: bool, weights: str | None = None) -> dict[str, Any]:
     """Returns `params` in the policy's compute dtype, laid out for decoding.
 
     Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
@@ -287,6 +288,7 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
       params: the learner's parameters; an `Adapted` in the place of a weight that has an adapter beside it.
       share: whether the learner's own arrays may be served.
       gather: whether weights are whole over the fsdp axis, which saves each decode step their gathering.
+      weights: dtype of the layers' matrices with scales beside them (`narrow`); None leaves them in the compute dtype.
 
     Raises:
       ValueError: where `params` are not those of `policy`.
@@ -308,6 +310,8 @@ def served(policy: Policy, params: Params, *, share: bool, gather: bool) -> dict
         return jax.device_put(x.astype(dtype), sharding)
 
     def leaf(path: tuple[Any, ...], axes: tuple, x: Any) -> Any:
+        if weights is not None and (inputs := narrow.inputs_of(path, axes)):
+            return narrow.quantized(x, inputs, weights, partitioner.stored(axes, x.shape))
         if not isinstance(x, Adapted):
             return placed(path, axes, x)
         a, b = (placed(path, *one) for one in zip(adapter_axes(axes, x), (x.a, x.b)))

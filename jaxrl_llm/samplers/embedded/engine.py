@@ -147,8 +147,8 @@ class Engine:
         check_shapes(self.policy, params)
         self.retire()
         new = self.serve(params)
-        pairs = zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True)
-        self._own = [array for array, given in pairs if array is not given]
+        given = {id(array) for array in jax.tree.leaves(params)}
+        self._own = [array for array in jax.tree.leaves(new) if id(array) not in given]
         if self._splits is None:
             self._splits = room_apart(self.policy, new)
         self._apart = layers_apart(new, policy=self.policy) if self._splits else None

@@ -40,6 +40,9 @@ class EmbeddedSampler:
       adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is made, rounded or
         held, and where the base rests in the compute dtype it is not copied either. Each product of an adapted weight then takes two small
         ones more. False serves the sum.
+      weights: dtype of the layers' matrices; None is the policy's compute dtype. "float8_e4m3fn" holds them in 8 bits with a scale for each
+        output channel, rounded anew at each publication: half the memory of bfloat16, beside the learner's own weights. Samples are then of
+        that policy: `gap/*` says how far it is from the learner's, and an algorithm's `correction` weighs tokens by it.
     """
 
     slots: int = 512
@@ -52,9 +55,17 @@ class EmbeddedSampler:
     keep_turns: bool = True
     shrink: int = 0
     adapters: bool = False
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         components.one_of(self, (None, *NARROW), "cache")
+        components.one_of(self, (None, *NARROW), "weights")
+        if self.weights is not None and self.adapters:
+            components.refuse(
+                self,
+                "weights",
+                "None with embedded.EmbeddedSampler.adapters, beside which the base is the learner's own",
+            )
         components.at_least(self, 1, "slots", "decode_chunk", "prefill_tokens")
         if self.shrink != 0:
             components.at_least(self, 2, "shrink")
@@ -73,13 +84,14 @@ class EmbeddedSampler:
                 f"max_length must be 2..{policy.architecture.max_positions} tokens, the most of the model (got {max_length}): set the lengths of both"
             )
         plain = policy.plain
-        if policy.bitwise and self.cache is not None:
-            raise ValueError(
-                f"the bitwise mode keeps keys and values as the learner has them (got embedded.EmbeddedSampler.cache = {self.cache!r}): leave "
-                "it None, or set BITWISE = False"
-            )
+        for name in ("cache", "weights") if policy.bitwise else ():
+            if (kind := getattr(self, name)) is not None:
+                raise ValueError(
+                    f"the bitwise mode keeps weights, keys and values as the learner has them (got embedded.EmbeddedSampler.{name} = {kind!r}): "
+                    "leave it None, or set BITWISE = False"
+                )
         return Engine(
-            policy=plain, adapted=self.adapters and policy is not plain, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
+            policy=plain, adapted=self.adapters and policy is not plain, serve=partial(served, plain, share=self.share_weights, gather=self.gather_weights, weights=self.weights), tokenizer=tokenizer, max_length=max_length, slots=self.slots,
             decode_chunk=self.decode_chunk, prefill_tokens=self.prefill_tokens, cache=self.cache,
             record=self.record_routes and policy.architecture.experts is not None, keep=self.keep_turns,
             shrink=self.shrink,
