@@ -100,7 +100,9 @@ def test_the_machine_is_named_once_however_many_files_lie_beside_its_folder(tmp_
     asked, name = [], compilation_cache.machine()
     monkeypatch.setattr(compilation_cache, "machine", lambda: asked.append(1) or name)
     for number in range(50):
-        (tmp_path / f"jit_{number}-cache").write_text("")  # as where a folder of programs is named by JAX's own variable
+        (tmp_path / f"jit_{number}-cache").write_text(
+            ""
+        )  # as where a folder of programs is named by JAX's own variable
     (tmp_path / "another").mkdir()
     (tmp_path / name).mkdir()
     compilation_cache.trim(tmp_path, time.time())
