@@ -147,13 +147,12 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.centred = epsilon, centred
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-        x32 = x.astype(jnp.float32)
-        if dispatch.ordered():
-            inverse = arithmetic.inverse_rms(x32, self.epsilon)
-        else:
-            inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
         scale = 1.0 + self.scale[...] if self.centred else self.scale[...]
-        return rounded(x32 * inverse * scale, x.dtype)
+        if dispatch.ordered():
+            return arithmetic.rms_norm(x, scale, self.epsilon)
+        x32 = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
+        return (x32 * inverse * scale).astype(x.dtype)
 
 
 class Projection(nnx.Module):

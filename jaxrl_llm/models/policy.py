@@ -73,7 +73,7 @@ class Policy:
             raise ValueError(f"unroll must be >= 1 layer (got {self.unroll}): set sources.PolicySource.unroll")
         check_division(self.architecture, self.partitioner)
         if self.bitwise:
-            check_bitwise(self.architecture, self.partitioner)
+            check_bitwise(self.architecture, self.partitioner, self.compute_dtype)
 
     @property
     def plain(self) -> "Policy":
@@ -336,15 +336,18 @@ def adapter_shapes(weight: tuple[int, ...], a: Any, b: Any) -> tuple[tuple[int, 
     return (*weight[:inputs], a.shape[-1]), (*b.shape[:2], *weight[inputs:])
 
 
-def check_bitwise(architecture: Architecture, partitioner: Partitioner) -> None:
-    """Raises ValueError where the bitwise mode does not have the model or the devices."""
-    mesh, reason = partitioner.mesh, arithmetic.refusal(partitioner.mesh.devices.flat[0].platform)
+def check_bitwise(architecture: Architecture, partitioner: Partitioner, dtype: str) -> None:
+    """Raises ValueError where the bitwise mode does not have the model, its dtype or the devices."""
+    mesh, platform = partitioner.mesh, partitioner.mesh.devices.flat[0].platform
+    reason = arithmetic.refusal(platform)
     if architecture.experts is not None:
         reason = "experts are chosen and summed in an order that goes by the batch"
     elif architecture.delta is not None:
         reason = "layers that hold a state sum over tokens in chunks that go by the row"
     elif mesh.size > 1:
         reason = f"sums over the devices of a mesh have no fixed order yet: run on one device (got {mesh.size})"
+    elif platform == "gpu" and dtype != "bfloat16":
+        reason = f"a GPU's products in one order are of bfloat16: set compute_dtype = 'bfloat16' (got {dtype!r})"
     if reason is not None:
         raise ValueError(f"the bitwise mode is not for this policy, as {reason}; set BITWISE = False")
 

@@ -2,11 +2,12 @@
 
 A query meets the keys of its sequence in blocks of KEYS, counted from the sequence's first token, one block after the other; the
 products of a block have one shape whatever is packed, prefilled or decoded together. A block that a query sees nothing of leaves its
-sums as they are, to the bit. The gradient is that of the device's own choice of backends.
+sums as they are, to the bit. Here in XLA for CPUs; on Hopper GPUs `ordered_gpu` does it. The gradient is that of the device's own choice of backends.
 """
 
 from collections.abc import Callable
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -29,7 +30,14 @@ def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     if call.max_segments is None or call.queries != call.keys:
         return "it needs packed rows, whose sequences are no more than max_segments"
-    return arithmetic.refusal(call.platform)
+    return arithmetic.refusal(call.platform) or (gpu().unfit(call.dtype, call.width) if call.platform == "gpu" else None)
+
+
+def gpu() -> ModuleType:
+    """Returns the module of Hopper's kernel."""
+    from jaxrl_llm.kernels.attention import ordered_gpu
+
+    return ordered_gpu
 
 
 def attend(
@@ -40,13 +48,16 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B T"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Computes attention as `reference` states it, in float32."""
+    """Computes attention as `reference` states it, with float32 sums."""
     out: jax.Array = _attend(call, q, k, v, positions[0], segments[0])
     return out
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(call: Call, q: Any, k: Any, v: Any, positions: Any, segments: Any) -> jax.Array:
+    if call.platform == "gpu":
+        out: jax.Array = gpu().packed(q, k, v, segments, call)
+        return out
     return _packed(q, k, v, positions, segments, call)
 
 

@@ -14,7 +14,9 @@ def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     if call.cache_dtype != call.dtype:
         return f"its cache holds what the learner attends to, {call.dtype} (got {call.cache_dtype})"
-    return arithmetic.refusal(call.platform)
+    return arithmetic.refusal(call.platform) or (
+        packed.gpu().unfit(call.dtype, call.width) if call.platform == "gpu" else None
+    )
 
 
 def attend(
@@ -25,7 +27,10 @@ def attend(
     positions: Int[Array, " S"],
     call: Call,
 ) -> Float[Array, "S H C"]:
-    """Attends as `decode_attention` states it, in float32; the other queries of a slot's tile are zeros."""
+    """Attends as `decode_attention` states it, with float32 sums; on CPUs the other queries of a slot's tile are zeros."""
+    if call.platform == "gpu":
+        found: jax.Array = packed.gpu().decoded(q, keys, values, layer, positions, window=call.window)
+        return found
     k, v = (cache.of_layer(x, layer) for x in (keys, values))
     tile = jnp.pad(q[:, None], ((0, 0), (0, packed.KEYS - 1), (0, 0), (0, 0)))
     at = jnp.broadcast_to(positions[:, None], tile.shape[:2])

@@ -21,9 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from jaxrl_llm.kernels import dispatch
+
 ROWS = 64  # of a tile
 ONES = 8  # columns of ones that a sum is the product with; a single one would be another kind of product
-PLATFORMS = ("cpu",)
+
+HOPPER = (9, 0)  # the GPUs' compute capability
 
 LOG2_E = 1.44269504088896341
 # log 2 in two parts, of which the first has so few digits that its products with exponents are exact.
@@ -35,12 +38,19 @@ EXP_LOWEST, EXP_HIGHEST = -87.0, 88.0
 
 
 def refusal(platform: str) -> str | None:
-    """Returns the reason why a platform has no ordered arithmetic, or None."""
-    return (
-        None
-        if platform in PLATFORMS
-        else f"its order of sums is fixed on {', '.join(PLATFORMS)} alone (got {platform})"
-    )
+    """Returns the reason why a platform, on GPUs the device that kernels are for, has no ordered arithmetic, or None."""
+    if platform == "cpu":
+        return None
+    capability = dispatch.capability() if platform == "gpu" else None
+    if capability == HOPPER:
+        return None
+    found = platform if capability is None else f"a GPU of compute capability {capability[0]}.{capability[1]}"
+    return f"its order of sums is fixed on CPUs and on NVIDIA Hopper GPUs, compute capability 9.0 (got {found})"
+
+
+def on_gpu() -> bool:
+    """Returns True where sums are the GPU's kernels' (kernels/ordered/hopper.py)."""
+    return bool(dispatch.device().platform == "gpu")
 
 
 def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -93,10 +103,24 @@ def totals(x: Float[Array, "M K"]) -> Float[Array, " M"]:
 
 def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first ones of the weights, both in the dtype of `x`, with float32 sums."""
+    if on_gpu():
+        from jaxrl_llm.kernels.ordered import hopper
+
+        return hopper.linear(x, weights, inputs)
     width = math.prod(weights.shape[:inputs])
     w = widened(weights, x.dtype).reshape(width, -1)
     y = matmul(x.reshape(-1, width).astype(jnp.float32), w)
     return rounded(y.reshape(*x.shape[: x.ndim - inputs], *weights.shape[inputs:]), x.dtype)
+
+
+def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*rows D"]:
+    """Returns scale x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32, in the dtype of `x`."""
+    if on_gpu():
+        from jaxrl_llm.kernels.ordered import hopper
+
+        return hopper.rms_norm(x, scale, epsilon)
+    x32 = x.astype(jnp.float32)
+    return rounded(x32 * inverse_rms(x32, epsilon) * scale, x.dtype)
 
 
 def inverse_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows 1"]:

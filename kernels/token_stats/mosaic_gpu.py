@@ -95,6 +95,7 @@ class Plan:
       splits: shares of the vocabulary's tiles; an item is a block and a share.
       clusters: clusters of the grid.
       steps: pieces of `depth` in the width.
+      last: first entry of the last tile, where that begins within the one before; None where tiles follow each other.
     """
 
     tiles: Tiles
@@ -104,6 +105,7 @@ class Plan:
     splits: int
     clusters: int
     steps: int
+    last: int | None = None
 
     def item(self, index: Any) -> tuple[Any, Any, Any, Any]:
         """(block, split, first tile, end of tiles) of the item: blocks of a group first, then shares, then groups."""
@@ -113,6 +115,11 @@ class Plan:
         split = lax.div(within, size)
         first, end = (lax.div((split + i) * self.count, self.splits) for i in range(2))
         return group * self.group + lax.rem(within, size), split, first, end
+
+    def first_entry(self, n: Any) -> Any:
+        """First entry of the vocabulary's tile `n`."""
+        first = n * self.tiles.columns
+        return first if self.last is None else jnp.minimum(first, self.last)
 
     def over_items(self, cluster: Any, run: Callable[..., Any], state: Any) -> Any:
         """Calls `run(item, state)` over the items of the cluster."""
@@ -179,7 +186,7 @@ class Kernels:
     def forward(self, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
         """Returns the sums over the shard's vocabulary of each token."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, self.tiles)
+        hidden, head = operands(inputs, self.tiles)
         work = plan(self.tiles, hidden.shape[0], call.width, covered // self.tiles.columns)
         sums = _sums(hidden, head[:covered] if _ragged(head) else head, call, work)
         sums = {name: x[: call.tokens] for name, x in sums.items()}
@@ -197,7 +204,7 @@ class Kernels:
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
-        hidden, head = _operands(inputs, self.tiles)
+        hidden, head = operands(inputs, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
         def add(first: Any, entries: int, carry: Any) -> Any:
@@ -256,7 +263,7 @@ def _ragged(head: jax.Array) -> bool:
     return head.shape[0] % 8 > 0
 
 
-def _operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
+def operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
     """Hidden states padded to whole blocks, and the head in their dtype."""
     hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
     more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
@@ -294,13 +301,13 @@ def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[st
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def tile(z: Any, n: Any, row: Any, carry: Any) -> Any:
-            return _add_tile(z, carry, scale, work.tiles.slice)
+            return add_tile(z, carry, scale, work.tiles.slice)
 
-        _stream((hidden, head), 0, work, stream, (start, tile, finish))
+        stream_of((hidden, head), 0, work, stream, (start, tile, finish))
 
     out_type = jax.ShapeDtypeStruct((len(names), work.splits, tokens), jnp.float32)
     scratch = [plgpu.SMEM((2, len(names), rows), jnp.float32)]
-    out = _kernel(body, out_type, scratch, work)(hidden, _turned(head, work.tiles))
+    out = kernel_of(body, out_type, scratch, work)(hidden, turned(head, work.tiles))
     sums = dict(zip(names, out))
     sums["first"] = sums["first"] / LOG2E
     return _reduced(sums, call)
@@ -313,8 +320,11 @@ def _reduced(sums: Tree, call: Call) -> dict[str, jax.Array]:
     return {name: maximum if name == "maximum" else x.sum(axis=0) for name, x in summed.items()}
 
 
-def _add_tile(z: Any, carry: Any, scale: float, width: int) -> Any:
-    """Returns the running sums with a tile of logits, taken a slice at a time so that few registers are live."""
+def add_tile(z: Any, carry: Any, scale: Any, width: int) -> Any:
+    """Returns the running sums with a tile of logits, taken a slice at a time so that few registers are live.
+
+    `scale`, the inverse temperature in units of base 2, is a number or one a row.
+    """
     before, *sums = carry
     maximum = jnp.maximum(before, z.max(axis=1))
     shift = (before - maximum) * scale
@@ -322,9 +332,10 @@ def _add_tile(z: Any, carry: Any, scale: float, width: int) -> Any:
     total, first, *square = sums
     kept = [total * factor, (first + shift * total) * factor, *(x * factor * factor for x in square)]
     parts: list[Any] = []
+    across = scale if isinstance(scale, float) else _across(scale, width)
     for j in range(0, z.shape[1], width):
         # The difference is taken before it is scaled, for large logits.
-        x = (z[:, j : j + width] - _across(maximum, width)) * scale
+        x = (z[:, j : j + width] - _across(maximum, width)) * across
         e = jnp.exp2(x)
         new = [e, e * x, e * e][: len(kept)]
         parts = [a + b for a, b in zip(parts, new)] if parts else new
@@ -374,7 +385,7 @@ def _logit_gradients(
                 plgpu.copy_smem_to_gmem(out.at[wg, i % 2], dz.at[pl.ds(row, rows), columns])
             return carry
 
-        _stream((hidden, head), first_tile, work, stream, (begin, tile, lambda *_: None))
+        stream_of((hidden, head), first_tile, work, stream, (begin, tile, lambda *_: None))
 
     out_type = jax.ShapeDtypeStruct((hidden.shape[0], work.count * tiles.columns), hidden.dtype)
     scratch = [
@@ -384,8 +395,8 @@ def _logit_gradients(
         plgpu.Barrier(num_arrivals=len(names) + 1, num_barriers=2),
     ]
     numbers = jnp.stack(list(coefficients.values()))
-    kernel = _kernel(body, out_type, scratch, work)
-    return kernel(hidden, _turned(head, tiles), numbers, targets, jnp.reshape(jnp.int32(start), 1))
+    kernel = kernel_of(body, out_type, scratch, work)
+    return kernel(hidden, turned(head, tiles), numbers, targets, jnp.reshape(jnp.int32(start), 1))
 
 
 def _gradient(z: Any, c: Tree, place: Any, scale: float) -> Any:
@@ -410,7 +421,7 @@ def _gradient(z: Any, c: Tree, place: Any, scale: float) -> Any:
     return dz
 
 
-def _turned(head: jax.Array, tiles: Tiles) -> jax.Array:
+def turned(head: jax.Array, tiles: Tiles) -> jax.Array:
     return head.T if tiles.head_columns else head
 
 
@@ -422,7 +433,7 @@ def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
 
-def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], work: Plan) -> Callable[..., Any]:
+def kernel_of(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], work: Plan) -> Callable[..., Any]:
     """Returns a kernel on the plan's grid; `body` takes inputs, output, `scratch`, then the stream's buffers and barriers."""
     tiles = work.tiles
     shared = tiles.cluster > 1
@@ -451,7 +462,7 @@ def _kernel(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], wo
     return run
 
 
-def _stream(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: Any) -> None:
+def stream_of(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: Any) -> None:
     """Runs `start(row)`, `tile(z, n, row, carry)` for each tile and `finish(carry, split, row)` for each item.
 
     The three of `of_item` run in both warpgroups that compute, each on its own rows; the third warpgroup moves tiles.
@@ -544,7 +555,7 @@ def _load(step: Any, row: Any, n: Any, arrays: Any, work: Plan, stream: Any) -> 
         def _wait() -> None:
             plgpu.barrier_wait(free.at[slot])
 
-        depth, entries = pl.ds(k * tiles.depth, tiles.depth), pl.ds(n * tiles.columns, tiles.columns)
+        depth, entries = pl.ds(k * tiles.depth, tiles.depth), pl.ds(work.first_entry(n), tiles.columns)
         plgpu.copy_gmem_to_smem(arrays[0].at[pl.ds(row, 2 * tiles.rows), depth], hidden.at[slot], full.at[slot])
         source = arrays[1].at[depth, entries] if tiles.head_columns else arrays[1].at[entries, depth]
         together = "block" if tiles.cluster > 1 else None

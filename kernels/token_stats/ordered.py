@@ -1,9 +1,11 @@
 """token_stats whose log-prob of a token is the same bits in every batch, and that of a sampler that has the logits (`logprobs`).
 
-Logits are taken in tiles of rows with the whole vocabulary; the gradient is that of the backend `xla`.
+On CPUs logits are taken in tiles of rows with the whole vocabulary, and the gradient is that of the backend `xla`; on Hopper GPUs both
+are the kernels' of `ordered_gpu`, which makes a row's logits again for the sampler.
 """
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -16,14 +18,21 @@ from jaxrl_llm.kernels.token_stats import fused, xla
 from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import Inputs
 
-backward = xla.backward
 
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     if call.biased or call.soft_cap is not None or call.chunk is not None or call.shards > 1:
         return "it has no bias, soft_cap, chunk or mesh"
-    return arithmetic.refusal(call.platform)
+    if reason := arithmetic.refusal(call.platform):
+        return reason
+    return _gpu().refusal(call) if call.platform == "gpu" else None
+
+
+def _gpu() -> ModuleType:
+    from jaxrl_llm.kernels.token_stats import ordered_gpu
+
+    return ordered_gpu
 
 
 def compute(
@@ -36,7 +45,11 @@ def compute(
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
     """Returns the statistics named by `call.outputs`, as `reference` states them."""
-    return fused.compute(sys.modules[__name__], (hidden, head, targets), bias, words, call, mesh)
+    backend = _gpu() if call.platform == "gpu" else sys.modules[__name__]
+    return fused.compute(backend, (hidden, head, targets), bias, words, call, mesh)
+
+
+backward = xla.backward
 
 
 def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
@@ -69,14 +82,23 @@ def _logprob(chosen: jax.Array, maximum: jax.Array, inverse: Any, log_total: jax
 
 
 def logits(hidden: Float[Array, "S D"], head: Float[Array, "V D"]) -> Float[Array, "S V"]:
-    """Returns h . w_v in the dtype of `hidden`, in the order of `forward`."""
+    """Returns h . w_v in the dtype of `hidden`: on CPUs in the order of `forward`, on GPUs for the choice of a token alone."""
+    if arithmetic.on_gpu():
+        return jnp.einsum("sd,vd->sv", hidden, head, preferred_element_type=jnp.float32)
     return arithmetic.matmul(hidden.astype(jnp.float32), arithmetic.widened(head, hidden.dtype), turned=True)
 
 
 def logprobs(
-    logits: Float[Array, "S V"], tokens: Int[Array, " S"], temperature: Float[Array, " S"]
+    hidden: Float[Array, "S D"],
+    head: Float[Array, "V D"],
+    logits: Float[Array, "S V"],
+    tokens: Int[Array, " S"],
+    temperature: Float[Array, " S"],
 ) -> Float[Array, " S"]:
     """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
+    if arithmetic.on_gpu():
+        found: jax.Array = _gpu().logprobs(hidden, head, tokens, temperature)
+        return found
     maximum = logits.max(axis=1)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     inverse = arithmetic.pin(1 / temperature)

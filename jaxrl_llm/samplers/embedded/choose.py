@@ -55,10 +55,18 @@ def plain(choice: Choice) -> Bool[Array, " S"]:
     return jnp.asarray((choice.repetition_penalty == 1) & ((choice.temperature == 0) | ~cut))
 
 
-def ordered_logprob(logits: Float[Array, "S V"], token: Int[Array, " S"], choice: Choice) -> Float[Array, " S"]:
-    """Returns the log-prob of the token under the whole softmax, with the bits of the learner's in the bitwise mode."""
+def ordered_logprob(
+    read: tuple[Float[Array, "S D"], Float[Array, "V D"]],
+    logits: Float[Array, "S V"],
+    token: Int[Array, " S"],
+    choice: Choice,
+) -> Float[Array, " S"]:
+    """Returns the log-prob of the token under the whole softmax, with the bits of the learner's in the bitwise mode.
+
+    `read` are the hidden states and the head whose product the logits are.
+    """
     temperature = jnp.asarray(choice.temperature)
-    return ordered.logprobs(logits, token, jnp.where(temperature > 0, temperature, 1.0))
+    return ordered.logprobs(*read, logits, token, jnp.where(temperature > 0, temperature, 1.0))
 
 
 def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:

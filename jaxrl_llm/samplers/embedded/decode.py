@@ -180,7 +180,8 @@ def decode(
         gumbel = noise(keys, chunk.drawn, logits.shape[1])
         token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
         if policy.bitwise:
-            logprob = jnp.where(plain(slots.choice), ordered_logprob(logits, token, slots.choice), logprob)
+            same = ordered_logprob((hidden[:, 0], head), logits, token, slots.choice)
+            logprob = jnp.where(plain(slots.choice), same, logprob)
         token = jnp.where(chunk.done, last, token)
         seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
         drawn = chunk.drawn + ~chunk.done

@@ -1,0 +1,157 @@
+"""The bitwise mode's matrix products, norms and row sums on one NVIDIA Hopper GPU.
+
+A product is `grouped_matmul`'s stream of tiles with one group: a tile of the result walks K in pieces of one depth, in order, into one
+float32 sum, by an instruction (64 rows x the tile's columns x 16 of K) which the weights' shape alone chooses. Rows are filled up to
+whole tiles; how many of them a block has, and which blocks share the weights' pieces, goes by the number of rows and changes no bit.
+Norms and sums of rows are Triton programs whose blocks go by the row's width.
+"""
+
+import functools
+import math
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.grouped_matmul import mosaic_gpu as grouped
+from jaxrl_llm.kernels.grouped_matmul.definition import Blocks
+from jaxrl_llm.kernels.grouped_matmul.mosaic_gpu import Tiles
+
+WIDE = Tiles(rows=64, columns=256)
+NARROW_MANY = Tiles(rows=128, columns=128, slice_bytes=64)
+NARROW_FEW = Tiles(rows=64, columns=128, stages=6)
+WIDE_FROM = 4096  # columns of weights whose tiles are WIDE
+MANY_FROM = 8192  # rows of narrow products whose blocks have 256 of them
+TOGETHER = 512  # rows from which two blocks share the weights' pieces
+BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
+
+
+def tiles_of(rows: int, columns: int) -> Tiles:
+    """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone."""
+    if columns >= WIDE_FROM and columns % WIDE.columns == 0:
+        tiles = WIDE
+    else:
+        tiles = NARROW_MANY if rows >= MANY_FROM else NARROW_FEW
+    return tiles if rows >= TOGETHER else replace(tiles, cluster=1)
+
+
+def product(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
+    """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], of bfloat16 with float32 sums, rounded once."""
+    (rows, width), columns = x.shape, w.shape[0 if turned else 1]
+    tiles = tiles_of(rows, columns)
+    more = -rows % tiles.block, -width % tiles.depth, -columns % tiles.columns
+    x = jnp.pad(x, ((0, more[0]), (0, more[1])))
+    w = jnp.pad(w, ((0, more[2]), (0, more[1])) if turned else ((0, more[1]), (0, more[2])))
+    count = x.shape[0] // tiles.block
+    one = Blocks(
+        expert=jnp.zeros(count, jnp.int32), first=jnp.array([0, count], jnp.int32), sizes=jnp.array([rows], jnp.int32)
+    )
+    (y,) = grouped.products(x, w[None], one, tiles, transposed=turned)
+    return y[:rows, :columns]
+
+
+def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
+    """Contracts the last `inputs` axes of `x`, bfloat16, with the first ones of the weights."""
+    width = math.prod(weights.shape[:inputs])
+    y = product(x.reshape(-1, width), weights.astype(x.dtype).reshape(width, -1))
+    return y.reshape(*x.shape[: x.ndim - inputs], *weights.shape[inputs:])
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*rows D"]:
+    """Returns scale x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 and then the dtype of `x`."""
+    return _norms(x.reshape(-1, x.shape[-1]), scale, epsilon).reshape(x.shape)
+
+
+def _rms_norm_forward(x: jax.Array, scale: jax.Array, epsilon: float) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return rms_norm(x, scale, epsilon), (x, scale)
+
+
+def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def plain(x: jax.Array, scale: jax.Array) -> jax.Array:
+        x32 = x.astype(jnp.float32)
+        inverse = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+        return (x32 * inverse * scale).astype(x.dtype)
+
+    dx, dscale = jax.vjp(plain, *saved)[1](g)
+    return dx, dscale
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+def _norms(x: Float[Array, "M D"], scale: Float[Array, " D"], epsilon: float, interpret: bool = False) -> jax.Array:
+    def body(x: Any, scale: Any, out: Any, *, at: "_Rows") -> None:
+        def squares(part: Any) -> Any:
+            values = triton.load(x.at[at.index, part]).astype(jnp.float32)
+            return values * values
+
+        inverse = lax.rsqrt(at.summed(squares) / at.width + epsilon)[:, None]
+        for part in at.parts:
+            values = triton.load(x.at[at.index, part]).astype(jnp.float32)
+            values = values * inverse * triton.load(scale.at[part])
+            triton.store(out.at[at.index, part], values.astype(out.dtype))
+
+    return _over_rows(body, (x, scale), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
+
+
+def chosen_logits(
+    hidden: Float[Array, "T D"], head: Float[Array, "V D"], targets: Int[Array, " T"], *, interpret: bool = False
+) -> Float[Array, " T"]:
+    """Returns h . w of each token's target in float32; of a target outside V that of an entry inside."""
+
+    def body(hidden: Any, head: Any, targets: Any, out: Any, *, at: "_Rows") -> None:
+        own = jnp.clip(triton.load(targets.at[at.row]), 0, head.shape[0] - 1)
+        own = lax.broadcast_in_dim(own, at.index.shape, (0,))
+
+        def products(part: Any) -> Any:
+            h, w = triton.load(hidden.at[at.index, part]), triton.load(head.at[own, part])
+            return h.astype(jnp.float32) * w.astype(jnp.float32)
+
+        triton.store(out.at[at.row], at.summed(products))
+
+    shape = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.float32)
+    return _over_rows(body, (hidden, head, targets), shape, interpret)
+
+
+class _Rows:
+    """The rows of one Triton program, and the pieces of their columns; rows beyond the last repeat it."""
+
+    def __init__(self, rows: int, width: int, block: int, columns: int) -> None:
+        self.width, self.shape = width, (block, columns)
+        self.row = jnp.minimum(pl.program_id(0) * block + jnp.arange(block), rows - 1)
+        self.index = lax.broadcast_in_dim(self.row, self.shape, (0,))
+        place = lax.broadcasted_iota(jnp.int32, self.shape, 1)
+        self.parts = [place + first for first in range(0, width, columns)]
+
+    def summed(self, of: Any) -> Any:
+        """Sums of the rows of `of(part)` over all parts."""
+        total = jnp.zeros(self.shape, jnp.float32)
+        for part in self.parts:
+            total = total + of(part)
+        return jnp.sum(total, axis=1)
+
+
+def _over_rows(body: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, interpret: bool) -> jax.Array:
+    """Runs `body(*arrays, out, at=rows)` over blocks of the first array's rows."""
+    rows, width = arrays[0].shape
+    columns = min(width & -width, BLOCK // 4)
+    block = min(BLOCK // columns, 32)
+
+    def program(*refs: Any) -> None:
+        body(*refs, at=_Rows(rows, width, block, columns))
+
+    run = pl.pallas_call(
+        program, out_shape=out, grid=(-(-rows // block),), interpret=interpret,
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
+    )  # fmt: skip
+    found: jax.Array = run(*arrays)
+    return found

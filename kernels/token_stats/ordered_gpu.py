@@ -1,0 +1,164 @@
+"""token_stats in one order on Hopper: the kernel of running sums with fixed shares of the vocabulary, their sum, and the target's logit.
+
+A share's tiles, and their columns, follow each other in one order, and the shares go by the vocabulary and the chip alone; so the
+sums of a row are the same bits in every company. The last tile may begin within the one before, whose entries it leaves out. Every
+row has a temperature of its own, as a sampler's slots have; the target's logit is a sum of its own over the width.
+"""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm.kernels.ordered import hopper
+from jaxrl_llm.kernels.token_stats import fused, mosaic_gpu
+from jaxrl_llm.kernels.token_stats.definition import Call
+from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs
+from jaxrl_llm.kernels.token_stats.mosaic_gpu import LOG2E, TILES, Plan, Tiles
+
+UNIT = 8  # entries of which the vocabulary must have a multiple, for TMA
+BLOCK = 64  # tokens whose shares one program sums
+
+backward = mosaic_gpu.Kernels(tiles=TILES).backward
+
+
+def refusal(call: Call) -> str | None:
+    """Returns the reason why the kernels cannot take the call, or None."""
+    if reason := fused.refusal(call):
+        return reason
+    if call.width % TILES.depth or call.vocabulary % UNIT or call.vocabulary < TILES.columns:
+        sizes = f"{call.width} and {call.vocabulary}"
+        return f"the width must be a multiple of {TILES.depth}, the vocabulary of {UNIT} and at least {TILES.columns} (got {sizes})"
+    if call.width * call.vocabulary >= 2**31:
+        return f"its offsets are 32 bits: D * V must be below 2**31 (got {call.width} * {call.vocabulary})"
+    return None
+
+
+def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
+    """Returns the sums over the vocabulary of each token; nothing is kept for the backward."""
+    temperature = jnp.full(call.tokens, call.temperature, jnp.float32)
+    found = sums(inputs.hidden, inputs.head, inputs.targets, temperature, square="sum_p2" in call.outputs)
+    if "uniform_logprob" in call.outputs:
+        found["logit_sum"] = fused.logit_sums(inputs.hidden, inputs.head.astype(inputs.hidden.dtype))
+    return found, None
+
+
+def sums(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, " T"],
+    temperature: Float[Array, " T"],
+    *,
+    square: bool = False,
+    tiles: Tiles = TILES,
+) -> dict[str, Float[Array, " T"]]:
+    """Returns maximum, total, first, (square), log_total and logprob of each row, as `fused` names them."""
+    tokens, (vocabulary, width) = hidden.shape[0], head.shape
+    more = (0, -tokens % (tiles.cluster * 2 * tiles.rows))
+    hidden, head = jnp.pad(hidden, (more, (0, 0))), head.astype(hidden.dtype)
+    targets, temperature = jnp.pad(targets, more), jnp.pad(temperature, more, constant_values=1.0)
+    work = mosaic_gpu.plan(tiles, hidden.shape[0], width, -(-vocabulary // tiles.columns))
+    if vocabulary % tiles.columns:
+        work = replace(work, last=vocabulary - tiles.columns)
+    shares = _shares(hidden, head, temperature, work, 4 if square else 3)
+    found = _summed(shares, hopper.chosen_logits(hidden, head, targets), temperature)
+    names = ("maximum", "total", "first", *(["square"] if square else []), "log_total", "logprob")
+    return {name: x[:tokens] for name, x in zip(names, found, strict=True)}
+
+
+def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Plan, count: int) -> jax.Array:
+    """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, [count, splits, T]; base 2."""
+    tiles, rows = work.tiles, work.tiles.rows
+
+    def body(hidden: Any, head: Any, temperature: Any, out: Any, stats: Any, own: Any, loaded: Any, *stream: Any) -> None:
+        wg = lax.axis_index("warpgroup")
+
+        def start(row: Any) -> Any:
+            plgpu.copy_gmem_to_smem(temperature.at[pl.ds(row, rows)], own.at[wg], loaded.at[wg])
+            plgpu.barrier_wait(loaded.at[wg])
+            zero = jnp.zeros(rows, jnp.float32)
+            return (jnp.full(rows, FLOOR, jnp.float32), *[zero] * (count - 1))
+
+        def tile(z: Any, n: Any, row: Any, carry: Any) -> Any:
+            if work.last is not None:
+                entry = lax.broadcasted_iota(jnp.int32, z.shape, 1) + work.first_entry(n)
+                z = jnp.where(entry >= n * tiles.columns, z, FLOOR)
+            return mosaic_gpu.add_tile(z, carry, LOG2E / own[wg], tiles.slice)
+
+        def finish(carry: Any, split: Any, row: Any) -> None:
+            for i, x in enumerate(carry):
+                stats[wg, i] = x
+            plgpu.commit_smem()
+            for i in range(count):
+                plgpu.copy_smem_to_gmem(stats.at[wg, i], out.at[i, split, pl.ds(row, rows)])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        mosaic_gpu.stream_of((hidden, head), 0, work, stream, (start, tile, finish))
+
+    out_type = jax.ShapeDtypeStruct((count, work.splits, hidden.shape[0]), jnp.float32)
+    scratch = [
+        plgpu.SMEM((2, count, rows), jnp.float32),
+        plgpu.SMEM((2, rows), jnp.float32),
+        plgpu.Barrier(num_arrivals=1, num_barriers=2),
+    ]
+    found: jax.Array = mosaic_gpu.kernel_of(body, out_type, scratch, work)(hidden, head, temperature)
+    return found
+
+
+def _summed(
+    shares: Float[Array, "count splits T"],
+    chosen: Float[Array, " T"],
+    temperature: Float[Array, " T"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, " T"], ...]:
+    """Returns maximum, total, first, (square), log_total and logprob from those of the shares, taken in their order."""
+    count, _, tokens = shares.shape
+    run = pl.pallas_call(
+        functools.partial(_add_shares, shape=shares.shape),
+        out_shape=(jax.ShapeDtypeStruct((tokens,), jnp.float32),) * (count + 2),
+        grid=(tokens // BLOCK,),
+        compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
+        interpret=interpret,
+    )
+    found: tuple[jax.Array, ...] = run(shares, chosen, temperature)
+    return found
+
+
+def _add_shares(shares: Any, chosen: Any, temperature: Any, *out: Any, shape: tuple[int, int, int]) -> None:
+    count, splits, _ = shape
+    row = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
+    own = triton.load(temperature.at[row])
+    scale = LOG2E / own
+
+    def highest(split: Any, maximum: Any) -> Any:
+        return jnp.maximum(maximum, triton.load(shares.at[0, split, row]))
+
+    maximum = lax.fori_loop(0, splits, highest, jnp.full(BLOCK, FLOOR, jnp.float32))
+
+    def add(split: Any, kept: Any) -> Any:
+        before, total, first, *square = (triton.load(shares.at[i, split, row]) for i in range(count))
+        shift = (before - maximum) * scale
+        factor = jnp.exp2(shift)
+        new = total * factor, (first + shift * total) * factor, *(x * factor * factor for x in square)
+        return tuple(a + b for a, b in zip(kept, new))
+
+    total, first, *square = lax.fori_loop(0, splits, add, (jnp.zeros(BLOCK, jnp.float32),) * (count - 1))
+    log_total = jnp.log(total)
+    logprob = (triton.load(chosen.at[row]) - maximum) / own - log_total
+    for ref, x in zip(out, (maximum, total, first / LOG2E, *square, log_total, logprob), strict=True):
+        triton.store(ref.at[row], x)
+
+
+def logprobs(
+    hidden: Float[Array, "S D"], head: Float[Array, "V D"], tokens: Int[Array, " S"], temperature: Float[Array, " S"]
+) -> Float[Array, " S"]:
+    """Returns the log-prob of a token a row under softmax(h . w / temperature): the bits that `forward` gives."""
+    return sums(hidden, head, tokens, temperature)["logprob"]

@@ -1,0 +1,346 @@
+"""Checks and measures the bitwise mode on one Hopper GPU.
+
+    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode]
+
+prints a JSON line a row, and exits 1 where a bit differs, a value is wrong or a part fails. `products`, `stats`, `norms` and `attention` compute
+rows among others and alone, permuted, and in calls of 1 to 16,384 of them, count the numbers that differ in any bit (expected 0), and compare with
+float64. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `run` trains for 20 steps (gpu_bitwise.gin;
+MODEL=folder names other weights) and prints gap, ratio and KL of each. `time` sets each product, the head and attention beside the default ones at 1.5B's
+shapes; `decode` runs `bench --work=sample` with and without the mode.
+"""
+
+import argparse
+import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.kernels.attention.api import attention
+from jaxrl_llm.kernels.decode_attention.api import decode_attention
+from jaxrl_llm.kernels.ordered import hopper
+from jaxrl_llm.kernels.timing import timed
+from jaxrl_llm.kernels.token_stats import ordered_gpu
+from jaxrl_llm.kernels.token_stats.api import token_stats
+
+PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode")
+WEIGHTS = ((1536, 1536, False), (1536, 256, False), (1536, 8960, False), (8960, 1536, False), (896, 4864, False), (1000, 200, True))
+COUNTS = (1, 3, 64, 200, 512, 1000)
+WIDTH, VOCABULARY, TEMPERATURE = 1536, 151936, 0.7
+BAD: list[str] = []
+
+
+def say(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def expect(row: dict[str, Any], **limits: float) -> None:
+    """Prints a row, and remembers it where a value is beyond its limit, or not a number."""
+    wrong = [name for name, most in limits.items() if not row[name] <= most]
+    if wrong:
+        BAD.append(f"{row['part']}: {', '.join(wrong)}")
+    say(**row, **({"wrong": wrong} if wrong else {}))
+
+
+def differing(one: Any, other: Any) -> int:
+    """How many numbers differ in any bit."""
+    kind = {2: np.uint16, 4: np.uint32}[np.dtype(one.dtype).itemsize]
+    return int((np.asarray(one).view(kind) != np.asarray(other).view(kind)).sum())
+
+
+def wide(x: Any) -> np.ndarray:
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
+    return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(jnp.bfloat16)
+
+
+def among_others(run: Callable[..., Any], rows: Sequence[jax.Array], counts: Sequence[int]) -> dict[str, int]:
+    """Bits that differ where `run(*rows)` takes fewer rows from some place, and all of them in another order."""
+    rng, total = np.random.default_rng(0), len(rows[0])
+    whole, order = np.asarray(run(*rows)), rng.permutation(total)
+    found = {"permuted": differing(np.asarray(run(*(x[order] for x in rows))), whole[order])}
+    for count in counts:
+        first = int(rng.integers(total - count + 1))
+        found[f"of {count}"] = differing(run(*(x[first : first + count] for x in rows)), whole[first : first + count])
+    return {"rows": total, "differing": sum(found.values()), "where": [n for n, bits in found.items() if bits]}  # type: ignore[dict-item]
+
+
+# -- each kernel ---------------------------------------------------------------------------------------------------------
+
+
+def products() -> None:
+    for k, n, turned in WEIGHTS:
+        x, w = normal(1, 16384, k), normal(2, *((n, k) if turned else (k, n)), scale=k**-0.5)
+        run = jax.jit(lambda x, w=w, turned=turned: hopper.product(x, w, turned=turned))
+        want = wide(x[:64]) @ (wide(w).T if turned else wide(w))
+        ulp = 2.0 ** (np.floor(np.log2(np.abs(want).max(axis=1, keepdims=True))) - 7)
+        error = float((np.abs(wide(run(x)[:64]) - want) / ulp).max())
+        row = {"part": "products", "k": k, "n": n, "turned": turned, "roundings": error}
+        expect(row | among_others(run, [x], COUNTS), roundings=1.0, differing=0)
+
+
+def of_float64(hidden: Any, head: Any, targets: Any, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log-probs and entropies."""
+    z = (wide(hidden) @ wide(head).T) / temperature
+    z -= z.max(axis=1, keepdims=True)
+    logp = z - np.log(np.exp(z).sum(axis=1, keepdims=True))
+    return logp[np.arange(len(z)), np.asarray(targets)], -(np.exp(logp) * logp).sum(axis=1)
+
+
+def stats() -> None:
+    for width, vocabulary, tokens in ((WIDTH, VOCABULARY, 4096), (896, 4104, 20000)):
+        hidden, head = normal(3, tokens, width), normal(4, vocabulary, width, scale=2 * width**-0.5)
+        targets = jax.random.randint(jax.random.key(5), (tokens,), 0, vocabulary)
+        learner = functools.partial(token_stats, temperature=TEMPERATURE, backend="ordered")
+        found = jax.jit(lambda h, t, w=head: learner(h, w, t))(hidden, targets)
+        logprob, entropy = of_float64(hidden[:64], head, targets[:64], TEMPERATURE)
+        errors = {n: float(np.abs(wide(found[n][:64]) - want).max()) for n, want in (("logprob", logprob), ("entropy", entropy))}
+        row = {"part": "stats", "width": width, "vocabulary": vocabulary, **errors}
+        alone = jax.jit(lambda h, t, w=head: learner(h, w, t, outputs=("logprob",))["logprob"])
+        expect(row | among_others(alone, [hidden, targets], COUNTS), logprob=3e-4, entropy=3e-4, differing=0)
+        # Slots of a sampler, the others at other temperatures.
+        slots, own = np.arange(256), np.full(256, TEMPERATURE, np.float32)
+        own[1::2] = np.random.default_rng(1).uniform(0.5, 2, 128)
+        drawn = jax.jit(lambda h, t, y, w=head: ordered_gpu.logprobs(h, w, t, y))(hidden[slots], targets[slots], own)
+        both = [np.asarray(drawn)[::2], np.asarray(found["logprob"])[slots][::2]]
+        expect({"part": "stats of slots", "vocabulary": vocabulary, "differing": differing(*both)}, differing=0)
+
+
+def norms() -> None:
+    for width in (1536, 896, 128, 64):
+        x, scale = normal(6, 16384, width), jax.random.normal(jax.random.key(7), (width,))
+        run = jax.jit(lambda x, scale=scale: hopper.rms_norm(x, scale, 1e-6))
+        want = wide(x[:64])
+        want = want / np.sqrt((want**2).mean(axis=1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+        error = float((np.abs(wide(run(x)[:64]) - want) / (2.0**-8 * np.abs(want) + 1e-9)).max())
+        expect({"part": "norms", "width": width, "roundings": error} | among_others(run, [x], COUNTS), roundings=1.1, differing=0)
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------
+
+
+def rows_of(rng: np.random.Generator, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(positions, segments, owner) [B, row] of sequences that are packed in a random order, with gaps; owner is -1 at padding."""
+    rows: list[list[tuple[int, int]]] = [[]]
+    at = 0
+    for i in rng.permutation(len(lengths)):
+        gap = int(rng.integers(0, 9))
+        if at + gap + lengths[i] > row:
+            rows.append([])
+            at = gap = 0
+        rows[-1].append((at + gap, int(i)))
+        at += gap + int(lengths[i])
+    positions, segments, owner = (np.full((len(rows), row), fill, np.int32) for fill in (0, 0, -1))
+    for b, found in enumerate(rows):
+        for number, (first, i) in enumerate(found, 1):
+            cut = np.s_[b, first : first + lengths[i]]
+            positions[cut], segments[cut], owner[cut] = np.arange(lengths[i]), number, i
+    return positions, segments, owner
+
+
+def spread(values: Sequence[np.ndarray], positions: np.ndarray, owner: np.ndarray) -> jax.Array:
+    """Rows whose tokens have the values of their sequence; padding has large numbers."""
+    table = np.stack([np.pad(x, ((0, 4096 - len(x)), (0, 0), (0, 0))) for x in values])
+    return jnp.asarray(np.where((owner >= 0)[..., None, None], table[owner, positions], 1e3), jnp.bfloat16)
+
+
+def attention_of(heads: int, kv_heads: int, width: int, window: int | None) -> dict[str, Any]:
+    """Differing bits between two packings, and between packed rows and caches; and the error against float64."""
+    rng = np.random.default_rng(3)
+    lengths = np.concatenate([rng.integers(1, 700, 16), [1, 63, 64, 65, 128, 129, 2000]])
+    parts = [[rng.normal(size=(n, h, width)).astype(np.float32) for n in lengths] for h in (heads, kv_heads, kv_heads)]
+    found = []
+    for row in (2048, 4096):
+        positions, segments, owner = rows_of(rng, lengths, row)
+        q, k, v = (spread(x, positions, owner) for x in parts)
+        most = int(segments.max()) + (row == 4096)
+        run = functools.partial(attention, window=window, max_segments=most, backend="ordered")
+        out = jax.jit(lambda q, k, v, p, s, run=run: run(q, k, v, q_positions=p, k_positions=p, q_segments=s, k_segments=s))(
+            q, k, v, positions, segments
+        )
+        out = np.asarray(out)
+        found.append([np.stack([out[np.where((owner == i) & (positions == t))][0] for t in range(n)]) for i, n in enumerate(lengths)])
+    packings = sum(differing(*both) for both in zip(*found))
+    # The last tokens of the sequences in caches, whose other entries are large numbers.
+    ends = np.array([int(rng.integers(n)) for n in lengths], np.int32)
+    cached = [np.full((2, len(lengths), 2048, kv_heads, width), 1e3, np.float32) for _ in range(2)]
+    for i, end in enumerate(ends):
+        for cache, part in zip(cached, parts[1:]):
+            cache[1, i, : end + 1] = part[i][: end + 1]
+    last = np.stack([parts[0][i][end] for i, end in enumerate(ends)])
+    run = jax.jit(functools.partial(decode_attention, window=window, backend="ordered"))
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (last, *cached)]
+    decoded = np.asarray(run(*arrays, jnp.int32(1), ends))
+    errors = []
+    for i, end in enumerate(ends):
+        q, k, v = (wide(jnp.asarray(x[i], jnp.bfloat16)) for x in parts)
+        first = 0 if window is None else max(end + 1 - window, 0)
+        k, v = (np.repeat(x[first : end + 1], heads // kv_heads, axis=1) for x in (k, v))
+        scores = np.einsum("hc,shc->hs", q[end], k) * width**-0.5
+        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+        want = np.einsum("hs,shc->hc", weights / weights.sum(axis=1, keepdims=True), v)
+        errors.append(np.abs(decoded[i].astype(np.float64) - want).max())
+    learned = np.stack([found[0][i][end] for i, end in enumerate(ends)])
+    return {"packings": packings, "caches": differing(decoded, learned), "error": float(max(errors))}
+
+
+def attentions() -> None:
+    for heads, kv_heads, width, window in ((12, 2, 128, None), (14, 2, 64, None), (16, 8, 128, 100)):
+        row = {"part": "attention", "heads": heads, "kv_heads": kv_heads, "width": width, "window": window}
+        expect(row | attention_of(heads, kv_heads, width, window), packings=0, caches=0, error=0.03)
+
+
+# -- beside the default --------------------------------------------------------------------------------------------------
+
+
+def seconds(run: Callable[..., Any], *arrays: Any) -> float:
+    return timed(lambda: run(*arrays), jax.block_until_ready, 5)
+
+
+def times() -> None:
+    for rows in (32768, 1024):
+        for k, n, _ in WEIGHTS[:4]:
+            x, w = normal(8, rows, k), normal(9, k, n, scale=k**-0.5)
+            ours, theirs = seconds(jax.jit(hopper.product), x, w), seconds(jax.jit(jnp.dot), x, w)
+            flops = 2e-12 * rows * k * n
+            say(part="time", rows=rows, k=k, n=n, tflops=flops / ours, default=flops / theirs, share=theirs / ours)
+    for rows in (16384, 1024):
+        hidden, head = normal(10, rows, WIDTH), normal(11, VOCABULARY, WIDTH, scale=WIDTH**-0.5)
+        targets = jnp.zeros(rows, jnp.int32)
+        both = [
+            seconds(jax.jit(functools.partial(token_stats, outputs=("logprob",), backend=b)), hidden, head, targets)
+            for b in ("ordered", "mosaic_gpu")
+        ]
+        say(part="time", kernel="token_stats", rows=rows, ms=both[0] * 1e3, share=both[1] / both[0])
+    for rows, row, many in ((8, 4096, 8), (32, 1024, 1)):
+        positions = jnp.tile(jnp.arange(row // many, dtype=jnp.int32), (rows, many))
+        segments = jnp.repeat(jnp.arange(1, many + 1, dtype=jnp.int32), row // many)[None].repeat(rows, 0)
+        places = {"q_positions": positions, "k_positions": positions, "q_segments": segments, "k_segments": segments}
+        arrays = [normal(i, rows, row, heads, 128) for i, heads in enumerate((12, 2, 2))]
+        both = [
+            seconds(jax.jit(functools.partial(attention, **places, max_segments=many, backend=b)), *arrays)
+            for b in ("ordered", "cudnn")
+        ]
+        say(part="time", kernel="attention", rows=rows, row=row, segments=many, ms=both[0] * 1e3, share=both[1] / both[0])
+    cached = [normal(i, 2, 1024, 640, 2, 128) for i in (5, 6)]
+    at = jnp.asarray(np.random.default_rng(0).integers(128, 640, 1024), jnp.int32)
+    both = [
+        seconds(jax.jit(functools.partial(decode_attention, backend=b)), normal(7, 1024, 12, 128), *cached, jnp.int32(1), at)
+        for b in ("ordered", "triton")
+    ]
+    say(part="time", kernel="decode_attention", slots=1024, ms=both[0] * 1e3, share=both[1] / both[0])
+
+
+# -- the whole -----------------------------------------------------------------------------------------------------------
+
+
+def model() -> None:
+    """Draws by an engine, and reads the draws in two packings as a learner does."""
+    import asyncio
+    from dataclasses import replace
+
+    from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+    from jaxrl_llm.experience import SamplingParams
+    from jaxrl_llm.models.policy import Policy
+    from jaxrl_llm.models.sizes import SHAPES
+    from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+
+    size = replace(SHAPES["qwen2.5-1.5b"], layers=3)
+    policy = Policy(size, Partitioner.create(MeshConfig(), jax.devices()[:1]), "bfloat16", bitwise=True)
+    params = jax.tree.map(lambda x: x * 2 if x.ndim > 2 else x, policy.init(jax.random.key(0)))
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, size.vocabulary_size, n, dtype=np.int32) for n in rng.integers(1, 200, 24)]
+
+    async def drawn(slots: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        engine = EmbeddedSampler(slots=slots, decode_chunk=16).start(policy, None, max_length=400)
+        await engine.publish(params, 0)
+        found: dict[int, Any] = {}
+        async for index, samples in engine.sample(prompts, 4, SamplingParams(max_tokens=150), list(range(24))):
+            found[index] = samples
+        await engine.close()
+        return [(np.concatenate([prompts[i], s.tokens]), np.asarray(s.logprobs)) for i in found for s in found[i]]
+
+    @jax.jit
+    def read(tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
+        hidden = policy.hidden(params, tokens, positions, segments, max_segments=64)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return token_stats(flat, policy.head(params), targets.reshape(-1), backend="ordered")["logprob"].reshape(tokens.shape)
+
+    for slots, row in ((40, 512), (96, 1024)):
+        sequences = asyncio.run(drawn(slots))
+        positions, segments, owner = rows_of(rng, np.array([len(s) - 1 for s, _ in sequences]), row)
+        table = np.stack([np.pad(s, (0, 1024 - len(s))) for s, _ in sequences])
+        used = owner >= 0
+        tokens, targets = np.where(used, table[owner, positions], 0), np.where(used, table[owner, positions + 1], -1)
+        learned = np.asarray(read(tokens, positions, segments, targets))
+        different, count, largest = 0, 0, 0.0
+        for i, (sequence, logprobs) in enumerate(sequences):
+            own = np.sort(np.flatnonzero(owner == i))[-len(logprobs) :]
+            found = learned.reshape(-1)[own]
+            different += differing(found, logprobs.astype(np.float32))
+            largest = max(largest, float(np.abs(found - logprobs).max()))
+            count += len(logprobs)
+        expect({"part": "model", "slots": slots, "row": row, "tokens": count, "differing": different, "largest": largest}, differing=0)
+
+
+def trained() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        more = {"RUN_DIR": repr(folder + "/run")}
+        if weights := os.environ.get("MODEL"):
+            more |= {"sources.PolicySource.architecture": "None", "sources.PolicySource.pretrained": repr(weights)}
+        flags = [f"--gin={name}={value}" for name, value in more.items()]
+        environment = {**os.environ, "PYTHONPATH": f".:{Path(__file__).parent}"}
+        command = [sys.executable, "-m", "jaxrl_llm.launch", "--gin_file=tests/gpu_bitwise.gin", *flags]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+        if done.returncode:
+            raise RuntimeError(done.stderr[-1500:])
+        lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        if "gap/max" in row:
+            names = ("gap/max", "gap/mean", "kl/k3_to_old", "ratio/mean", "grad_norm/policy", "logprob/mean", "time/step")
+            found = {"part": "run", "step": row["step"]} | {name: row.get(name) for name in names}
+            expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **{n: 0 for n in (*names[:3], "ratio")})
+
+
+def decode() -> None:
+    flags = ["--work=sample", "--bitwise=0,1", "--repeats=1", "--response_tokens=256", "--model=qwen2.5-1.5b"]
+    done = subprocess.run([sys.executable, "-m", "jaxrl_llm.tools.bench", *flags], capture_output=True, text=True, timeout=400)
+    for line in done.stdout.splitlines():
+        row = json.loads(line)
+        say(part="decode", **{n: row.get(n) for n in ("bitwise", "generated_per_s", "step_ms", "floor_gb_per_s", "first_s", "error")})
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+
+
+RUNS = dict(zip(PARTS, (products, stats, norms, attentions, model, times, trained, decode), strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # `run` and `decode` are processes of their own
+    for part in parser.parse_args().only.split(","):
+        start = time.perf_counter()
+        try:
+            RUNS[part]()
+        except Exception as error:  # one part's failure must not hide the others' rows
+            BAD.append(f"{part}: failed")
+            say(part=part, failed=f"{type(error).__name__}: {error}"[-1800:])
+        say(part=part, seconds=round(time.perf_counter() - start, 1))
+    print("\n".join(BAD) or "every bit is the same", flush=True)
+    sys.exit(bool(BAD))
+
+
+if __name__ == "__main__":
+    main()
