@@ -33,8 +33,15 @@ from jaxrl_llm.kernels.token_stats import ordered_gpu
 from jaxrl_llm.kernels.token_stats.api import token_stats
 
 PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode")
-WEIGHTS = ((1536, 1536, False), (1536, 256, False), (1536, 8960, False), (8960, 1536, False), (896, 4864, False), (1000, 200, True))
-COUNTS = (1, 3, 64, 200, 512, 1000)
+WEIGHTS = (
+    (1536, 1536, False),
+    (1536, 256, False),
+    (1536, 8960, False),
+    (8960, 1536, False),
+    (896, 4864, False),
+    (1000, 200, True),
+)
+COUNTS = (1, 200, 1000)
 WIDTH, VOCABULARY, TEMPERATURE = 1536, 151936, 0.7
 BAD: list[str] = []
 
@@ -79,10 +86,15 @@ def among_others(run: Callable[..., Any], rows: Sequence[jax.Array], counts: Seq
 # -- each kernel ---------------------------------------------------------------------------------------------------------
 
 
+def _with(run: Callable[..., Any], *fixed: Any) -> Callable[..., Any]:
+    """`run` with its last arguments, which are no constants of its program."""
+    return lambda *arrays: run(*arrays, *fixed)
+
+
 def products() -> None:
     for k, n, turned in WEIGHTS:
         x, w = normal(1, 16384, k), normal(2, *((n, k) if turned else (k, n)), scale=k**-0.5)
-        run = jax.jit(lambda x, w=w, turned=turned: hopper.product(x, w, turned=turned))
+        run = _with(jax.jit(functools.partial(hopper.product, turned=turned)), w)
         want = wide(x[:64]) @ (wide(w).T if turned else wide(w))
         ulp = 2.0 ** (np.floor(np.log2(np.abs(want).max(axis=1, keepdims=True))) - 7)
         error = float((np.abs(wide(run(x)[:64]) - want) / ulp).max())
@@ -98,21 +110,27 @@ def of_float64(hidden: Any, head: Any, targets: Any, temperature: float) -> tupl
     return logp[np.arange(len(z)), np.asarray(targets)], -(np.exp(logp) * logp).sum(axis=1)
 
 
+def learners(hidden: Any, targets: Any, head: Any, outputs: tuple[str, ...] = ("logprob", "entropy")) -> dict[str, Any]:
+    return token_stats(hidden, head, targets, temperature=TEMPERATURE, outputs=outputs, backend="ordered")
+
+
 def stats() -> None:
     for width, vocabulary, tokens in ((WIDTH, VOCABULARY, 4096), (896, 4104, 20000)):
         hidden, head = normal(3, tokens, width), normal(4, vocabulary, width, scale=2 * width**-0.5)
         targets = jax.random.randint(jax.random.key(5), (tokens,), 0, vocabulary)
-        learner = functools.partial(token_stats, temperature=TEMPERATURE, backend="ordered")
-        found = jax.jit(lambda h, t, w=head: learner(h, w, t))(hidden, targets)
+        found = jax.jit(learners)(hidden, targets, head)
         logprob, entropy = of_float64(hidden[:64], head, targets[:64], TEMPERATURE)
-        errors = {n: float(np.abs(wide(found[n][:64]) - want).max()) for n, want in (("logprob", logprob), ("entropy", entropy))}
+        errors = {
+            n: float(np.abs(wide(found[n][:64]) - want).max())
+            for n, want in (("logprob", logprob), ("entropy", entropy))
+        }
         row = {"part": "stats", "width": width, "vocabulary": vocabulary, **errors}
-        alone = jax.jit(lambda h, t, w=head: learner(h, w, t, outputs=("logprob",))["logprob"])
+        alone = _with(jax.jit(lambda h, t, w: learners(h, t, w, ("logprob",))["logprob"]), head)
         expect(row | among_others(alone, [hidden, targets], COUNTS), logprob=3e-4, entropy=3e-4, differing=0)
         # Slots of a sampler, the others at other temperatures.
         slots, own = np.arange(256), np.full(256, TEMPERATURE, np.float32)
         own[1::2] = np.random.default_rng(1).uniform(0.5, 2, 128)
-        drawn = jax.jit(lambda h, t, y, w=head: ordered_gpu.logprobs(h, w, t, y))(hidden[slots], targets[slots], own)
+        drawn = jax.jit(ordered_gpu.logprobs)(hidden[slots], head, targets[slots], own)
         both = [np.asarray(drawn)[::2], np.asarray(found["logprob"])[slots][::2]]
         expect({"part": "stats of slots", "vocabulary": vocabulary, "differing": differing(*both)}, differing=0)
 
@@ -120,11 +138,15 @@ def stats() -> None:
 def norms() -> None:
     for width in (1536, 896, 128, 64):
         x, scale = normal(6, 16384, width), jax.random.normal(jax.random.key(7), (width,))
-        run = jax.jit(lambda x, scale=scale: hopper.rms_norm(x, scale, 1e-6))
+        run = _with(jax.jit(hopper.rms_norm, static_argnums=2), scale, 1e-6)
         want = wide(x[:64])
         want = want / np.sqrt((want**2).mean(axis=1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
         error = float((np.abs(wide(run(x)[:64]) - want) / (2.0**-8 * np.abs(want) + 1e-9)).max())
-        expect({"part": "norms", "width": width, "roundings": error} | among_others(run, [x], COUNTS), roundings=1.1, differing=0)
+        expect(
+            {"part": "norms", "width": width, "roundings": error} | among_others(run, [x], COUNTS),
+            roundings=1.1,
+            differing=0,
+        )
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------
@@ -166,11 +188,16 @@ def attention_of(heads: int, kv_heads: int, width: int, window: int | None) -> d
         q, k, v = (spread(x, positions, owner) for x in parts)
         most = int(segments.max()) + (row == 4096)
         run = functools.partial(attention, window=window, max_segments=most, backend="ordered")
-        out = jax.jit(lambda q, k, v, p, s, run=run: run(q, k, v, q_positions=p, k_positions=p, q_segments=s, k_segments=s))(
-            q, k, v, positions, segments
-        )
+        out = jax.jit(
+            lambda q, k, v, p, s, run=run: run(q, k, v, q_positions=p, k_positions=p, q_segments=s, k_segments=s)
+        )(q, k, v, positions, segments)
         out = np.asarray(out)
-        found.append([np.stack([out[np.where((owner == i) & (positions == t))][0] for t in range(n)]) for i, n in enumerate(lengths)])
+        found.append(
+            [
+                np.stack([out[np.where((owner == i) & (positions == t))][0] for t in range(n)])
+                for i, n in enumerate(lengths)
+            ]
+        )
     packings = sum(differing(*both) for both in zip(*found))
     # The last tokens of the sequences in caches, whose other entries are large numbers.
     ends = np.array([int(rng.integers(n)) for n in lengths], np.int32)
@@ -232,11 +259,21 @@ def times() -> None:
             seconds(jax.jit(functools.partial(attention, **places, max_segments=many, backend=b)), *arrays)
             for b in ("ordered", "cudnn")
         ]
-        say(part="time", kernel="attention", rows=rows, row=row, segments=many, ms=both[0] * 1e3, share=both[1] / both[0])
+        say(
+            part="time",
+            kernel="attention",
+            rows=rows,
+            row=row,
+            segments=many,
+            ms=both[0] * 1e3,
+            share=both[1] / both[0],
+        )
     cached = [normal(i, 2, 1024, 640, 2, 128) for i in (5, 6)]
     at = jnp.asarray(np.random.default_rng(0).integers(128, 640, 1024), jnp.int32)
     both = [
-        seconds(jax.jit(functools.partial(decode_attention, backend=b)), normal(7, 1024, 12, 128), *cached, jnp.int32(1), at)
+        seconds(
+            jax.jit(functools.partial(decode_attention, backend=b)), normal(7, 1024, 12, 128), *cached, jnp.int32(1), at
+        )
         for b in ("ordered", "triton")
     ]
     say(part="time", kernel="decode_attention", slots=1024, ms=both[0] * 1e3, share=both[1] / both[0])
@@ -272,10 +309,12 @@ def model() -> None:
         return [(np.concatenate([prompts[i], s.tokens]), np.asarray(s.logprobs)) for i in found for s in found[i]]
 
     @jax.jit
-    def read(tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
+    def read(params: Any, tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
         hidden = policy.hidden(params, tokens, positions, segments, max_segments=64)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        return token_stats(flat, policy.head(params), targets.reshape(-1), backend="ordered")["logprob"].reshape(tokens.shape)
+        return token_stats(flat, policy.head(params), targets.reshape(-1), backend="ordered")["logprob"].reshape(
+            tokens.shape
+        )
 
     for slots, row in ((40, 512), (96, 1024)):
         sequences = asyncio.run(drawn(slots))
@@ -283,15 +322,18 @@ def model() -> None:
         table = np.stack([np.pad(s, (0, 1024 - len(s))) for s, _ in sequences])
         used = owner >= 0
         tokens, targets = np.where(used, table[owner, positions], 0), np.where(used, table[owner, positions + 1], -1)
-        learned = np.asarray(read(tokens, positions, segments, targets))
+        learned = np.asarray(read(params, tokens, positions, segments, targets))
         different, count, largest = 0, 0, 0.0
-        for i, (sequence, logprobs) in enumerate(sequences):
+        for i, (_, logprobs) in enumerate(sequences):
             own = np.sort(np.flatnonzero(owner == i))[-len(logprobs) :]
             found = learned.reshape(-1)[own]
             different += differing(found, logprobs.astype(np.float32))
             largest = max(largest, float(np.abs(found - logprobs).max()))
             count += len(logprobs)
-        expect({"part": "model", "slots": slots, "row": row, "tokens": count, "differing": different, "largest": largest}, differing=0)
+        expect(
+            {"part": "model", "slots": slots, "row": row, "tokens": count, "differing": different, "largest": largest},
+            differing=0,
+        )
 
 
 def trained() -> None:
@@ -308,17 +350,30 @@ def trained() -> None:
         lines = Path(folder, "run/metrics.jsonl").read_text().splitlines()
     for row in map(json.loads, lines):
         if "gap/max" in row:
-            names = ("gap/max", "gap/mean", "kl/k3_to_old", "ratio/mean", "grad_norm/policy", "logprob/mean", "time/step")
+            names = (
+                "gap/max",
+                "gap/mean",
+                "kl/k3_to_old",
+                "ratio/mean",
+                "grad_norm/policy",
+                "logprob/mean",
+                "time/step_s",
+            )
             found = {"part": "run", "step": row["step"]} | {name: row.get(name) for name in names}
-            expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **{n: 0 for n in (*names[:3], "ratio")})
+            expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **dict.fromkeys((*names[:3], "ratio"), 0))
 
 
 def decode() -> None:
     flags = ["--work=sample", "--bitwise=0,1", "--repeats=1", "--response_tokens=256", "--model=qwen2.5-1.5b"]
-    done = subprocess.run([sys.executable, "-m", "jaxrl_llm.tools.bench", *flags], capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxrl_llm.tools.bench", *flags], capture_output=True, text=True, timeout=400
+    )
     for line in done.stdout.splitlines():
         row = json.loads(line)
-        say(part="decode", **{n: row.get(n) for n in ("bitwise", "generated_per_s", "step_ms", "floor_gb_per_s", "first_s", "error")})
+        say(
+            part="decode",
+            **{n: row.get(n) for n in ("bitwise", "generated_per_s", "step_ms", "floor_gb_per_s", "first_s", "error")},
+        )
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
 

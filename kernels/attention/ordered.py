@@ -30,7 +30,9 @@ def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     if call.max_segments is None or call.queries != call.keys:
         return "it needs packed rows, whose sequences are no more than max_segments"
-    return arithmetic.refusal(call.platform) or (gpu().unfit(call.dtype, call.width) if call.platform == "gpu" else None)
+    return arithmetic.refusal(call.platform) or (
+        gpu().unfit(call.dtype, call.width) if call.platform == "gpu" else None
+    )
 
 
 def gpu() -> ModuleType:

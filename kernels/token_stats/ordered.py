@@ -19,7 +19,6 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import Inputs
 
 
-
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
     if call.biased or call.soft_cap is not None or call.chunk is not None or call.shards > 1:

@@ -77,7 +77,9 @@ def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Pl
     """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, [count, splits, T]; base 2."""
     tiles, rows = work.tiles, work.tiles.rows
 
-    def body(hidden: Any, head: Any, temperature: Any, out: Any, stats: Any, own: Any, loaded: Any, *stream: Any) -> None:
+    def body(
+        hidden: Any, head: Any, temperature: Any, out: Any, stats: Any, own: Any, loaded: Any, *stream: Any
+    ) -> None:
         wg = lax.axis_index("warpgroup")
 
         def start(row: Any) -> Any:
@@ -108,7 +110,8 @@ def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Pl
         plgpu.SMEM((2, rows), jnp.float32),
         plgpu.Barrier(num_arrivals=1, num_barriers=2),
     ]
-    found: jax.Array = mosaic_gpu.kernel_of(body, out_type, scratch, work)(hidden, head, temperature)
+    run = mosaic_gpu.kernel_of(body, out_type, scratch, work)
+    found: jax.Array = run(hidden, mosaic_gpu.turned(head, tiles), temperature)
     return found
 
 
@@ -120,9 +123,9 @@ def _summed(
     interpret: bool = False,
 ) -> tuple[Float[Array, " T"], ...]:
     """Returns maximum, total, first, (square), log_total and logprob from those of the shares, taken in their order."""
-    count, _, tokens = shares.shape
+    count, splits, tokens = shares.shape
     run = pl.pallas_call(
-        functools.partial(_add_shares, shape=shares.shape),
+        functools.partial(_add_shares, splits=splits),
         out_shape=(jax.ShapeDtypeStruct((tokens,), jnp.float32),) * (count + 2),
         grid=(tokens // BLOCK,),
         compiler_params=triton.CompilerParams(num_warps=2, num_stages=1),
@@ -132,8 +135,8 @@ def _summed(
     return found
 
 
-def _add_shares(shares: Any, chosen: Any, temperature: Any, *out: Any, shape: tuple[int, int, int]) -> None:
-    count, splits, _ = shape
+def _add_shares(shares: Any, chosen: Any, temperature: Any, *out: Any, splits: int) -> None:
+    count = len(out) - 2
     row = pl.program_id(0) * BLOCK + jnp.arange(BLOCK)
     own = triton.load(temperature.at[row])
     scale = LOG2E / own

@@ -1,0 +1,207 @@
+"""The bitwise mode's kernels for Hopper, on the CPU: right in the interpreters, the same bits in every company, lowered for CUDA."""
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_float64 import attention as derived
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.attention import ordered_gpu as attention
+from jaxrl_llm.kernels.attention.api import Call
+from jaxrl_llm.kernels.ordered import arithmetic, hopper
+from jaxrl_llm.kernels.token_stats import mosaic_gpu, ordered, ordered_gpu
+from jaxrl_llm.kernels.token_stats.api import call_of
+
+NEW_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
+RNG = np.random.default_rng(0)
+
+
+@dataclass(frozen=True)
+class Gpu:
+    compute_capability: str
+    platform: str = "gpu"
+    core_count: int = 132
+
+
+def interpreter():
+    """A context in which Mosaic GPU kernels run on the CPU; jax before 0.11 has it in a private module."""
+    if NEW_INTERPRETER:
+        return plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams())
+    from jax._src.pallas.mosaic_gpu.interpret import params
+
+    return params.force_gpu_interpret_mode(params.InterpretGPUParams())
+
+
+def drawn(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.bfloat16)
+
+
+def wide(x):
+    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
+
+
+# -- products and sums of rows -----------------------------------------------------------------------------------------
+
+
+def test_a_product_is_right_in_the_interpreter_in_widths_that_are_filled_up(monkeypatch):
+    # The interpreter of jax 0.10 knows no clusters that share a tile.
+    cluster = 2 if NEW_INTERPRETER else 1
+    tiles = hopper.Tiles(columns=128, stages=2, cluster=cluster, multiprocessors=2 * cluster)
+    monkeypatch.setattr(hopper, "tiles_of", lambda rows, columns: tiles)
+    x, w = drawn(tiles.block + 3, 100), drawn(100, 200)
+    with interpreter():
+        y = jax.block_until_ready(hopper.product(x, w))
+    want = wide(x) @ wide(w)
+    assert y.shape == want.shape and y.dtype == jnp.bfloat16
+    np.testing.assert_allclose(wide(y), want, atol=2.0**-8 * np.abs(want).max())
+
+
+def test_instructions_of_a_product_go_by_the_weights_alone():
+    for columns, rows in ((1536, 64), (8960, 64), (200, 64)):
+        found = {(t.columns, t.depth) for t in (hopper.tiles_of(n, columns) for n in (1, 100, 600, 9000, 10**6))}
+        assert len(found) == 1
+        assert all(hopper.tiles_of(n, columns).rows % rows == 0 for n in (1, 10**6))
+
+
+@pytest.mark.parametrize("width", [384, 64])
+def test_norms_and_chosen_logits_are_those_of_float64_and_of_a_row_alone(width):
+    x, scale, head = drawn(37, width), jnp.asarray(RNG.normal(size=width), jnp.float32), drawn(11, width)
+    targets = jnp.asarray(RNG.integers(0, 11, 37), jnp.int32)
+    norms = hopper._norms(x, scale, 1e-6, interpret=True)
+    want = wide(x) / np.sqrt((wide(x) ** 2).mean(axis=1, keepdims=True) + 1e-6) * np.asarray(scale)
+    np.testing.assert_allclose(wide(norms), want, rtol=2.0**-8)
+    logits = hopper.chosen_logits(x, head, targets, interpret=True)
+    np.testing.assert_allclose(logits, (wide(x) * wide(head)[targets]).sum(axis=1), atol=1e-4)
+    assert np.array_equal(wide(hopper._norms(x[5:6], scale, 1e-6, interpret=True)), wide(norms)[5:6])
+    assert np.array_equal(hopper.chosen_logits(x[5:8], head, targets[5:8], interpret=True), logits[5:8])
+
+
+def test_the_norms_gradient_is_that_of_float64(monkeypatch):
+    norms = hopper._norms
+    monkeypatch.setattr(hopper, "_norms", lambda *arrays: norms(*arrays, interpret=True))
+    x, scale, g = drawn(5, 64), jnp.asarray(RNG.normal(size=64), jnp.float32), drawn(5, 64)
+    _, back = jax.vjp(lambda x, s: hopper.rms_norm(x, s, 1e-6), x, scale)
+    dx, dscale = back(g)
+    wx, ws, wg = wide(x), np.asarray(scale, np.float64), wide(g)
+    inverse = 1 / np.sqrt((wx**2).mean(axis=1, keepdims=True) + 1e-6)
+    want = inverse * ws * wg - wx * inverse**3 * (ws * wg * wx).mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(wide(dx), want, atol=2.0**-8 * np.abs(want).max())
+    np.testing.assert_allclose(dscale, (wx * inverse * wg).sum(axis=0), rtol=1e-2, atol=1e-2)
+
+
+# -- token_stats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary", [192, 216])
+def test_log_probs_are_those_of_float64_with_a_last_tile_that_overlaps(vocabulary):
+    cluster = 2 if NEW_INTERPRETER else 1
+    # The interpreter of jax 0.10 knows no transposed operands either.
+    tiles = mosaic_gpu.Tiles(
+        rows=64, columns=64, depth=32, stages=2, cluster=cluster, multiprocessors=2 * cluster, head_columns=not NEW_INTERPRETER
+    )  # fmt: skip
+    tokens, width = tiles.cluster * 128, 64
+    hidden, head = drawn(tokens, width), drawn(vocabulary, width) / 4
+    temperature = jnp.asarray(RNG.uniform(0.5, 2, tokens), jnp.float32)
+    targets = jnp.asarray(RNG.integers(0, vocabulary, tokens), jnp.int32)
+    work = mosaic_gpu.plan(tiles, tokens, width, -(-vocabulary // 64))
+    work = replace(work, last=vocabulary - 64 if vocabulary % 64 else None)
+    with interpreter():
+        shares = jax.block_until_ready(ordered_gpu._shares(hidden, head, temperature, work, 4))
+    chosen = hopper.chosen_logits(hidden, head, targets, interpret=True)
+    maximum, total, first, square, log_total, logprob = ordered_gpu._summed(shares, chosen, temperature, interpret=True)
+    z = wide(hidden) @ wide(head).T
+    d = (z - z.max(axis=1, keepdims=True)) / np.asarray(temperature)[:, None]
+    e = np.exp(d)
+    np.testing.assert_allclose(maximum, z.max(axis=1), atol=1e-4)
+    for found, want in (
+        (total, e.sum(1)),
+        (first, (e * d).sum(1)),
+        (square, (e * e).sum(1)),
+        (log_total, np.log(e.sum(1))),
+    ):
+        np.testing.assert_allclose(found, want, rtol=2e-4, atol=2e-4)
+    np.testing.assert_allclose(logprob, d[np.arange(tokens), targets] - np.log(e.sum(1)), atol=2e-4)
+
+
+def test_calls_that_the_kernels_cannot_take_are_refused_by_name():
+    call = replace(call_of(jnp.zeros((1, 64), jnp.bfloat16), jnp.zeros((512, 64), jnp.bfloat16)), platform="gpu")
+    with dispatch.target(Gpu("9.0")):
+        assert ordered.refusal(call) is None
+        assert "bfloat16 (got float32)" in ordered.refusal(replace(call, dtype="float32"))
+        assert "the vocabulary of 8 and at least 256 (got 64 and 500)" in ordered.refusal(replace(call, vocabulary=500))
+        assert "offsets are 32 bits" in ordered.refusal(replace(call, width=8192, vocabulary=262144))
+    for capability in ("8.9", "10.0"):
+        with dispatch.target(Gpu(capability)):
+            assert f"a GPU of compute capability {capability}" in ordered.refusal(call)
+            assert f"a GPU of compute capability {capability}" in arithmetic.refusal("gpu")
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+H, K, C, T = 6, 2, 32, 320
+LENGTHS = ((130, 1, 64, 65), (70, 17, 2, 128, 9))
+
+
+def packed(lengths):
+    """(positions, segments) of rows of such sequences, with a gap after the first of each."""
+    positions, segments = np.zeros((2, len(lengths), T), np.int32)
+    for b, row in enumerate(lengths):
+        at = 0
+        for j, n in enumerate(row):
+            positions[b, at : at + n], segments[b, at : at + n] = np.arange(n), j + 1
+            at += n + 3 * (j == 0)
+    return positions, segments
+
+
+def attended(q, k, v, segments, window, most=7):
+    call = Call(
+        platform="gpu", dtype="bfloat16", batch=len(q), queries=T, keys=T, heads=H, kv_heads=K, width=C, window=window, scale=C**-0.5,
+        max_segments=most,
+    )  # fmt: skip
+    return wide(attention.packed(q, k, v, jnp.asarray(segments), call, interpret=True))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attention_is_that_of_float64_and_the_same_bits_in_every_packing_and_in_caches(window, monkeypatch):
+    positions, segments = packed(LENGTHS)
+    q, k, v = (drawn(2, T, heads, C) for heads in (H, K, K))
+    out = attended(q, k, v, segments, window)
+    want, _ = derived(
+        *map(wide, (q, k, v)), (positions, positions), (segments, segments), wide(q), window=window, scale=None
+    )
+    np.testing.assert_allclose(out, want, atol=0.02)
+    assert (out[segments == 0] == 0).all()
+    # The sequence of 128 tokens alone in a row, and its tokens as those of slots whose caches hold other numbers after them.
+    first, n = 70 + 3 + 17 + 2, 128
+    own = np.s_[1:, first : first + n]
+    alone = [jnp.pad(x[own], ((0, 0), (5, T - n - 5), (0, 0), (0, 0)), constant_values=9.0) for x in (q, k, v)]
+    row = np.zeros((1, T), np.int32)
+    row[:, 5 : 5 + n] = 1
+    assert np.array_equal(attended(*alone, row, window, most=1)[:, 5 : 5 + n], out[own])
+    cached = np.full((2, 2, n, 200, K, C), 7.0, np.float32)
+    for i in range(n):
+        cached[:, 1, i, : i + 1] = np.stack([wide(x)[1, first : first + i + 1] for x in (k, v)])
+    slots = (q[own][0], *jnp.asarray(cached, jnp.bfloat16), jnp.int32(1), jnp.arange(n, dtype=jnp.int32))
+    found = attention.decoded(*slots, window=window, interpret=True)
+    assert np.array_equal(wide(found), out[own][0])
+    monkeypatch.setattr(attention, "KEYS", 32)
+    assert not np.array_equal(wide(attention.decoded(*slots, window=window, interpret=True)), out[own][0])
+
+
+def test_every_kernel_lowers_for_cuda():
+    bf, shape = jnp.bfloat16, jax.ShapeDtypeStruct
+
+    def read(x, w, scale, head, targets, temperature):
+        y = hopper.rms_norm(hopper.product(x, w), scale, 1e-6)
+        return ordered_gpu.logprobs(y, head, targets, temperature)
+
+    for rows in (100, 9000):
+        arrays = [shape((rows, 896), bf), shape((896, 896), bf), shape((896,), jnp.float32), shape((4104, 896), bf)]
+        arrays += [shape((rows,), jnp.int32), shape((rows,), jnp.float32)]
+        with dispatch.target(Gpu("9.0")):
+            text = jax.jit(read).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == 2 and text.count("xla.gpu.triton") == 3
