@@ -53,9 +53,8 @@ def say(**row: Any) -> None:
 def expect(row: dict[str, Any], **limits: float) -> None:
     """Prints a row, and remembers it where a value is beyond its limit, or not a number."""
     wrong = [name for name, most in limits.items() if not row[name] <= most]
-    if wrong:
-        BAD.append(f"{row['part']}: {', '.join(wrong)}")
-    say(**row, **({"wrong": wrong} if wrong else {}))
+    BAD.extend(f"{row['part']}: {name}" for name in wrong)
+    say(**row, wrong=wrong)
 
 
 def differing(one: Any, other: Any) -> int:
@@ -120,10 +119,7 @@ def stats() -> None:
         targets = jax.random.randint(jax.random.key(5), (tokens,), 0, vocabulary)
         found = jax.jit(learners)(hidden, targets, head)
         logprob, entropy = of_float64(hidden[:64], head, targets[:64], TEMPERATURE)
-        errors = {
-            n: float(np.abs(wide(found[n][:64]) - want).max())
-            for n, want in (("logprob", logprob), ("entropy", entropy))
-        }
+        errors = {n: float(np.abs(wide(found[n][:64]) - x).max()) for n, x in zip(found, (logprob, entropy))}
         row = {"part": "stats", "width": width, "vocabulary": vocabulary, **errors}
         alone = _with(jax.jit(lambda h, t, w: learners(h, t, w, ("logprob",))["logprob"]), head)
         expect(row | among_others(alone, [hidden, targets], COUNTS), logprob=3e-4, entropy=3e-4, differing=0)
@@ -384,8 +380,9 @@ RUNS = dict(zip(PARTS, (products, stats, norms, attentions, model, times, traine
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
+    asked = parser.parse_args().only.split(",")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # `run` and `decode` are processes of their own
-    for part in parser.parse_args().only.split(","):
+    for part in asked:
         start = time.perf_counter()
         try:
             RUNS[part]()

@@ -166,4 +166,4 @@ def test_calls_without_an_order_are_refused_by_name():
         attention(q, k, v, **places)
     with dispatch.ordering(True), pytest.raises(ValueError, match="the bitwise mode has no grouped_matmul"):
         dispatch.choose("grouped_matmul", ("xla",), None, None)
-    assert "cpu alone (got tpu)" in arithmetic.refusal("tpu")
+    assert "compute capability 9.0 (got tpu)" in arithmetic.refusal("tpu")

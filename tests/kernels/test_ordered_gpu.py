@@ -1,6 +1,8 @@
 """The bitwise mode's kernels for Hopper, on the CPU: right in the interpreters, the same bits in every company, lowered for CUDA."""
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +11,15 @@ import pytest
 from attention_float64 import attention as derived
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import ordered_gpu as attention
 from jaxrl_llm.kernels.attention.api import Call
 from jaxrl_llm.kernels.ordered import arithmetic, hopper
 from jaxrl_llm.kernels.token_stats import mosaic_gpu, ordered, ordered_gpu
 from jaxrl_llm.kernels.token_stats.api import call_of
+from jaxrl_llm.models.policy import check_bitwise
+from jaxrl_llm.models.qwen2 import Qwen2
 
 NEW_INTERPRETER = hasattr(plgpu, "InterpretGPUParams")
 RNG = np.random.default_rng(0)
@@ -138,6 +143,21 @@ def test_calls_that_the_kernels_cannot_take_are_refused_by_name():
         with dispatch.target(Gpu(capability)):
             assert f"a GPU of compute capability {capability}" in ordered.refusal(call)
             assert f"a GPU of compute capability {capability}" in arithmetic.refusal("gpu")
+
+
+def test_policies_for_which_a_gpu_has_no_order_are_refused_by_name():
+    model = Qwen2(vocabulary_size=256, width=64, layers=1, heads=1, kv_heads=1, head_width=64, mlp_width=64)
+
+    def check(gpu, dtype):
+        one = Mock(spec=Partitioner, mesh=SimpleNamespace(devices=np.array([gpu]), size=1))
+        with dispatch.target(gpu):
+            check_bitwise(model, one, dtype)
+
+    check(Gpu("9.0"), "bfloat16")
+    with pytest.raises(ValueError, match=r"set compute_dtype = 'bfloat16' \(got 'float32'\)"):
+        check(Gpu("9.0"), "float32")
+    with pytest.raises(ValueError, match=r"got a GPU of compute capability 8\.0"):
+        check(Gpu("8.0"), "bfloat16")
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
