@@ -131,13 +131,13 @@ def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, out: 
 
 
 def over_blocks(
-    q: Float[Array, "QUERIES C"],
-    at: Int[Array, " QUERIES"],
+    q: Float[Array, "Q C"],
+    at: Int[Array, " Q"],
     block: Callable[[Any], tuple[Any, Any]],
     bounds: tuple[Any, Any],
     window: int | None,
     scale: float,
-) -> Float[Array, "QUERIES C"]:
+) -> Float[Array, "Q C"]:
     """Attends to the blocks of keys that any query sees, float32, in a Triton program.
 
     Args:
@@ -162,6 +162,6 @@ def over_blocks(
         return new, total * factor + jnp.sum(e, axis=1), mixed * factor[:, None] + product
 
     first = 0 if window is None else lax.div(jnp.maximum(bounds[0] + 1 - window, 0), KEYS)
-    start = (jnp.full(QUERIES, MASKED), jnp.zeros(QUERIES), jnp.zeros((QUERIES, q.shape[1])))
+    start = (jnp.full(len(q), MASKED), jnp.zeros(len(q)), jnp.zeros(q.shape))
     _, total, mixed = lax.fori_loop(first, lax.div(bounds[1], KEYS) + 1, add, start)
     return mixed / total[:, None]
