@@ -1,12 +1,12 @@
 """Checks and measures the bitwise mode on one Hopper GPU.
 
-    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode]
+    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode,update]
 
 prints a JSON line a row, and exits 1 where a bit differs, a value is wrong or a part fails. `products`, `stats`, `norms` and `attention` compute
 rows among others and alone, permuted, and in calls of 1 to 16,384 of them, count the numbers that differ in any bit (expected 0), and compare with
-float64. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `run` trains for 20 steps (gpu_bitwise.gin;
+float64; another order of each sum must be seen. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `run` trains for 20 steps (gpu_bitwise.gin;
 MODEL=folder names other weights) and prints gap, ratio and KL of each. `time` sets each product, the head and attention beside the default ones at 1.5B's
-shapes; `decode` runs `bench --work=sample` with and without the mode.
+shapes; `decode` and `update` run `bench` with and without the mode.
 """
 
 import argparse
@@ -25,6 +25,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+sys.path.insert(0, __file__.rpartition("/")[0])
+
+from bitwise_rows import attention_of, differing, rows_of, wide
+
+from jaxrl_llm.kernels.attention import ordered_gpu as attention_gpu
 from jaxrl_llm.kernels.attention.api import attention
 from jaxrl_llm.kernels.decode_attention.api import decode_attention
 from jaxrl_llm.kernels.ordered import hopper
@@ -32,7 +37,8 @@ from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats import ordered_gpu
 from jaxrl_llm.kernels.token_stats.api import token_stats
 
-PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode")
+PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode", "update")
+DECODE, UPDATE = ("--repeats=1", "--response_tokens=256"), ("--repeats=3", "--segments=4")
 WEIGHTS = (
     (1536, 1536, False),
     (1536, 256, False),
@@ -55,16 +61,6 @@ def expect(row: dict[str, Any], **limits: float) -> None:
     wrong = [name for name, most in limits.items() if not row[name] <= most]
     BAD.extend(f"{row['part']}: {name}" for name in wrong)
     say(**row, wrong=wrong)
-
-
-def differing(one: Any, other: Any) -> int:
-    """How many numbers differ in any bit."""
-    kind = {2: np.uint16, 4: np.uint32}[np.dtype(one.dtype).itemsize]
-    return int((np.asarray(one).view(kind) != np.asarray(other).view(kind)).sum())
-
-
-def wide(x: Any) -> np.ndarray:
-    return np.asarray(x.astype(jnp.float32)).astype(np.float64)
 
 
 def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -98,7 +94,17 @@ def products() -> None:
         ulp = 2.0 ** (np.floor(np.log2(np.abs(want).max(axis=1, keepdims=True))) - 7)
         error = float((np.abs(wide(run(x)[:64]) - want) / ulp).max())
         row = {"part": "products", "k": k, "n": n, "turned": turned, "roundings": error}
-        expect(row | among_others(run, [x], COUNTS), roundings=1.0, differing=0)
+        # Another order of the sum is seen, and so is the library's.
+        other = _with(
+            jax.jit(
+                lambda x, w, axis=1 if turned else 0: hopper.product(x[:, ::-1], jnp.flip(w, axis), turned=axis == 1)
+            ),
+            w,
+        )
+        row["unseen"] = int(differing(run(x), other(x)) == 0)
+        if not turned:
+            row["default_differing"] = among_others(_with(jax.jit(jnp.dot), w), [x], COUNTS)["differing"]
+        expect(row | among_others(run, [x], COUNTS), roundings=1.0, differing=0, unseen=0)
 
 
 def of_float64(hidden: Any, head: Any, targets: Any, temperature: float) -> tuple[np.ndarray, np.ndarray]:
@@ -121,8 +127,14 @@ def stats() -> None:
         logprob, entropy = of_float64(hidden[:64], head, targets[:64], TEMPERATURE)
         errors = {n: float(np.abs(wide(found[n][:64]) - x).max()) for n, x in zip(found, (logprob, entropy))}
         row = {"part": "stats", "width": width, "vocabulary": vocabulary, **errors}
-        alone = _with(jax.jit(lambda h, t, w: learners(h, t, w, ("logprob",))["logprob"]), head)
-        expect(row | among_others(alone, [hidden, targets], COUNTS), logprob=3e-4, entropy=3e-4, differing=0)
+
+        @jax.jit
+        def read(h: Any, t: Any, w: Any) -> Any:
+            return learners(h, t, w, ("logprob",))["logprob"]
+
+        alone = lambda h, t, turned=False, w=head, read=read: read(h, t, w[:, ::-1] if turned else w)  # noqa: E731
+        row["unseen"] = int(differing(alone(hidden, targets), alone(hidden[:, ::-1], targets, turned=True)) == 0)
+        expect(row | among_others(alone, [hidden, targets], COUNTS), logprob=3e-4, entropy=3e-4, differing=0, unseen=0)
         # Slots of a sampler, the others at other temperatures.
         slots, own = np.arange(256), np.full(256, TEMPERATURE, np.float32)
         own[1::2] = np.random.default_rng(1).uniform(0.5, 2, 128)
@@ -148,80 +160,24 @@ def norms() -> None:
 # -- attention -----------------------------------------------------------------------------------------------------------
 
 
-def rows_of(rng: np.random.Generator, lengths: np.ndarray, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(positions, segments, owner) [B, row] of sequences that are packed in a random order, with gaps; owner is -1 at padding."""
-    rows: list[list[tuple[int, int]]] = [[]]
-    at = 0
-    for i in rng.permutation(len(lengths)):
-        gap = int(rng.integers(0, 9))
-        if at + gap + lengths[i] > row:
-            rows.append([])
-            at = gap = 0
-        rows[-1].append((at + gap, int(i)))
-        at += gap + int(lengths[i])
-    positions, segments, owner = (np.full((len(rows), row), fill, np.int32) for fill in (0, 0, -1))
-    for b, found in enumerate(rows):
-        for number, (first, i) in enumerate(found, 1):
-            cut = np.s_[b, first : first + lengths[i]]
-            positions[cut], segments[cut], owner[cut] = np.arange(lengths[i]), number, i
-    return positions, segments, owner
-
-
-def spread(values: Sequence[np.ndarray], positions: np.ndarray, owner: np.ndarray) -> jax.Array:
-    """Rows whose tokens have the values of their sequence; padding has large numbers."""
-    table = np.stack([np.pad(x, ((0, 4096 - len(x)), (0, 0), (0, 0))) for x in values])
-    return jnp.asarray(np.where((owner >= 0)[..., None, None], table[owner, positions], 1e3), jnp.bfloat16)
-
-
-def attention_of(heads: int, kv_heads: int, width: int, window: int | None) -> dict[str, Any]:
-    """Differing bits between two packings, and between packed rows and caches; and the error against float64."""
-    rng = np.random.default_rng(3)
-    lengths = np.concatenate([rng.integers(1, 700, 16), [1, 63, 64, 65, 128, 129, 2000]])
-    parts = [[rng.normal(size=(n, h, width)).astype(np.float32) for n in lengths] for h in (heads, kv_heads, kv_heads)]
-    found = []
-    for row in (2048, 4096):
-        positions, segments, owner = rows_of(rng, lengths, row)
-        q, k, v = (spread(x, positions, owner) for x in parts)
-        most = int(segments.max()) + (row == 4096)
-        run = functools.partial(attention, window=window, max_segments=most, backend="ordered")
-        out = jax.jit(
-            lambda q, k, v, p, s, run=run: run(q, k, v, q_positions=p, k_positions=p, q_segments=s, k_segments=s)
-        )(q, k, v, positions, segments)
-        out = np.asarray(out)
-        found.append(
-            [
-                np.stack([out[np.where((owner == i) & (positions == t))][0] for t in range(n)])
-                for i, n in enumerate(lengths)
-            ]
-        )
-    packings = sum(differing(*both) for both in zip(*found))
-    # The last tokens of the sequences in caches, whose other entries are large numbers.
-    ends = np.array([int(rng.integers(n)) for n in lengths], np.int32)
-    cached = [np.full((2, len(lengths), 2048, kv_heads, width), 1e3, np.float32) for _ in range(2)]
-    for i, end in enumerate(ends):
-        for cache, part in zip(cached, parts[1:]):
-            cache[1, i, : end + 1] = part[i][: end + 1]
-    last = np.stack([parts[0][i][end] for i, end in enumerate(ends)])
-    run = jax.jit(functools.partial(decode_attention, window=window, backend="ordered"))
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in (last, *cached)]
-    decoded = np.asarray(run(*arrays, jnp.int32(1), ends))
-    errors = []
-    for i, end in enumerate(ends):
-        q, k, v = (wide(jnp.asarray(x[i], jnp.bfloat16)) for x in parts)
-        first = 0 if window is None else max(end + 1 - window, 0)
-        k, v = (np.repeat(x[first : end + 1], heads // kv_heads, axis=1) for x in (k, v))
-        scores = np.einsum("hc,shc->hs", q[end], k) * width**-0.5
-        weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-        want = np.einsum("hs,shc->hc", weights / weights.sum(axis=1, keepdims=True), v)
-        errors.append(np.abs(decoded[i].astype(np.float64) - want).max())
-    learned = np.stack([found[0][i][end] for i, end in enumerate(ends)])
-    return {"packings": packings, "caches": differing(decoded, learned), "error": float(max(errors))}
-
-
 def attentions() -> None:
     for heads, kv_heads, width, window in ((12, 2, 128, None), (14, 2, 64, None), (16, 8, 128, 100)):
         row = {"part": "attention", "heads": heads, "kv_heads": kv_heads, "width": width, "window": window}
         expect(row | attention_of(heads, kv_heads, width, window), packings=0, caches=0, error=0.03)
+    decoded = attention_gpu.decoded
+    attention_gpu.decoded = functools.partial(_with_keys, 32, decoded)
+    found = attention_of(12, 2, 128, None)["caches"]
+    attention_gpu.decoded = decoded
+    expect({"part": "attention", "blocks of 32 and of 64 keys": found, "unseen": int(found == 0)}, unseen=0)
+
+
+def _with_keys(keys: int, run: Callable[..., Any], *arrays: Any, **more: Any) -> Any:
+    """`run` with blocks of so many keys."""
+    before, attention_gpu.KEYS = attention_gpu.KEYS, keys
+    try:
+        return run(*arrays, **more)
+    finally:
+        attention_gpu.KEYS = before
 
 
 # -- beside the default --------------------------------------------------------------------------------------------------
@@ -359,22 +315,32 @@ def trained() -> None:
             expect(found | {"ratio": abs(row["ratio/mean"] - 1)}, **dict.fromkeys((*names[:3], "ratio"), 0))
 
 
-def decode() -> None:
-    flags = ["--work=sample", "--bitwise=0,1", "--repeats=1", "--response_tokens=256", "--model=qwen2.5-1.5b"]
+def benched(work: str, *more: str) -> None:
+    """Speeds of `work` at 1.5B by the project's benchmark, without the mode and with it."""
+    flags = [f"--work={work}", "--bitwise=0,1", "--model=qwen2.5-1.5b", *more]
     done = subprocess.run(
         [sys.executable, "-m", "jaxrl_llm.tools.bench", *flags], capture_output=True, text=True, timeout=400
     )
     for line in done.stdout.splitlines():
         row = json.loads(line)
-        say(
-            part="decode",
-            **{n: row.get(n) for n in ("bitwise", "generated_per_s", "step_ms", "floor_gb_per_s", "first_s", "error")},
+        names = (
+            "bitwise",
+            "s",
+            "first_s",
+            "generated_per_s",
+            "step_ms",
+            "floor_gb_per_s",
+            "tokens_per_s",
+            "mfu",
+            "error",
         )
+        say(part=work, **{n: row[n] for n in names if n in row})
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
 
 
-RUNS = dict(zip(PARTS, (products, stats, norms, attentions, model, times, trained, decode), strict=True))
+SPEEDS = functools.partial(benched, "sample", *DECODE), functools.partial(benched, "update", *UPDATE)
+RUNS = dict(zip(PARTS, (products, stats, norms, attentions, model, times, trained, *SPEEDS), strict=True))
 
 
 def main() -> None:
@@ -382,6 +348,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     asked = parser.parse_args().only.split(",")
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # `run` and `decode` are processes of their own
+    say(device=jax.devices()[0].device_kind, jax=jax.__version__)
     for part in asked:
         start = time.perf_counter()
         try:
