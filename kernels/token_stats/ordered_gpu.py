@@ -36,8 +36,6 @@ def refusal(call: Call) -> str | None:
     if call.width % TILES.depth or call.vocabulary % UNIT or call.vocabulary < TILES.columns:
         sizes = f"{call.width} and {call.vocabulary}"
         return f"the width must be a multiple of {TILES.depth}, the vocabulary of {UNIT} and at least {TILES.columns} (got {sizes})"
-    if call.width * call.vocabulary >= 2**31:
-        return f"its offsets are 32 bits: D * V must be below 2**31 (got {call.width} * {call.vocabulary})"
     return None
 
 

@@ -137,7 +137,6 @@ def test_calls_that_the_kernels_cannot_take_are_refused_by_name():
         assert ordered.refusal(call) is None
         assert "bfloat16 (got float32)" in ordered.refusal(replace(call, dtype="float32"))
         assert "the vocabulary of 8 and at least 256 (got 64 and 500)" in ordered.refusal(replace(call, vocabulary=500))
-        assert "offsets are 32 bits" in ordered.refusal(replace(call, width=8192, vocabulary=262144))
     for capability in ("8.9", "10.0"):
         with dispatch.target(Gpu(capability)):
             assert f"a GPU of compute capability {capability}" in ordered.refusal(call)
