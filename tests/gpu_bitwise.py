@@ -34,7 +34,7 @@ from jaxrl_llm.kernels.attention.api import attention
 from jaxrl_llm.kernels.decode_attention.api import decode_attention
 from jaxrl_llm.kernels.ordered import hopper
 from jaxrl_llm.kernels.timing import timed
-from jaxrl_llm.kernels.token_stats import ordered_gpu
+from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.kernels.token_stats.api import token_stats
 
 PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode", "update")
@@ -119,8 +119,14 @@ def learners(hidden: Any, targets: Any, head: Any, outputs: tuple[str, ...] = ("
     return token_stats(hidden, head, targets, temperature=TEMPERATURE, outputs=outputs, backend="ordered")
 
 
+def sampled(hidden: Any, head: Any, targets: Any, temperature: Any) -> tuple[Any, Any]:
+    """The log-probs and logits of a sampler."""
+    read = ordered.read(hidden, head, temperature)
+    return ordered.logprobs(read, hidden, head, targets, temperature), read.logits
+
+
 def stats() -> None:
-    for width, vocabulary, tokens in ((WIDTH, VOCABULARY, 4096), (896, 4104, 20000)):
+    for width, vocabulary, tokens in ((WIDTH, VOCABULARY, 4096), (896, 4112, 20000)):
         hidden, head = normal(3, tokens, width), normal(4, vocabulary, width, scale=2 * width**-0.5)
         targets = jax.random.randint(jax.random.key(5), (tokens,), 0, vocabulary)
         found = jax.jit(learners)(hidden, targets, head)
@@ -138,9 +144,11 @@ def stats() -> None:
         # Slots of a sampler, the others at other temperatures.
         slots, own = np.arange(256), np.full(256, TEMPERATURE, np.float32)
         own[1::2] = np.random.default_rng(1).uniform(0.5, 2, 128)
-        drawn = jax.jit(ordered_gpu.logprobs)(hidden[slots], head, targets[slots], own)
-        both = [np.asarray(drawn)[::2], np.asarray(found["logprob"])[slots][::2]]
-        expect({"part": "stats of slots", "vocabulary": vocabulary, "differing": differing(*both)}, differing=0)
+        drawn, logits = jax.jit(sampled)(hidden[slots], head, targets[slots], own)
+        row = {"differing": differing(np.asarray(drawn)[::2], np.asarray(found["logprob"])[slots][::2])}
+        row["logits"] = float(np.abs(np.asarray(logits, np.float64)[:64] - wide(hidden[:64]) @ wide(head).T).max())
+        row["permuted"] = differing(jax.jit(sampled)(hidden[7:100], head, targets[7:100], own[7:100])[1], logits[7:100])
+        expect({"part": "stats of slots", "vocabulary": vocabulary, **row}, differing=0, logits=1e-4, permuted=0)
 
 
 def norms() -> None:

@@ -391,7 +391,7 @@ def _logit_gradients(
     scratch = [
         plgpu.SMEM((2, len(names), rows), jnp.float32),
         plgpu.SMEM((2, rows), jnp.int32),
-        _swizzled((2, 2, rows, tiles.slice), hidden.dtype),
+        swizzled((2, 2, rows, tiles.slice), hidden.dtype),
         plgpu.Barrier(num_arrivals=len(names) + 1, num_barriers=2),
     ]
     numbers = jnp.stack(list(coefficients.values()))
@@ -425,7 +425,7 @@ def turned(head: jax.Array, tiles: Tiles) -> jax.Array:
     return head.T if tiles.head_columns else head
 
 
-def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory in the layout of wgmma's operands and of TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
@@ -442,8 +442,8 @@ def kernel_of(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], 
     cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
     stream = [
-        _swizzled((tiles.stages, 2 * tiles.rows, tiles.depth), jnp.bfloat16),
-        _swizzled((tiles.stages, *head_tile), jnp.bfloat16),
+        swizzled((tiles.stages, 2 * tiles.rows, tiles.depth), jnp.bfloat16),
+        swizzled((tiles.stages, *head_tile), jnp.bfloat16),
         plgpu.Barrier(num_arrivals=2, num_barriers=tiles.stages),
         free(num_arrivals=2, num_barriers=tiles.stages),
     ]

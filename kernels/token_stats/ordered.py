@@ -1,12 +1,12 @@
 """token_stats whose log-prob of a token is the same bits in every batch, and that of a sampler that has the logits (`logprobs`).
 
 On CPUs logits are taken in tiles of rows with the whole vocabulary, and the gradient is that of the backend `xla`; on Hopper GPUs both
-are the kernels' of `ordered_gpu`, which makes a row's logits again for the sampler.
+are the kernels' of `ordered_gpu`.
 """
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,25 +80,40 @@ def _logprob(chosen: jax.Array, maximum: jax.Array, inverse: Any, log_total: jax
     return arithmetic.pin((chosen - maximum) * inverse) - log_total
 
 
-def logits(hidden: Float[Array, "S D"], head: Float[Array, "V D"]) -> Float[Array, "S V"]:
-    """Returns h . w_v in the dtype of `hidden`: on CPUs in the order of `forward`, on GPUs for the choice of a token alone."""
+class Read(NamedTuple):
+    """What a sampler reads of its hidden states before it chooses tokens.
+
+    Attributes:
+      logits: float32 [S, V].
+      shares: on GPUs, what its kernel summed over each share of the vocabulary.
+    """
+
+    logits: jax.Array
+    shares: jax.Array | None
+
+
+def read(hidden: Float[Array, "S D"], head: Float[Array, "V D"], temperature: Float[Array, " S"]) -> Read:
+    """Returns h . w_v in the dtype of `hidden`, in the order of `forward`, and what else `logprobs` takes."""
     if arithmetic.on_gpu():
-        return jnp.einsum("sd,vd->sv", hidden, head, preferred_element_type=jnp.float32)
-    return arithmetic.matmul(hidden.astype(jnp.float32), arithmetic.widened(head, hidden.dtype), turned=True)
+        shares, logits = _gpu().read(hidden, head, temperature, logits=True)
+        return Read(logits, shares)
+    return Read(
+        arithmetic.matmul(hidden.astype(jnp.float32), arithmetic.widened(head, hidden.dtype), turned=True), None
+    )
 
 
 def logprobs(
+    found: Read,
     hidden: Float[Array, "S D"],
     head: Float[Array, "V D"],
-    logits: Float[Array, "S V"],
     tokens: Int[Array, " S"],
     temperature: Float[Array, " S"],
 ) -> Float[Array, " S"]:
     """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
-    if arithmetic.on_gpu():
-        found: jax.Array = _gpu().logprobs(hidden, head, tokens, temperature)
-        return found
-    maximum = logits.max(axis=1)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    if found.shares is not None:
+        own: jax.Array = _gpu().logprobs(found.shares, hidden, head, tokens, temperature)[-1]
+        return own
+    maximum = found.logits.max(axis=1)
+    chosen = jnp.take_along_axis(found.logits, tokens[:, None], axis=1)[:, 0]
     inverse = arithmetic.pin(1 / temperature)
-    return _logprob(chosen, maximum, inverse, _log_total(logits, maximum, inverse[:, None]))
+    return _logprob(chosen, maximum, inverse, _log_total(found.logits, maximum, inverse[:, None]))

@@ -23,7 +23,8 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs
 from jaxrl_llm.kernels.token_stats.mosaic_gpu import LOG2E, TILES, Plan, Tiles
 
-UNIT = 8  # entries of which the vocabulary must have a multiple, for TMA
+UNIT = 16  # entries of which the vocabulary must have a multiple, for TMA
+SLAB = 16  # entries of a tile's logits that leave at once
 BLOCK = 64  # tokens whose shares one program sums
 
 backward = mosaic_gpu.Kernels(tiles=TILES).backward
@@ -55,29 +56,60 @@ def sums(
     temperature: Float[Array, " T"],
     *,
     square: bool = False,
-    tiles: Tiles = TILES,
 ) -> dict[str, Float[Array, " T"]]:
     """Returns maximum, total, first, (square), log_total and logprob of each row, as `fused` names them."""
+    shares, _ = read(hidden, head, temperature, 4 if square else 3)
+    found = logprobs(shares, hidden, head, targets, temperature)
+    names = ("maximum", "total", "first", *(["square"] if square else []), "log_total", "logprob")
+    return dict(zip(names, found, strict=True))
+
+
+def read(
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    temperature: Float[Array, " T"],
+    count: int = 3,
+    *,
+    logits: bool = False,
+    tiles: Tiles = TILES,
+) -> tuple[Float[Array, "count splits T_filled"], Float[Array, "T V"] | None]:
+    """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, in base 2, and the logits if asked.
+
+    Rows are filled up to whole tiles.
+    """
     tokens, (vocabulary, width) = hidden.shape[0], head.shape
     more = (0, -tokens % (tiles.cluster * 2 * tiles.rows))
-    hidden, head = jnp.pad(hidden, (more, (0, 0))), head.astype(hidden.dtype)
-    targets, temperature = jnp.pad(targets, more), jnp.pad(temperature, more, constant_values=1.0)
+    hidden, temperature = jnp.pad(hidden, (more, (0, 0))), jnp.pad(temperature, more, constant_values=1.0)
     work = mosaic_gpu.plan(tiles, hidden.shape[0], width, -(-vocabulary // tiles.columns))
     if vocabulary % tiles.columns:
         work = replace(work, last=vocabulary - tiles.columns)
-    shares = _shares(hidden, head, temperature, work, 4 if square else 3)
-    found = _summed(shares, hopper.chosen_logits(hidden, head, targets), temperature)
-    names = ("maximum", "total", "first", *(["square"] if square else []), "log_total", "logprob")
-    return {name: x[:tokens] for name, x in zip(names, found, strict=True)}
+    shares, *z = _shares(hidden, head.astype(hidden.dtype), temperature, work, count, logits)
+    return shares, z[0][:tokens] if z else None
 
 
-def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Plan, count: int) -> jax.Array:
-    """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, [count, splits, T]; base 2."""
-    tiles, rows = work.tiles, work.tiles.rows
+def logprobs(
+    shares: Float[Array, "count splits T_filled"],
+    hidden: Float[Array, "T D"],
+    head: Float[Array, "V D"],
+    targets: Int[Array, " T"],
+    temperature: Float[Array, " T"],
+) -> tuple[Float[Array, " T"], ...]:
+    """Returns maximum, total, first, (square), log_total and the targets' logprob from what `read` returns."""
+    more = (0, shares.shape[2] - len(hidden))
+    chosen = hopper.chosen_logits(hidden, head.astype(hidden.dtype), targets)
+    found = _summed(shares, jnp.pad(chosen, more), jnp.pad(temperature, more, constant_values=1.0))
+    return tuple(x[: len(hidden)] for x in found)
 
-    def body(
-        hidden: Any, head: Any, temperature: Any, out: Any, stats: Any, own: Any, loaded: Any, *stream: Any
-    ) -> None:
+
+def _shares(
+    hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Plan, count: int, logits: bool
+) -> list[jax.Array]:
+    """Returns what `read` does, of whole tiles of rows."""
+    tiles, rows, kept = work.tiles, work.tiles.rows, 1 + logits
+
+    def body(hidden: Any, head: Any, temperature: Any, out: Any, *rest: Any) -> None:
+        z_out, (stats, own, loaded, *stream) = rest[: kept - 1], rest[kept - 1 :]
+        slab: Any = stream.pop(0) if logits else None
         wg = lax.axis_index("warpgroup")
 
         def start(row: Any) -> Any:
@@ -86,7 +118,17 @@ def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Pl
             zero = jnp.zeros(rows, jnp.float32)
             return (jnp.full(rows, FLOOR, jnp.float32), *[zero] * (count - 1))
 
+        def leave(z: Any, n: Any, row: Any) -> None:
+            for i, j in enumerate(range(0, tiles.columns, SLAB)):
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                slab[wg, i % 2] = z[:, j : j + SLAB]
+                plgpu.commit_smem()
+                to = z_out[0].at[pl.ds(row, rows), pl.ds(work.first_entry(n) + j, SLAB)]
+                plgpu.copy_smem_to_gmem(slab.at[wg, i % 2], to)
+
         def tile(z: Any, n: Any, row: Any, carry: Any) -> Any:
+            if logits:
+                leave(z, n, row)
             if work.last is not None:
                 entry = lax.broadcasted_iota(jnp.int32, z.shape, 1) + work.first_entry(n)
                 z = jnp.where(entry >= n * tiles.columns, z, FLOOR)
@@ -102,14 +144,16 @@ def _shares(hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Pl
 
         mosaic_gpu.stream_of((hidden, head), 0, work, stream, (start, tile, finish))
 
-    out_type = jax.ShapeDtypeStruct((count, work.splits, hidden.shape[0]), jnp.float32)
+    shapes = (count, work.splits, hidden.shape[0]), (hidden.shape[0], len(head))
     scratch = [
         plgpu.SMEM((2, count, rows), jnp.float32),
         plgpu.SMEM((2, rows), jnp.float32),
         plgpu.Barrier(num_arrivals=1, num_barriers=2),
+        *([mosaic_gpu.swizzled((2, 2, rows, SLAB), jnp.float32)] if logits else []),
     ]
+    out_type = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[:kept]]
     run = mosaic_gpu.kernel_of(body, out_type, scratch, work)
-    found: jax.Array = run(hidden, mosaic_gpu.turned(head, tiles), temperature)
+    found: list[jax.Array] = list(run(hidden, mosaic_gpu.turned(head, tiles), temperature))
     return found
 
 
@@ -156,10 +200,3 @@ def _add_shares(shares: Any, chosen: Any, temperature: Any, *out: Any, splits: i
     logprob = (triton.load(chosen.at[row]) - maximum) / own - log_total
     for ref, x in zip(out, (maximum, total, first / LOG2E, *square, log_total, logprob), strict=True):
         triton.store(ref.at[row], x)
-
-
-def logprobs(
-    hidden: Float[Array, "S D"], head: Float[Array, "V D"], tokens: Int[Array, " S"], temperature: Float[Array, " S"]
-) -> Float[Array, " S"]:
-    """Returns the log-prob of a token a row under softmax(h . w / temperature): the bits that `forward` gives."""
-    return sums(hidden, head, tokens, temperature)["logprob"]

@@ -102,7 +102,7 @@ def test_the_norms_gradient_is_that_of_float64(monkeypatch):
 
 
 def test_log_probs_are_those_of_float64_with_a_last_tile_that_overlaps():
-    vocabulary, cluster = 120, 2 if NEW_INTERPRETER else 1
+    vocabulary, cluster = 112, 2 if NEW_INTERPRETER else 1
     # The interpreter of jax 0.10 knows no transposed operands either.
     tiles = mosaic_gpu.Tiles(
         rows=64, columns=64, depth=32, stages=2, cluster=cluster, multiprocessors=2 * cluster, head_columns=not NEW_INTERPRETER
@@ -111,13 +111,12 @@ def test_log_probs_are_those_of_float64_with_a_last_tile_that_overlaps():
     hidden, head = drawn(tokens, width), drawn(vocabulary, width) / 4
     temperature = jnp.asarray(RNG.uniform(0.5, 2, tokens), jnp.float32)
     targets = jnp.asarray(RNG.integers(0, vocabulary, tokens), jnp.int32)
-    work = mosaic_gpu.plan(tiles, tokens, width, -(-vocabulary // 64))
-    work = replace(work, last=vocabulary - 64)
     with interpreter():
-        shares = jax.block_until_ready(ordered_gpu._shares(hidden, head, temperature, work, 4))
+        shares, logits = jax.block_until_ready(ordered_gpu.read(hidden, head, temperature, 4, logits=True, tiles=tiles))
     chosen = hopper.chosen_logits(hidden, head, targets, interpret=True)
     maximum, total, first, square, log_total, logprob = ordered_gpu._summed(shares, chosen, temperature, interpret=True)
     z = wide(hidden) @ wide(head).T
+    np.testing.assert_allclose(logits, z, atol=1e-4)
     d = (z - z.max(axis=1, keepdims=True)) / np.asarray(temperature)[:, None]
     e = np.exp(d)
     np.testing.assert_allclose(maximum, z.max(axis=1), atol=1e-4)
@@ -136,7 +135,9 @@ def test_calls_that_the_kernels_cannot_take_are_refused_by_name():
     with dispatch.target(Gpu("9.0")):
         assert ordered.refusal(call) is None
         assert "bfloat16 (got float32)" in ordered.refusal(replace(call, dtype="float32"))
-        assert "the vocabulary of 8 and at least 256 (got 64 and 500)" in ordered.refusal(replace(call, vocabulary=500))
+        assert "the vocabulary of 16 and at least 256 (got 64 and 504)" in ordered.refusal(
+            replace(call, vocabulary=504)
+        )
     for capability in ("8.9", "10.0"):
         with dispatch.target(Gpu(capability)):
             assert f"a GPU of compute capability {capability}" in ordered.refusal(call)
@@ -216,10 +217,11 @@ def test_every_kernel_lowers_for_cuda():
 
     def read(x, w, scale, head, targets, temperature):
         y = hopper.rms_norm(hopper.product(x, w), scale, 1e-6)
-        return ordered_gpu.logprobs(y, head, targets, temperature)
+        read = ordered_gpu.read(y, head, temperature, logits=True)
+        return ordered_gpu.logprobs(read[0], y, head, targets, temperature), read[1]
 
     for rows in (100, 9000):
-        arrays = [shape((rows, 896), bf), shape((896, 896), bf), shape((896,), jnp.float32), shape((4104, 896), bf)]
+        arrays = [shape((rows, 896), bf), shape((896, 896), bf), shape((896,), jnp.float32), shape((4112, 896), bf)]
         arrays += [shape((rows,), jnp.int32), shape((rows,), jnp.float32)]
         with dispatch.target(Gpu("9.0")):
             text = jax.jit(read).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()

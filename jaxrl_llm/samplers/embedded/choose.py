@@ -16,7 +16,6 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
-from jaxrl_llm.kernels.token_stats import ordered
 
 HostOrDevice = Any  # a NumPy array, and under jit its tracer
 WIDE = 2**14  # entries of a vocabulary whose tokens are drawn in two stages
@@ -55,18 +54,10 @@ def plain(choice: Choice) -> Bool[Array, " S"]:
     return jnp.asarray((choice.repetition_penalty == 1) & ((choice.temperature == 0) | ~cut))
 
 
-def ordered_logprob(
-    read: tuple[Float[Array, "S D"], Float[Array, "V D"]],
-    logits: Float[Array, "S V"],
-    token: Int[Array, " S"],
-    choice: Choice,
-) -> Float[Array, " S"]:
-    """Returns the log-prob of the token under the whole softmax, with the bits of the learner's in the bitwise mode.
-
-    `read` are the hidden states and the head whose product the logits are.
-    """
+def read_temperature(choice: Choice) -> Float[Array, " S"]:
+    """Returns the temperature of the softmax whose log-probs are recorded: 1 for greedy rows."""
     temperature = jnp.asarray(choice.temperature)
-    return ordered.logprobs(*read, logits, token, jnp.where(temperature > 0, temperature, 1.0))
+    return jnp.where(temperature > 0, temperature, 1.0)
 
 
 def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Float[Array, " S"]) -> Float[Array, "S V"]:

@@ -23,7 +23,7 @@ from jaxrl_llm.models.linear import Adapted
 from jaxrl_llm.models.policy import Params, Policy, adapter_shapes
 from jaxrl_llm.models.transformer import Apart, Cache
 from jaxrl_llm.samplers.embedded import narrow
-from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, ordered_logprob, plain
+from jaxrl_llm.samplers.embedded.choose import Choice, HostOrDevice, draw, noise, plain, read_temperature
 
 NO_TOKEN = -1
 
@@ -173,14 +173,15 @@ def decode(
         position = slots.position + chunk.drawn - slots.drawn
         hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None], apart=apart)
         if policy.bitwise:
-            logits = ordered.logits(hidden[:, 0], head)
+            read = ordered.read(hidden[:, 0], head, read_temperature(slots.choice))
+            logits = read.logits
         else:
             logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
         logits = policy.partitioner.constrain(logits, ("batch", "vocabulary"))
         gumbel = noise(keys, chunk.drawn, logits.shape[1])
         token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
         if policy.bitwise:
-            same = ordered_logprob((hidden[:, 0], head), logits, token, slots.choice)
+            same = ordered.logprobs(read, hidden[:, 0], head, token, read_temperature(slots.choice))
             logprob = jnp.where(plain(slots.choice), same, logprob)
         token = jnp.where(chunk.done, last, token)
         seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
