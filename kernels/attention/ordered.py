@@ -2,7 +2,8 @@
 
 A query meets the keys of its sequence in blocks of KEYS, counted from the sequence's first token, one block after the other; the
 products of a block have one shape whatever is packed, prefilled or decoded together. A block that a query sees nothing of leaves its
-sums as they are, to the bit. Here in XLA for CPUs; on Hopper GPUs `ordered_gpu` does it. The gradient is that of the device's own choice of backends.
+sums as they are, to the bit. This file does it on CPUs and `ordered_gpu` on Hopper GPUs. The gradient is that of the device's own choice
+of backends.
 """
 
 from collections.abc import Callable

@@ -86,7 +86,6 @@ def _packed_tile(tiles: Any, q: Any, k: Any, v: Any, out: Any, *, call: Call) ->
             there = first + jnp.minimum(r * KEYS + jnp.arange(KEYS), size - 1)
             return k[row, there, kv, :], v[row, there, kv, :]
 
-        # The last query of the tile, and the first.
         last = jnp.minimum((number + 1) * QUERIES, size) - 1
         sums = over_blocks(q[row, place, head, :], at, block, (number * QUERIES, last), call.window, call.scale)
         out[row, place, head, :] = sums.astype(out.dtype)

@@ -10,6 +10,8 @@ XLA may give one expression other bits in another program, in four ways, and eac
 and exp and log, whose code depends on how many of them are computed together, are written out in additions and multiplications
 (the polynomials of Cephes). Additions, multiplications, divisions and square roots are exact by IEEE 754. Of one tile each row has
 the same bits at every place, which the tests check for the libraries at hand.
+
+On a GPU, products and norms are the kernels of `hopper`; pins and roundings are these.
 """
 
 import math
