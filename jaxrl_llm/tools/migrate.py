@@ -1,7 +1,7 @@
 """Rewrites gin files and run folders of an earlier version: python -m jaxrl_llm.tools.migrate FILE_OR_RUN_FOLDER ...
 
-Imports and class names become today's; everything else stays as it is, and a second run changes nothing. A run folder's
-former config.gin is kept as config.gin.old.
+Imports and class names become today's, settings that are none any more become comments; everything else stays as it is, and
+a second run changes nothing. A run folder's former config.gin is kept as config.gin.old.
 """
 
 import re
@@ -16,6 +16,8 @@ _IMPORT = re.compile(
     r"^from (?P<package>[\w.]+) import (?P<name>\w+)(?: as (?P<alias>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE
 )
 _COMMENT = re.compile(r"#.*")
+# The canary's limit follows from the weights and the dtype.
+_GONE = re.compile(r"^(?P<binding>[ \t]*(?:[\w./]+\.)?canary_(?:mean|max)[ \t]*=.*)$", re.MULTILINE)
 
 
 def migrated(text: str) -> str:
@@ -36,6 +38,7 @@ def migrated(text: str) -> str:
                 lines.append(f"from {package} import {today}")
         stays = module in {new.rpartition(".")[0] for new in classes.values()}
         new_imports[found[0]] = [found[0]] if stays else lines
+    text = _GONE.sub(r"# \g<binding>  # no setting any more: the limit is derived", text)
     return _with_imports(_COMMENT.sub(_today, text), new_imports)
 
 

@@ -46,6 +46,16 @@ def test_imports_and_names_become_todays_and_stay_so():
     assert migrated(NEW) == NEW
 
 
+def test_a_setting_that_is_none_any_more_becomes_a_comment():
+    old = "vllm_sampler.VllmSampler.seeded = False\nvllm_sampler.VllmSampler.canary_mean = 0.1\n"
+    old = f"from jaxrl_llm.samplers import vllm_sampler\nfrom __gin__ import dynamic_registration\n{old}"
+    new = migrated(old)
+    assert new.endswith(
+        "vllm.VllmSampler.seeded = False\n# vllm.VllmSampler.canary_mean = 0.1  # no setting any more: the limit is derived\n"
+    )
+    assert migrated(new) == new
+
+
 def test_every_moved_class_is_where_the_table_says():
     for names in command_line.MOVED.values():
         for new in names.values():
