@@ -71,10 +71,6 @@ def slices(name: str) -> int:
     return int(found[1]) if found else 1
 
 
-def is_tpu(name: str) -> bool:
-    return parsed(name)[0] in TPUS
-
-
 def prepare(name: str, environment: MutableMapping[str, str] | None = None) -> dict[str, str]:
     """Sets the environment in which JAX's backends must start to compile for a target; returns what was set.
 
