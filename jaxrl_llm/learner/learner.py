@@ -376,9 +376,8 @@ class Learner(Scorer):
         one, place = self.partitioner.replicated, (state.step, jax.ShapeDtypeStruct((), np.uint32))
         found = {"first": self._first.lower(state.params, batch, bases, place)}
         if microbatches > 1:
-            scalars = jax.eval_shape(self._gradient, state.params, batch, bases, place)[1]
             shaped = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one)  # noqa: E731
-            total = (self.gradients, jax.tree.map(shaped, scalars))
+            total = (self.gradients, jax.tree.map(shaped, found["first"].out_info[1]))
             found["accumulate"] = self._accumulate.lower(total, state.params, batch, bases, place)
         return found if away else found | {"apply": self._apply.lower(state, self.gradients)}
 
