@@ -10,7 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -189,16 +190,45 @@ def lowered_only(program: Any, resident: int = 0) -> Any:
     return Account(resident=resident, arguments=held[0], outputs=held[1], temporary=0)
 
 
+def once(function: Callable[..., Any], key: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose result is kept for calls with an equal key."""
+    kept: list[tuple[Any, Any]] = []
+
+    def called(*arguments: Any) -> Any:
+        own = key(*arguments)
+        for other, result in kept:
+            if other == own:
+                return result
+        kept.append((own, function(*arguments)))
+        return kept[-1][1]
+
+    return called
+
+
+def programs_of(learner: Any, *arguments: Any) -> Any:
+    """What the programs of an update or of scoring follow from; how many updates there are changes numbers of the schedule alone."""
+    import jax
+
+    own = {f.name: getattr(learner, f.name) for f in fields(learner) if f.name not in ("updates", "seed")}
+    return own, jax.tree.flatten(arguments)
+
+
 def main(folder: Path, names: Mapping[str, Sequence[str]]) -> None:
     os.chdir(folder)
     write_models(folder / "hub", folder)
     write_data(folder / "data_sets")
+    import jax
+
+    from jaxrl_llm.samplers.embedded import decode
     from jaxrl_llm.tools import fit, memory
 
     # Whether a run fits, and what XLA makes of a program, are other tests' subjects: the device has room for all runs, and programs
     # are traced and lowered with their full shapes and not compiled, which takes a hundred times as long.
     fit.here = lambda: fit.Device("a device of 64 TiB", 2.0**46)
     memory.account = lowered_only
+    # Files whose learners or samplers are equal have the same programs, which are lowered once.
+    memory.of_learner = once(memory.of_learner, programs_of)
+    decode.lowered = once(decode.lowered, lambda *arguments: jax.tree.flatten(arguments))
     results = {}
     for name, bindings in names.items():
         results[name] = dry_run(name, bindings)
