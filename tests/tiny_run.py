@@ -1,11 +1,16 @@
 """Starts tests/tiny.gin as a user starts a run, and reads what it leaves."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from jaxrl_llm import launch as launcher
 
 ROOT = Path(__file__).parent.parent
 GIN_FILE = str(Path(__file__).with_name("tiny.gin"))
@@ -17,10 +22,14 @@ def bindings(run_dir: Path, **more: Any) -> list[str]:
     return [f"{name}={value}" for name, value in {"RUN_DIR": repr(str(run_dir)), **more}.items()]
 
 
+def arguments(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> list[str]:
+    """What a user would type after the command."""
+    return [f"--gin_file={gin_file}", *(f"--gin={b}" for b in bindings(run_dir, **more))]
+
+
 def command(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> list[str]:
     """The launch command a user would type."""
-    flags = [f"--gin={b}" for b in bindings(run_dir, **more)]
-    return [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={gin_file}", *flags]
+    return [sys.executable, "-m", "jaxrl_llm.launch", *arguments(run_dir, gin_file, **more)]
 
 
 def environment(devices: int = 1) -> dict[str, str]:
@@ -39,6 +48,17 @@ def launch(run_dir: Path, gin_file: str = GIN_FILE, devices: int = 1, **more: An
         text=True,
         timeout=500,
     )
+
+
+def refused(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> str:
+    """What the command says in this process, where it sees one device and does not begin a run with these settings."""
+    import jax  # after the settings that the tests' process gives it
+
+    said = io.StringIO()
+    with mock.patch.object(jax, "devices", return_value=jax.devices()[:1]), contextlib.redirect_stderr(said):
+        code = launcher.main(arguments(run_dir, gin_file, **more))
+    assert code == 1, (code, said.getvalue())
+    return said.getvalue()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:

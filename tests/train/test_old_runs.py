@@ -25,8 +25,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
     shutil.copytree(OLD, run_dir)
     expected = [json.loads(line) for line in (OLD / "metrics.jsonl").read_text().splitlines()][7:]
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS", raising=False)
-    done = tiny_run.launch(run_dir, gin_file=str(run_dir))
-    assert done.returncode == 1 and f"`python -m jaxrl_llm.tools.migrate {run_dir}` rewrites the file" in done.stderr
+    assert f"`python -m jaxrl_llm.tools.migrate {run_dir}` rewrites the file" in tiny_run.refused(run_dir, str(run_dir))
     assert migrate(run_dir) and not migrate(run_dir)
     assert (run_dir / "config.gin.old").read_text() == (OLD / "config.gin").read_text()
     done = tiny_run.launch(run_dir, gin_file=str(run_dir))

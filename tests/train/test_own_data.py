@@ -28,17 +28,21 @@ GOOD = """def score(prompt, text, goal):
 FAILING = GOOD.replace("    return", "    raise RuntimeError(f'no {goal}')\n    return")
 
 
-def start(folder: Path, rows: list[dict[str, Any]], reward: str, algorithm: str = "grpo", steps: int = 4) -> Any:
-    """Runs own rows with an own reward to the end."""
+def written(folder: Path, rows: list[dict[str, Any]], reward: str, algorithm: str) -> dict[str, Any]:
+    """Writes the files of a run of own rows with an own reward; returns its bindings."""
     (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "mine.py").write_text(reward)
     (folder / "mine.gin").write_text(FILE.format(tiny=tiny_run.GIN_FILE, algorithm=algorithm))
-    own = {
+    return {
         "DATA_SOURCE": repr(f"{folder}/mine.jsonl"),
         "REWARD_FUNCTION": repr(f"{folder}/mine.py:score"),
-        "STEPS": steps,
+        "STEPS": 4,
     }
-    return tiny_run.launch(folder / "run", str(folder / "mine.gin"), **own)
+
+
+def start(folder: Path, rows: list[dict[str, Any]], reward: str, algorithm: str = "grpo") -> Any:
+    """Runs own rows with an own reward to the end."""
+    return tiny_run.launch(folder / "run", str(folder / "mine.gin"), **written(folder, rows, reward, algorithm))
 
 
 def tasks(**more: Any) -> list[dict[str, Any]]:
@@ -53,8 +57,8 @@ def test_a_run_learns_from_own_rows_and_own_reward_and_an_edited_reward_is_not_t
     assert "rows of mine: prompt from 'prompt'; further columns ['goal']" in done.stdout
     rewards = [row["reward/mean"] for row in tiny_run.rows(tmp_path / "run") if "reward/mean" in row]
     assert len(rewards) == 4 and all(0 < reward < 1 for reward in rewards)
-    edited = start(tmp_path, tasks(), GOOD.replace("in goal", "not in goal"), steps=5)
-    assert edited.returncode == 1 and "reward.content was" in edited.stderr
+    edited = written(tmp_path, tasks(), GOOD.replace("in goal", "not in goal"), "grpo") | {"STEPS": 5}
+    assert "reward.content was" in tiny_run.refused(tmp_path / "run", str(tmp_path / "mine.gin"), **edited)
 
 
 def test_a_function_that_fails_shows_its_traceback_and_ends_the_run_after_three_steps(tmp_path: Path) -> None:

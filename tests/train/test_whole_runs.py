@@ -223,10 +223,8 @@ def test_a_checkpoint_of_another_model_is_refused(whole: Path, tmp_path: Path) -
     run_dir = tmp_path / "run"
     shutil.copytree(whole, run_dir)
     before = (run_dir / "metrics.jsonl").read_bytes()
-    done = tiny_run.launch(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64})
-    assert (
-        done.returncode == 1 and "policy.architecture.width was 32, is 64" in done.stderr and "RUN_DIR" in done.stderr
-    )
+    said = tiny_run.refused(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64})
+    assert "policy.architecture.width was 32, is 64" in said and "RUN_DIR" in said
     command = [*tiny_run.command(run_dir, STEPS=9, **{"qwen3.Qwen3.width": 64}), "--resume_as_new"]
     done = subprocess.run(
         command, cwd=tiny_run.ROOT, env=tiny_run.environment(), capture_output=True, text=True, timeout=500
