@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 import tiny_run
 
-from jaxrl_llm import launch
-
 pytestmark = pytest.mark.slow
 
-FILES = [f"--gin_file={file}" for file in (tiny_run.GIN_FILE,)]
 SHORT = {
     "STEPS": 2, "SAVE_EVERY": 9, "MINIBATCHES": 1, "BEST": "None", "train.Run.stages": "[@rl/train.Stage()]",
     "train.Stage.evaluations": "[]", "grpo.GRPO.entropy_coef": 0.0, "grpo.GRPO.kl_coef": 0.0,
@@ -24,8 +21,10 @@ def tests_on_the_path(monkeypatch):
 
 def rows_of(tmp_path, schedule, **more):
     """The steps of a run with a schedule."""
-    flags = [f"--gin={b}" for b in tiny_run.bindings(tmp_path / "run", **{**SHORT, **more})]
-    assert launch.main([*FILES, f"--gin_file=gin/schedules/{schedule}.gin", *flags, "--debug"]) == 0
+    file = tmp_path / "run.gin"
+    file.write_text(f"include '{tiny_run.GIN_FILE}'\ninclude 'gin/schedules/{schedule}.gin'\n")
+    done = tiny_run.launch(tmp_path / "run", str(file), **{**SHORT, **more})
+    assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     return [row for row in map(json.loads, lines) if "stage" in row]
 
@@ -53,8 +52,8 @@ def test_token_buncher_adds_noise_to_what_low_entropy_is_rewarded_for(tmp_path):
     ({"BUPO_LAYER": 1}, "train.BuPO.layer must be in 0..0"),
     ({"BUPO_LAYER": 0, "rl/train.Stage.old_logprobs": "'sampler'"}, "Stage.old_logprobs = 'learner'"),
 ])  # fmt: skip
-def test_a_schedule_that_does_not_fit_is_refused_before_the_run(capsys, tmp_path, more, words):
-    flags = [f"--gin={b}" for b in tiny_run.bindings(tmp_path / "run", **{**SHORT, **more})]
-    assert launch.main([*FILES, "--gin_file=gin/schedules/bupo.gin", *flags]) == 1
-    assert words in capsys.readouterr().err
+def test_a_schedule_that_does_not_fit_is_refused_before_the_run(tmp_path, more, words):
+    file = tmp_path / "run.gin"
+    file.write_text(f"include '{tiny_run.GIN_FILE}'\ninclude 'gin/schedules/bupo.gin'\n")
+    assert words in tiny_run.refused(tmp_path / "run", str(file), **{**SHORT, **more})
     assert not list((tmp_path).rglob("metrics.jsonl"))

@@ -74,8 +74,7 @@ def test_a_run_writes_its_reference_once_and_resumes_with_it_bit_for_bit(tmp_pat
     assert "resuming from step 2" in done.stdout and tiny_run.rows(run_dir) == rows, done.stderr
     shutil.rmtree(run_dir / "checkpoints" / "3")
     shutil.rmtree(run_dir / "reference")
-    done = tiny_run.launch(run_dir, **sizes)
-    assert done.returncode == 1 and "reference/1, which the checkpoint needs, is not there" in done.stderr
+    assert "reference/1, which the checkpoint needs, is not there" in tiny_run.refused(run_dir, **sizes)
 
 
 def test_a_reference_is_read_in_the_dtype_that_it_has_and_known_by_its_sums(tmp_path: Path) -> None:
