@@ -198,14 +198,7 @@ def decode(
         )
         return i + 1, cache, seen, token, chunk
 
-    start = Chunk(
-        jnp.zeros((count, steps), jnp.int32),
-        jnp.zeros((count, steps), jnp.float32),
-        jnp.asarray(slots.drawn),
-        jnp.asarray(slots.done),
-        _no_routes(policy, (count, steps)) if record else None,
-    )
-    carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), start)
+    carry = (jnp.int32(0), cache, seen, jnp.asarray(slots.last), _before(slots, steps, policy, record))
     if dispatch.device().platform == "gpu":
         _, cache, seen, last, chunk = jax.lax.fori_loop(0, steps, lambda _, carry: step(carry), carry)
     else:
@@ -219,6 +212,14 @@ def decode(
 def layers_apart(params: Params, *, policy: Policy) -> Apart:
     """Returns the parameters of each layer by itself: products read them in place, and would copy a layer's out of its stack for each token."""
     return policy.apart(params, (policy.partitioner.batch_shards, 1))
+
+
+def _before(slots: Slots, steps: int, policy: Policy, record: bool) -> Chunk:
+    """A chunk of which nothing is drawn yet."""
+    shape = (len(slots.last), steps)
+    routes = _no_routes(policy, shape) if record else None
+    drawn, done = jnp.asarray(slots.drawn), jnp.asarray(slots.done)
+    return Chunk(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32), drawn, done, routes)
 
 
 def _chosen(report: Report) -> jax.Array:
