@@ -321,10 +321,10 @@ def test_a_chunk_is_started_before_the_host_has_seen_the_one_before(tiny, prefix
     begun, seen, most = [], [], []
     step, collect = slots.SlotBatch.step, slots.SlotBatch.collect
 
-    def started(batch, params, steps, after=None, apart=None):
+    def started(batch, served, steps, after=None):
         begun.append(after is not None)
         most.append(len(begun) - len(seen))
-        return step(batch, params, steps, after, apart)
+        return step(batch, served, steps, after)
 
     def collected(*arguments):
         seen.append(1)

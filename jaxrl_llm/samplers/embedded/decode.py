@@ -58,6 +58,13 @@ class Slots(NamedTuple):
         )
 
 
+class Served(NamedTuple):
+    """The weights that decoding reads: the policy's, and where it is given the layers' from `apart` in their place."""
+
+    params: Params
+    apart: Apart | None = None
+
+
 class Chunk(NamedTuple):
     """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]; where experts are
     recorded, those that the token fed at each step went to, [S, steps, L, k]; and where its slots stand, so that another chunk may follow
@@ -147,11 +154,10 @@ def resized(
 
 @partial(jax.jit, static_argnames=("policy", "steps", "cut", "record"), donate_argnames=("cache", "seen"))
 def decode(
-    params: Params,
+    served: Served,
     cache: Cache,
     seen: Bool[Array, "S W"],
     slots: Slots,
-    apart: Apart | None = None,
     *,
     policy: Policy,
     steps: int,
@@ -159,12 +165,13 @@ def decode(
     record: bool = False,
 ) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
     """Draws up to `steps` tokens of each slot that is not done; ends early where all are, but on GPUs, whose host would have to wait for
-    each step to know that. The layers' weights are taken from `apart` where it is given.
+    each step to know that.
 
     The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
     """
     count = len(slots.last)
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
+    params, apart = served
     head = policy.head(params).astype(policy.compute_dtype)
     rows = jnp.arange(count)
 
@@ -246,7 +253,7 @@ def lowered(
     policy: Policy, params: Params, slots: int, length: int, steps: int, dtype: str | None = None
 ) -> jax.stages.Lowered:
     """Returns the decode program of `params` (arrays or shapes) with caches of so many slots and tokens, ready to be compiled."""
-    return decode.lower(params, *shapes(policy, slots, length, dtype), policy=policy, steps=steps, cut=False)
+    return decode.lower(Served(params), *shapes(policy, slots, length, dtype), policy=policy, steps=steps, cut=False)
 
 
 def sample_keys(seed: UInt32[Array, "S 2"], sample: Int[Array, " S"]) -> Key[Array, " S"]:

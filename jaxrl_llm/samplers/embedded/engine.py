@@ -21,7 +21,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.transformer import Apart
 from jaxrl_llm.protocols import Conversation, Params
 from jaxrl_llm.samplers.embedded.counters import Counters
-from jaxrl_llm.samplers.embedded.decode import Chunk, check_shapes, layers_apart
+from jaxrl_llm.samplers.embedded.decode import Chunk, Served, check_shapes, layers_apart
 from jaxrl_llm.samplers.embedded.room import announce, fitting, free_bytes, room_apart, taken_bytes
 from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes_of
 from jaxrl_llm.samplers.requests import Request, check
@@ -265,7 +265,7 @@ class Engine:
         if running is None:
             running = self._refilled(batch, params, version), version
         if self._settled(batch):
-            self._queued = batch.step(params, self.decode_chunk, running[0], self._apart), version
+            self._queued = batch.step(Served(params, self._apart), self.decode_chunk, running[0]), version
         await _finished(running[0])
         kept, steps = batch.collect(*running, self._text)
         self._counters.generated += kept
@@ -281,7 +281,7 @@ class Engine:
             self._counters.again += sum(request.conversation.known for request, _ in block if request.conversation)
         if (fewer := self._fewer(batch)) < batch.capacity.slots:
             batch.resize(fewer)
-        return batch.step(params, self.decode_chunk, apart=self._apart)
+        return batch.step(Served(params, self._apart), self.decode_chunk)
 
     def _settled(self, batch: SlotBatch) -> bool:
         """Returns whether the batch goes on as it is after the chunk that runs, so that the next one need not wait for the host."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxrl_llm.kernels.decode_attention import cache as caches
 from jaxrl_llm.models.policy import Params, Policy
-from jaxrl_llm.models.transformer import Apart, Cache
+from jaxrl_llm.models.transformer import Cache
 from jaxrl_llm.samplers.embedded import choose, decode, parking
 from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
@@ -245,9 +245,7 @@ class SlotBatch:
             self._assign(slot, request.drafts(0)[0])
         return sum(held.values()), sum(map(len, new))
 
-    def step(
-        self, params: Params, steps: int, after: decode.Chunk | None = None, apart: Apart | None = None
-    ) -> decode.Chunk:
+    def step(self, served: decode.Served, steps: int, after: decode.Chunk | None = None) -> decode.Chunk:
         """Starts a chunk of decode steps on the device, where the slots are or where the chunk `after` leaves them."""
         cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
@@ -258,7 +256,7 @@ class SlotBatch:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
-            params, self._cache, self._seen, at, apart, policy=self.policy, steps=steps, cut=cut, record=self._record,
+            served, self._cache, self._seen, at, policy=self.policy, steps=steps, cut=cut, record=self._record,
         )  # fmt: skip
         return chunk
 
