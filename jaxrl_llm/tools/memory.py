@@ -153,7 +153,7 @@ def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
     """Shapes of what the sampler decodes with."""
     base = cast(policy.plain, policy.compute_dtype)
     if sampler.weights is not None:
-        return narrow.shapes(policy.plain, base, sampler.weights, policy.partitioner)
+        return narrow.shapes(policy.plain, base, sampler.weights)
     return policy.joined(cast(policy, policy.compute_dtype), base) if apart(policy, sampler) else base
 
 

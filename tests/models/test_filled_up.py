@@ -13,9 +13,11 @@ from safetensors.numpy import load_file
 from jaxrl_llm.distributed import tree_sums
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.models import hf_format, hf_weights
+from jaxrl_llm.models.architecture import Experts
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
+from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 from jaxrl_llm.publication.reader import Target, read_version, whole_box
 from jaxrl_llm.samplers.embedded import decode
 from jaxrl_llm.samplers.vllm.publisher import Publisher
@@ -29,9 +31,9 @@ MODEL = Qwen2(
 ROWS, LENGTH = 6, 8
 
 
-def policy_on(devices: int, **sizes: int) -> Policy:
+def policy_on(devices: int, model: Any = MODEL, **sizes: int) -> Policy:
     config = MeshConfig(**{"fsdp": devices, **sizes})
-    return Policy(MODEL, Partitioner.create(config, jax.devices()[:devices]))
+    return Policy(model, Partitioner.create(config, jax.devices()[:devices]))
 
 
 @cache
@@ -112,6 +114,22 @@ def test_losses_and_gradients_are_those_of_one_device_and_the_filling_gets_none(
     assert abs(float(value) - float(want)) < bound * abs(float(want))
     for got, expected in zip(jax.tree.leaves(own(policy, slopes)), jax.tree.leaves(wanted), strict=True):
         assert np.abs(got - expected).max() < bound * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_experts_are_filled_up_alike() -> None:
+    model = Qwen3MoE(
+        vocabulary_size=64, width=28, layers=1, heads=2, kv_heads=1, head_width=8, mlp_width=44, init_std=0.2,
+        experts=Experts(count=4, chosen=2, width=20, normalised=True),
+    )  # fmt: skip
+    one, many = policy_on(1, model), policy_on(6, model, fsdp=3, expert=2)
+    assert many.abstract()["layers"]["mlp"]["down"].shape == (1, 4, 20, 30)
+    params = one.init(jax.random.key(3))
+    value, slopes = results(many, placed(many, jax.tree.map(np.asarray, params)))
+    want, wanted = results(one, params)
+    assert float(value) == pytest.approx(float(want), rel=1e-5)
+    for got, expected in zip(jax.tree.leaves(own(many, slopes)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, expected, atol=1e-4 * float(np.abs(expected).max()) + 1e-6)
 
 
 def test_random_parameters_are_those_of_one_device_with_zeros_after_them() -> None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.distributed.mesh import Axes, Partitioner
+from jaxrl_llm.distributed.mesh import Axes
 from jaxrl_llm.models import hf_format
 from jaxrl_llm.models.architecture import LAYERS, stack_of
 from jaxrl_llm.models.linear import Quantized
@@ -32,13 +32,9 @@ def inputs_of(path: tuple[Any, ...], axes: Axes) -> int:
     return hf_format.TENSORS["/".join((LAYERS, *keys[1:]))][1] or 0
 
 
+@partial(jax.jit, static_argnames=("inputs", "dtype", "sharding"))
 def quantized(x: jax.Array, inputs: int, dtype: str, sharding: NamedSharding) -> Quantized:
     """Rounds the matrices [L, *in, *out] of a leaf to `dtype`; the values lie as `sharding` says, and the scales [L, *out] beside them."""
-    return _quantized(x, inputs, dtype, sharding)
-
-
-@partial(jax.jit, static_argnames=("inputs", "dtype", "sharding"))
-def _quantized(x: jax.Array, inputs: int, dtype: str, sharding: NamedSharding) -> Quantized:
     wide = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(wide), axis=tuple(range(1, 1 + inputs)), keepdims=True)
     scale = jnp.where(most > 0, most / MOST, 1.0)
@@ -48,17 +44,17 @@ def _quantized(x: jax.Array, inputs: int, dtype: str, sharding: NamedSharding) -
     return Quantized(fixed(values, sharding), fixed(scale, _beside(sharding, x.ndim, inputs)))
 
 
-def shapes(policy: Policy, params: Any, dtype: str, partitioner: Partitioner) -> Any:
+def shapes(policy: Policy, params: Any, dtype: str) -> Any:
     """Shapes and shardings of what is served in place of `params`, shapes with shardings, with matrices in `dtype`."""
 
     def leaf(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, axes: Axes) -> Any:
         if not (inputs := inputs_of(path, axes)):
             return x
-        sharding = partitioner.stored(axes, x.shape)
-        scale = jax.ShapeDtypeStruct(
-            (x.shape[0], *x.shape[1 + inputs :]), jnp.float32, sharding=_beside(sharding, len(x.shape), inputs)
+        outputs, beside = (x.shape[0], *x.shape[1 + inputs :]), _beside(x.sharding, len(x.shape), inputs)
+        return Quantized(
+            jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding),
+            jax.ShapeDtypeStruct(outputs, jnp.float32, sharding=beside),
         )
-        return Quantized(jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding), scale)
 
     return jax.tree_util.tree_map_with_path(leaf, params, policy.axes())
 
