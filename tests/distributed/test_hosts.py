@@ -71,7 +71,7 @@ def test_four_processes_learn_from_demonstrations_as_one_does(tmp_path: Path) ->
     assert [row.keys() for row in ones] == [row.keys() for row in fours] and len(ones) == 3
     for one, four in zip(ones, fours, strict=True):
         assert one == pytest.approx(four, rel=1e-6, abs=1e-6)
-    (_, said), *_ = several_hosts.ended(several_hosts.run(tmp_path / "four", 4, 1, **more))
+    (_, said), *_ = several_hosts.ended(several_hosts.run(tmp_path / "four", 2, 2, **more))
     assert "holds a finished run" in said, "its last evaluation is not made again"
 
 
