@@ -17,7 +17,7 @@
 #   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and GPUs of a sampler, which the model's heads must divide by (1)
 #   SAMPLERS         how many samplers (2)
 #   SANDBOXES        how many pods run the programs of gin/rewards/code.gin (0), from the learner's image built with EXTRA=tpu,serve;
-#                    the learner is told where they are
+#                    the learner is told where they are, unless --gin="SANDBOX='http://NAME-sandbox.NAMESPACE.svc:8001'" tells an agent's tool
 #   SAVE_S           seconds that a preempted learner has to save (300)
 #   JAXRL_LLM_TOKEN  what learners carry; without it the file ~/.jaxrl_llm_token is read
 #
@@ -69,7 +69,8 @@ prepare() {
   [ $# -gt 0 ] || die "$action needs launch's arguments, such as --gin_file=gin/grpo_gsm8k.gin"
   PUBLICATION=/shared/publication/$NAME
   sampler_flags "VLLM_URLS_DNS='http://$NAME-samplers.$NAMESPACE.svc:9000'"
-  if [ "$SANDBOXES" -gt 0 ]; then
+  # An agent's tools are given the address by a macro of their own; a setting that nothing reads would end the run.
+  if [ "$SANDBOXES" -gt 0 ] && [[ " $*" != *" --gin=SANDBOX="* ]]; then
     FLAGS+=("--gin=sandbox/service.Service.urls=('http://$NAME-sandbox.$NAMESPACE.svc:8001',)" "--gin=sandbox/service.Service.token_env='JAXRL_LLM_TOKEN'")
   fi
   # JSON is YAML, and json.dumps quotes whatever an argument holds; Kubernetes itself would read $(NAME).

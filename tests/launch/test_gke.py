@@ -208,6 +208,15 @@ def test_a_sandbox_has_no_capability_reaches_nothing_and_is_reached_by_learners_
     assert "--gin=sandbox/service.Service.urls=('http://trial-sandbox.lab.svc:8001',)" in learner["args"]
 
 
+def test_a_tool_s_sandbox_is_named_by_its_macro_alone(machine):
+    address = "--gin=SANDBOX='http://trial-sandbox.lab.svc:8001'"
+    done = machine.run("gke.sh", "show", *GIN, address, SANDBOXES="2")
+    assert done.returncode == 0, done.stderr
+    (job,) = manifests(done.stdout)["JobSet/trial-learner"]["spec"]["replicatedJobs"]
+    (learner,) = job["template"]["spec"]["template"]["spec"]["containers"]
+    assert address in learner["args"] and not any("service.Service" in word for word in learner["args"])
+
+
 def test_restarting_and_removing_leave_the_claim(machine):
     kubectl = ["kubectl", "--namespace=lab"]
     gone = [*kubectl, "delete", "jobset", "trial-learner", "--ignore-not-found", "--wait=true"]
