@@ -148,7 +148,7 @@ def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_
     block = block_of(policy, sampler, stage, capacity)
     jax.eval_shape(partial(decode.prefill, policy=policy, dtype=sampler.cache), params, block)
     run = partial(decode.decode, policy=policy, steps=sampler.decode_chunk, cut=False)
-    jax.eval_shape(run, params, *decode.shapes(policy, capacity.slots, capacity.length, sampler.cache))
+    jax.eval_shape(run, decode.Served(params), *decode.shapes(policy, capacity.slots, capacity.length, sampler.cache))
 
 
 def better(choice: Choice) -> str | None:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.learner.learner import Learner
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.train.checkpoint import Checkpointing, Checkpoints, read_host
 from jaxrl_llm.train.step import StageTrainer
@@ -29,9 +30,10 @@ def abstract() -> dict[str, Any]:
 
 
 def stage() -> Mock:
-    one = Mock(
-        spec=StageTrainer, number=0, frozen=SimpleNamespace(params={}, saved={}, lasting=False), abstract=abstract()
-    )
+    policy = SimpleNamespace(abstract=dict, sizes=dict)
+    learner = Mock(spec=Learner, sizes=abstract()["state"], policy=policy)
+    frozen = SimpleNamespace(params={}, saved={}, lasting=False)
+    one = Mock(spec=StageTrainer, number=0, frozen=frozen, abstract=abstract(), learner=learner)
     one.host.return_value = {"feed": {}}
     return one
 

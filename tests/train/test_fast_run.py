@@ -59,7 +59,9 @@ def test_flags_of_xla_are_added_for_several_gpus_and_never_change_the_users() ->
     host = int(one.pop("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"))
     kib = int(Path("/proc/meminfo").read_text().split()[1])
     assert 0.88 * 1024 * kib - 1e9 < host * 1e9 <= 0.9 * 1024 * kib
-    flags = "--xla_gpu_enable_triton_gemm=false --xla_gpu_memory_limit_slop_factor=120"
+    flags = (
+        "--xla_gpu_enable_triton_gemm=false --xla_gpu_memory_limit_slop_factor=120 --xla_gpu_dot_merger_threshold_mb=8"
+    )
     assert one == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "XLA_FLAGS": flags}
     own = {"XLA_FLAGS": "--xla_gpu_enable_latency_hiding_scheduler=false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"}
     found = xla_flags.settings(4, None, own)
