@@ -268,7 +268,7 @@ class Policy:
         """The parameters in their own sizes, in place of those in which the mesh stores them."""
         if self.partitioner.axis_sizes[STORED] == 1:
             return params
-        own = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(self.sizes())}
+        own = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(self.plain.sizes())}
         stored = {path: x.sharding for path, x in jax.tree_util.tree_leaves_with_path(self.plain.abstract())}
 
         def leaf(path: tuple[Any, ...], x: Any) -> Any:
