@@ -187,8 +187,9 @@ def start(
 
 
 def run(run_dir: Path, count: int, devices: int, **more: Any) -> list[subprocess.Popen[str]]:
-    """The small run."""
-    return start(tiny_run.command(run_dir, **{**SMALL, **more}), count, devices)
+    """The small run; None in `more` leaves a setting out."""
+    settings = {name: value for name, value in {**SMALL, **more}.items() if value is not None}
+    return start(tiny_run.command(run_dir, **settings), count, devices)
 
 
 def talkers(lost_s: float, script: str = TALKER, **places: Any) -> list[subprocess.Popen[str]]:
