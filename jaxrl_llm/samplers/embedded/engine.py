@@ -88,9 +88,8 @@ class Engine:
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
         self._batch: SlotBatch | None = None
-        self._queued: tuple[Chunk, int] | None = (
-            None  # a chunk that follows the one before on the device, and its version
-        )
+        # A chunk that follows the one before on the device, and its version.
+        self._queued: tuple[Chunk, int] | None = None
         self._stirred = asyncio.Event()  # what waits for the next turn of a conversation looks again
         self._programs: set[tuple] = set()
         self._counters = Counters()

@@ -250,9 +250,8 @@ class SlotBatch:
         cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
         at = self._slots
-        if (
-            jax.process_count() == 1
-        ):  # what a chunk leaves and what the host has lie alike, so that one program takes both
+        # What a chunk leaves and what the host has lie alike, so that one program takes both.
+        if jax.process_count() == 1:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
         self._cache, self._seen, chunk = decode.decode(
