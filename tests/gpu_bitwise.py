@@ -313,7 +313,7 @@ def trained() -> None:
         if weights := os.environ.get("MODEL"):
             more |= {"sources.PolicySource.architecture": "None", "sources.PolicySource.pretrained": repr(weights)}
         flags = [f"--gin={name}={value}" for name, value in more.items()]
-        environment = {**os.environ, "PYTHONPATH": f".:{Path(__file__).parent}"}
+        environment = {**os.environ, "PYTHONPATH": f".:{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
         command = [sys.executable, "-m", "jaxrl_llm.launch", "--gin_file=tests/gpu_bitwise.gin", *flags]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
         if done.returncode:
