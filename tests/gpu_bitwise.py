@@ -132,7 +132,8 @@ def stats() -> None:
         targets = jax.random.randint(jax.random.key(5), (tokens,), 0, vocabulary)
         found = jax.jit(learners)(hidden, targets, head)
         logprob, entropy = of_float64(hidden[:64], head, targets[:64], TEMPERATURE)
-        errors = {n: float(np.abs(wide(found[n][:64]) - x).max()) for n, x in zip(found, (logprob, entropy))}
+        wanted = {"logprob": logprob, "entropy": entropy}
+        errors = {n: float(np.abs(wide(found[n][:64]) - x).max()) for n, x in wanted.items()}
         row = {"part": "stats", "width": width, "vocabulary": vocabulary, **errors}
 
         @jax.jit
