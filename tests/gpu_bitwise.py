@@ -175,7 +175,7 @@ def attentions() -> None:
         row = {"part": "attention", "heads": heads, "kv_heads": kv_heads, "width": width, "window": window}
         expect(row | attention_of(heads, kv_heads, width, window), packings=0, caches=0, error=0.03)
     decoded = attention_gpu.decoded
-    attention_gpu.decoded = functools.partial(_with_keys, 32, decoded)
+    attention_gpu.decoded = functools.partial(_with_keys, 32, decoded.__wrapped__)
     found = attention_of(12, 2, 128, None)["caches"]
     attention_gpu.decoded = decoded
     expect({"part": "attention", "blocks of 32 and of 64 keys": found, "unseen": int(found == 0)}, unseen=0)

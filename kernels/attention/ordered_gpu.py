@@ -91,6 +91,7 @@ def _packed_tile(tiles: Any, q: Any, k: Any, v: Any, out: Any, *, call: Call) ->
         out[row, place, head, :] = sums.astype(out.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("window", "interpret"))
 def decoded(
     q: Float[Array, "S H C"],
     keys: Float[Array, "L S T K C"],

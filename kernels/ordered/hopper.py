@@ -40,6 +40,7 @@ def tiles_of(rows: int, columns: int) -> Tiles:
     return tiles if rows >= TOGETHER else replace(tiles, cluster=1)
 
 
+@functools.partial(jax.jit, static_argnames=("turned",))
 def product(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
     """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], of bfloat16 with float32 sums, rounded once."""
     (rows, width), columns = x.shape, w.shape[0 if turned else 1]
@@ -88,6 +89,7 @@ def _rms_norm_backward(epsilon: float, saved: tuple[jax.Array, jax.Array], g: ja
 rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 
 
+@functools.partial(jax.jit, static_argnums=(2, 3))
 def _norms(x: Float[Array, "M D"], scale: Float[Array, " D"], epsilon: float, interpret: bool = False) -> jax.Array:
     def body(x: Any, scale: Any, out: Any, *, at: "_Rows") -> None:
         def squares(part: Any) -> Any:
