@@ -11,9 +11,10 @@ Experts that were recorded for a token take the place of c, and w is computed fr
 https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
 
 On a mesh the weights are gathered over `fsdp` where they are used, and split over `tensor` by their width. Over `expert` each device keeps
-its own experts. It routes its own tokens, takes those of all devices of the axis with the experts that they go to, computes what its experts
-add to them, and these parts are summed where the tokens lie: (ways - 1) n D numbers each way for the n tokens of a device, whatever the
-number of chosen experts, in place of all experts' weights. Every token reaches every expert that it goes to; none has a capacity.
+its own experts. It routes its own tokens, takes those of the other devices of the axis with the experts that they go to, computes what its
+experts add to them, and these parts are summed where the tokens lie. Where the axis has at most k devices all tokens are gathered: (ways - 1)
+n D numbers each way for the n tokens of a device. Where it has more, a token goes to the devices that hold its experts alone (`exchange`): at
+most k n D numbers each way. Every token reaches every expert that it goes to; none has a capacity.
 """
 
 import math
@@ -29,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 
 from jaxrl_llm.distributed.mesh import Partitioner, names
 from jaxrl_llm.kernels.grouped_matmul.api import expert_mlp
+from jaxrl_llm.models import exchange
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import MLP, ROUTER, named, parameter
 from jaxrl_llm.models.linear import linear
@@ -219,10 +221,13 @@ def _computed(
 ) -> Float[Array, "n D"]:
     """The weighted outputs of all experts for a device's own tokens, of which it computes those of its own E experts; under shard_map.
 
-    Where the axis that divides the experts divides the tokens too, they are gathered over it, and their sums are scattered back; where the
-    devices of the axis have the same tokens, as of a batch that it does not divide, only the sums remain.
+    Where the axis that divides the experts divides the tokens too, they are gathered over it, and their sums are scattered back, or they are
+    exchanged where the axis has more devices than a token has experts; where the devices of the axis have the same tokens, as of a batch
+    that it does not divide, only the sums remain.
     """
     gathered = tuple(axis for axis in over.experts if axis in over.tokens)
+    if gathered and jax.lax.axis_size(gathered) > ids.shape[1]:
+        return _exchanged(over, gathered[0], x, gate_up, down, ids, weights)
     if gathered:
         x, ids, weights = (jax.lax.all_gather(part, gathered, tiled=True) for part in (x, ids, weights))
     if over.experts:
@@ -236,3 +241,19 @@ def _computed(
     if others := tuple(axis for axis in (*over.experts, *over.width) if axis not in gathered):
         total = jax.lax.psum(total, others)
     return total.astype(x.dtype)
+
+
+def _exchanged(
+    over: Over, axis: str, x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, weights: jax.Array
+) -> Float[Array, "n D"]:
+    """What `_computed` returns, by sending each token to the devices of `axis` that hold its experts."""
+    own, ways = len(down), jax.lax.axis_size(axis)
+    route = exchange.route_of(ids // own, ways, axis)
+    rows, shares = exchange.sent(x, route, axis), exchange.sent(weights, route, axis)
+    # Rows that no device fills have zeros, which stand for no expert.
+    there = exchange.sent((ids + 1).astype(jnp.float32), route, axis).astype(jnp.int32) - 1
+    there = jnp.where(there < 0, own, there - jax.lax.axis_index(axis) * own)
+    total = expert_mlp(rows, gate_up, down, there, shares).astype(jnp.float32)
+    if over.width:
+        total = jax.lax.psum(total, over.width)
+    return exchange.returned(total, route, axis).astype(x.dtype)
