@@ -43,7 +43,7 @@ class MeshConfig:
       data: replicas of the model; -1 takes the devices that the other axes leave.
       fsdp: shards of parameters, gradients and optimizer state; splits the batch too.
       expert: shards of the experts of a layer, and of their gradients and optimizer state: a device computes its own experts for the tokens
-        of all devices of the axis, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
+        of the axis's devices that go to them, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
       tensor: shards of heads, MLP and vocabulary.
       context: shards of the tokens of a row.
     """

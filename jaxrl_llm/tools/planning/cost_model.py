@@ -145,14 +145,15 @@ def token_seconds(chip: Chip, setting: Setting, tokens: int) -> float:
     """Seconds of an update's exchanges of `tokens` tokens a device over the shards of the experts, which nothing overlaps with.
 
     Forward, a device takes each token of the others in bfloat16 and gives back a float32 sum; backward the same, with the forward's
-    tokens once more where they are computed again.
+    tokens once more where they are computed again. Of more devices than a token has experts, those with its experts take it alone.
     """
-    if not setting.experts or setting.expert == 1:
+    if setting.sizes.experts is None or not setting.experts or setting.expert == 1:
         return 0.0
+    takers = min(setting.expert - 1, setting.sizes.experts.chosen)
     link = chip.link if setting.expert <= chip.group else chip.network
     again = 2 if setting.repeated else 0
     layers = sum(setting.sizes.sparse)
-    return layers * (setting.expert - 1) * tokens * setting.sizes.width * (2 * (2 + 4) + again) / link
+    return layers * takers * tokens * setting.sizes.width * (2 * (2 + 4) + again) / link
 
 
 def _others(ways: int) -> float:
