@@ -1,4 +1,4 @@
-"""The learning proof: every algorithm of gin/algorithms starts from one checkpoint and learns the quickstart's task.
+"""The learning proof: every algorithm of gin/algorithms starts from one checkpoint and learns the task of gin/sorting.gin.
 
     python -m jaxrl_llm.eval.reports.learning_runs --out results/learning [--jobs 8] [--minutes 9] [--only grpo,dpo] [--seeds 0,1,2]
 

@@ -22,7 +22,7 @@ SYSTEMS = ("tokenbuncher", "bupo")
 ATTACK_STEPS = 10
 # The first attack runs with every seed, the others with the first seed.
 ATTACKS = ("grpo", "ppo", "rloo", "reinforce_plus_plus", "adaptive")
-SFT_STEPS, BUPO_STEPS = 54, 8  # step counts of gin/quickstart.gin and gin/bupo_qwen_tiny.gin
+SFT_STEPS, BUPO_STEPS = 54, 8  # step counts of gin/sorting.gin and gin/bupo_qwen_tiny.gin
 OPEN, BENIGN = "eval/open/sampled", "eval/heldout/greedy"
 ENTROPY = "entropy/open_letters"
 

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*bindings: str) -> Any:
-    """The quickstart with some bindings."""
-    return command_line.build(["gin/quickstart.gin"], ["RUN_DIR = 'runs/x'", *bindings])[0]
+    """A run of two stages with some bindings."""
+    return command_line.build(["gin/sorting.gin"], ["RUN_DIR = 'runs/x'", *bindings])[0]
 
 
 def accept(folder: Path, built: Any, step: int | None, stage: int, *, as_new: bool) -> list[settings.Change]:
@@ -27,7 +27,7 @@ def accept(folder: Path, built: Any, step: int | None, stage: int, *, as_new: bo
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A run folder of the quickstart."""
+    """Its run folder."""
     assert accept(tmp_path, run(), None, 0, as_new=False) == []
     return tmp_path
 
