@@ -16,6 +16,8 @@ def test_the_products_of_the_quickstarts_updates_fit_their_share_of_a_minute():
     for stage in run.stages:
         in_a_row = stage.packing.row_tokens // len("s:" + letters * "a" + "=" + letters * "a" + "\n")
         rows = stage.prompts_per_step * stage.group_size // in_a_row
-        assert rows // stage.minibatches == stage.packing.rows, "a mini-batch fills one micro-batch, and no row is empty"
+        assert rows // stage.minibatches == stage.packing.rows, (
+            "a mini-batch fills one micro-batch, and no row is empty"
+        )
         work += 6 * model.layers * weights * stage.steps * rows * stage.packing.row_tokens
     assert work <= RATE * SECONDS
