@@ -31,6 +31,7 @@ _CYCLES = (
     re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'),
     re.compile(r'"estimated_cycles":"(\d+)"'),
 )
+_ENDLESS = 2**63 - 1  # what stands for an estimate that the compiler could not make
 _WHOLE = re.compile(r"[su]32\[\]")
 _SUMS = ("all-reduce", "reduce-scatter")
 # What runs a computation beside others; TPUs that have SparseCores exchange there by the second.
@@ -77,6 +78,15 @@ class Instruction:
     @property
     def cycles(self) -> int:
         """The compiler's estimate of one execution, 0 where it gives none."""
+        return 0 if self._stated == _ENDLESS else self._stated
+
+    @property
+    def unestimated(self) -> bool:
+        """Whether the compiler tried to estimate its cycles and could not."""
+        return self._stated == _ENDLESS
+
+    @property
+    def _stated(self) -> int:
         return next((int(found[1]) for pattern in _CYCLES if (found := pattern.search(self.rest))), 0)
 
 
@@ -182,6 +192,11 @@ class Program:
     def cycles(self) -> int:
         """Estimated cycles of the whole program on one device, without the time of collectives; 0 where none are given."""
         return sum(times * instruction.cycles for _, instruction, times, _ in self.executed)
+
+    @cached_property
+    def unestimated(self) -> int:
+        """Executions of instructions whose cycles the compiler could not estimate, and which `cycles` leaves out."""
+        return sum(times for _, instruction, times, _ in self.executed if instruction.unestimated)
 
     @cached_property
     def collectives(self) -> list[Collective]:

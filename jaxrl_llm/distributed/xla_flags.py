@@ -46,12 +46,16 @@ TPU = {
     "xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
     "xla_tpu_overlap_compute_collective_tc": "true",
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
+    # On a torus of three axes weights would be gathered by sums with zeros, which send twice as much and are waited for.
+    "xla_tpu_prefer_async_allgather_to_allreduce": "true",
 }
 
-# Sums whose shares stay on the devices, and gatherings along lines of the torus (`scatter`), run on the SparseCores, beside computation:
-# the TensorCores would wait for them.
+# Sums whose shares stay on the devices, and gatherings along lines of the torus (`scatter`) and over two or three of its axes, run on
+# the SparseCores, beside computation: the TensorCores would wait for them.
 ON_SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_3d_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }

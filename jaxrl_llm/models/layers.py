@@ -36,7 +36,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import biased, gated_linear, linear, pinned, rounded
+from jaxrl_llm.models.linear import biased, gated_linear, linear, pinned, rounded, written
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
@@ -211,5 +211,6 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        x = written(x)
         gate = named(linear(x, self.gate[...]), GATE)
         return gated_linear(gate, linear(x, self.up[...]), self.down[...])

@@ -4,7 +4,8 @@ The gradient of the weights is computed in the weights' own layout and in float3
 differentiation chooses costs a transposed product (three times slower on CPU) and rounds to the activations' dtype.
 The gradient of a bias is a float32 sum over all tokens for the same reason: a sum that each device rounds depends on how
 the mesh splits the tokens.
-The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up.
+The gradient of a gated product recomputes silu(gate) * up in the same pass as the gradients of gate and up. On TPUs these values, and
+the MLP's input, are written once: their compiler would compute them again inside each product that reads them.
 """
 
 import math
@@ -199,6 +200,24 @@ def _rows_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple[ja
 _rows_of.defvjp(lambda table, tokens: (_rows_of(table, tokens), (table, tokens)), _rows_backward)
 
 
+@jax.custom_vjp
+def _written(x: jax.Array) -> jax.Array:
+    return jax.lax.optimization_barrier(x)
+
+
+# The gradient has no barrier, so that what it is summed up to is computed with the product that it comes from.
+_written.defvjp(lambda x: (_written(x), None), lambda _, g: (g,))
+
+
+def written(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
+    """Returns `x`, on TPUs computed once and not in each product that reads it; a single token a row is left to the compiler."""
+    return _written(x) if _on_tpu() and x.shape[1] > 1 else x
+
+
+def _on_tpu() -> bool:
+    return bool(dispatch.device().platform == "tpu")
+
+
 def gated_linear(
     gate: Float[Array, "B T M"], up: Float[Array, "B T M"], weights: Float[Array, "M D"] | Adapted | Quantized | Spread
 ) -> Float[Array, "B T D"]:
@@ -224,7 +243,7 @@ def _gated_product(gate: jax.Array, up: jax.Array, weights: jax.Array, stored: S
 def _gated_forward(
     gate: jax.Array, up: jax.Array, weights: jax.Array, stored: Stored | None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    return _applied(_gated(gate, up), weights, 1, stored), (gate, up, weights)
+    return _applied(written(_gated(gate, up)), weights, 1, stored), (gate, up, weights)
 
 
 def _gated_backward(
@@ -232,12 +251,18 @@ def _gated_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     gate, up, weights = saved
     dtype, dh = gate.dtype, _contracted(g, weights, ((2,), (1,)), stored, (1,))
-    # XLA computes results of the same inputs in one pass, but not where those inputs come straight from products.
-    gate, up, dh = (x.astype(jnp.float32) for x in jax.lax.optimization_barrier((gate, up, dh)))
+    # XLA computes results of the same inputs in one pass, but not where those inputs come straight from products; on TPUs it does, in
+    # the pass of a product that comes before, where the results are written.
+    if not _on_tpu():
+        gate, up, dh = jax.lax.optimization_barrier((gate, up, dh))
+    gate, up, dh = (x.astype(jnp.float32) for x in (gate, up, dh))
     share = jax.nn.sigmoid(gate)
-    h, dgate, dup = gate * share * up, dh * up * share * (1 + gate * (1 - share)), dh * gate * share
-    dw = _summed(partial(_rows_product, count=2), stored, h.astype(dtype), g)
-    return dgate.astype(dtype), dup.astype(dtype), dw.astype(weights.dtype)
+    found = gate * share * up, dh * up * share * (1 + gate * (1 - share)), dh * gate * share
+    h, dgate, dup = (x.astype(dtype) for x in found)
+    if _on_tpu():
+        h, dgate, dup = jax.lax.optimization_barrier((h, dgate, dup))
+    dw = _summed(partial(_rows_product, count=2), stored, h, g)
+    return dgate, dup, dw.astype(weights.dtype)
 
 
 _gated_product.defvjp(_gated_forward, _gated_backward)

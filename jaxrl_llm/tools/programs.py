@@ -181,7 +181,7 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
 
     Returns:
       Seconds, bytes and cycles by name, of which `waited_bytes` is the largest exchange of a loop that is waited for; `narrow_sums`,
-      the instructions that add over devices in 16 bits; and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the
+      the instructions that add over devices in 16 bits; `unestimated`, the executions that `cycles` leaves out, where there are any; and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the
       largest]. Of many small programs in turn, which are not compiled, `peak_bytes` alone.
     """
     if account.program is None:
@@ -202,6 +202,8 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
     if program.cycles:
         found |= {"cycles": program.cycles, "cycles_s": program.cycles / CLOCKS[target.kind]}
         found["kernels_s"] = stated_bytes(program) / chip.bandwidth
+    if program.unestimated:
+        found["unestimated"] = program.unestimated
     return found
 
 
@@ -236,6 +238,8 @@ def described(
     )
     if found.get("kernels_s"):
         cycles += f", and {1e3 * found['kernels_s']:.3g} ms of Pallas kernels by the bytes that they state"
+    if "unestimated" in found:
+        cycles += f", and {found['unestimated']} executions whose cycles the compiler could not estimate"
     yield f"    estimate {cycles}; at the least {least}"
     parts = [
         f"{kind} {'asynchronous' if hidden else 'SYNCHRONOUS'} {times} x, {sent / 1e6:.3g} MB sent, the largest {most / 2**20:.3g} MiB"

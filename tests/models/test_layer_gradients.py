@@ -1,5 +1,9 @@
 """Gradients that layers write out themselves, against derivations in NumPy's float64."""
 
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +12,15 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import Projection, rotate
-from jaxrl_llm.models.linear import Spread, Stored, gated_linear, linear
+from jaxrl_llm.models.linear import Spread, Stored, gated_linear, linear, written
+
+
+@dataclass(frozen=True)
+class Tpu:
+    platform: str = "tpu"
 
 
 def gated_in_float64(gate, up, weights, g):
@@ -22,17 +32,45 @@ def gated_in_float64(gate, up, weights, g):
     return np.einsum("btm,md->btd", h, weights), (dgate, dh * gate * share, np.einsum("btm,btd->md", h, g))
 
 
+def gated_with_gradients(gate, up, weights, g):
+    y, pull = jax.vjp(gated_linear, gate, up, weights)
+    return y, *pull(g)
+
+
+@pytest.mark.parametrize("target", [None, Tpu()])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 8e-3)])
-def test_a_gated_product_and_its_three_gradients_are_those_of_float64(dtype, tolerance):
+def test_a_gated_product_and_its_three_gradients_are_those_of_float64(dtype, tolerance, target):
     keys = jax.random.split(jax.random.key(0), 4)
     gate, up, g = (4 * jax.random.normal(k, (2, 5, n), dtype) for k, n in zip(keys, (24, 24, 6)))
     weights = jax.random.normal(keys[3], (24, 6))
-    y, pull = jax.vjp(gated_linear, gate, up, weights)
-    found = pull(g)
+    with dispatch.target(target) if target else nullcontext():
+        y, *found = gated_with_gradients(gate, up, weights, g)
     assert [x.dtype for x in found] == [gate.dtype, up.dtype, jnp.float32]
     want_y, want = gated_in_float64(gate, up, weights.astype(dtype), g)
     for x, exact in zip((y, *found), (want_y, *want)):
         assert np.linalg.norm(np.asarray(x, np.float64) - exact) <= tolerance * np.linalg.norm(exact)
+
+
+def test_products_on_tpus_read_gated_values_that_are_written_once():
+    gated, weights, g = (jnp.ones(shape, jnp.bfloat16) for shape in ((2, 5, 24), (24, 6), (2, 5, 6)))
+    with dispatch.target(Tpu()):
+        text = jax.jit(gated_with_gradients).lower(gated, gated, weights, g).as_text()
+    barrier = r"%(\w+)(?:#\d)?(?:, %\w+(?:#\d)?)* = |%(\w+):\d+ = "
+    lines = [line for line in text.splitlines() if "stablehlo.optimization_barrier" in line]
+    names = {next(filter(None, re.search(barrier, line).groups())) for line in lines}
+    assert [line.count("tensor<2x5x24xbf16>") for line in lines] == [1, 3]
+    products = [line for line in text.splitlines() if "dot_general" in line and "(tensor<2x5x24xbf16>," in line]
+    assert len(products) == 2  # forward, and the gradient of the weights
+    for line in products:
+        assert re.search(r"dot_general %(\w+)", line)[1] in names
+
+
+def test_what_products_read_is_written_on_tpus_alone_and_not_for_single_tokens():
+    kept = lambda tokens: "optimization_barrier" in jax.jit(written).lower(jnp.ones((2, tokens, 8))).as_text()  # noqa: E731
+    assert not kept(5)
+    with dispatch.target(Tpu()):
+        assert kept(5) and not kept(1)
+        np.testing.assert_array_equal(jax.grad(lambda x: (written(x) ** 2).sum())(jnp.arange(6.0).reshape(1, 2, 3)), [[[0, 2, 4], [6, 8, 10]]])  # fmt: skip
 
 
 def test_a_gated_product_of_extreme_gates_has_finite_gradients():
