@@ -21,6 +21,9 @@ SHAPES: dict[str, Architecture] = {
     "qwen2.5-14b": Qwen2(
         vocabulary_size=152064, width=5120, layers=48, heads=40, kv_heads=8, head_width=128, mlp_width=13824
     ),
+    "qwen2.5-72b": Qwen2(
+        vocabulary_size=152064, width=8192, layers=80, heads=64, kv_heads=8, head_width=128, mlp_width=29568
+    ),
     "qwen3-8b": Qwen3(
         vocabulary_size=151936, width=4096, layers=36, heads=32, kv_heads=8, head_width=128, mlp_width=12288
     ),
