@@ -4,10 +4,11 @@ What was staged is compared with the manifest before the load; here the model it
 left out, put elsewhere, transposed or changed differs from what was published, by one bit at least, and no tolerance is needed. The sum
 is the manifest's, and it is taken where the tensor lies, some rows at a time.
 
-On a CPU vLLM packs matrices into a form of its own and drops the tensors; such tensors are counted as unchecked and named.
+On a CPU vLLM packs matrices into a form of its own and drops the tensors; such tensors are counted as unchecked and named. Matrices that a
+server quantizes are compared as they were loaded (`vllm_fp8`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,14 +32,22 @@ class Held:
     Attributes:
       checked: tensors whose checksums are those that were published.
       unchecked: names of tensors that the model keeps in another form, which nothing was compared of.
+      quantized: those of `checked` that were compared as they were loaded, before the server quantized them.
+      rounding: root mean square error of what was quantized, as a part of the weights' own; 0 where nothing was, or in an unknown form.
     """
 
     checked: int
     unchecked: tuple[str, ...]
+    quantized: int = 0
+    rounding: float = 0.0
 
 
 def compare(
-    held: Mapping[str, Any | None], targets: Mapping[str, Target], published: Mapping[str, tuple[str, int]]
+    held: Mapping[str, Any | None],
+    targets: Mapping[str, Target],
+    published: Mapping[str, tuple[str, int]],
+    loaded: Mapping[str, Any] | None = None,
+    rounding: Callable[[], float] = float,
 ) -> Held:
     """Compares the model's tensors with what was published.
 
@@ -46,6 +55,8 @@ def compare(
       held: this rank's part of each tensor as the model holds it, a torch tensor by Hugging Face name; None where it is in another form.
       targets: where the parts lie in the whole tensors.
       published: of each tensor the element type, and the sum that this rank's part has.
+      loaded: sums of the tensors that the model keeps in another form, taken of what was loaded, int64 scalars by name.
+      rounding: what came of those, as `Held` has it.
 
     Raises:
       WrongWeights: a tensor is of a narrower type, or its sum is another one; names how many and the first.
@@ -60,19 +71,21 @@ def compare(
             f"{len(wrong_type)} tensors have another element type than what was published, the first is {name!r}: "
             f"{_name(here[name])} here, {published[name][0]} there; start the server with --dtype {published[name][0]}"
         )
-    if not here:
-        return Held(checked=0, unchecked=tuple(held))
-    weights = _Weights()
+    weights, before = Weights(), dict(loaded or {})
     found = [tensor_sum(tensor, targets[name], published[name][0], weights) for name, tensor in here.items()]
-    sums: dict[str, int] = dict(zip(here, torch.stack(found).tolist(), strict=True))
+    found += before.values()
+    if not found:
+        return Held(checked=0, unchecked=tuple(held), rounding=rounding())
+    sums: dict[str, int] = dict(zip((*here, *before), torch.stack(found).tolist(), strict=True))
     wrong = [name for name, total in sums.items() if total != published[name][1]]
     if wrong:
         got, said = digits(sums[wrong[0]]), digits(published[wrong[0]][1])
         raise WrongWeights(
-            f"{len(wrong)} of {len(here)} tensors in the model differ from what was published, the first is {wrong[0]!r} "
+            f"{len(wrong)} of {len(sums)} tensors in the model differ from what was published, the first is {wrong[0]!r} "
             f"(checksum {got}, published is {said})"
         )
-    return Held(checked=len(here), unchecked=tuple(name for name in held if name not in here))
+    unchecked = tuple(name for name in held if name not in sums)
+    return Held(checked=len(sums), unchecked=unchecked, quantized=len(before), rounding=rounding())
 
 
 def _name(tensor: Any) -> str:
@@ -83,7 +96,7 @@ def _holds(held: str, published: str) -> bool:
     return held == published or (published, held) in _WIDER
 
 
-class _Weights:
+class Weights:
     """The weights of positions as torch's int32, made once for each range and device."""
 
     def __init__(self) -> None:
@@ -100,7 +113,7 @@ class _Weights:
         return self._made[key]
 
 
-def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None = None) -> Any:
+def tensor_sum(part: Any, target: Target, dtype: str, weights: Weights | None = None) -> Any:
     """Returns what a part of a tensor, of one axis or more, adds to the tensor's checksum: `manifest.partial_sum` in torch.
 
     Args:
@@ -114,7 +127,7 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None =
     """
     import torch
 
-    weights = weights or _Weights()
+    weights = weights or Weights()
     columns = target.box[-1]
     by_column = weights(columns.start, columns.stop - columns.start, 1, part.device)
     rows = part.reshape(-1, part.shape[-1]) if part.numel() else part.reshape(0, 1)
@@ -134,7 +147,7 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: _Weights | None =
     return torch.where(exact, total % (1 << 32), torch.full_like(total, -1))
 
 
-def _row_weights(target: Target, rows: int, weights: _Weights, device: Any) -> Any:
+def _row_weights(target: Target, rows: int, weights: Weights, device: Any) -> Any:
     """The weights of a part's rows by their numbers in the whole tensor, whose axes but the last are counted through."""
     import torch
 

@@ -17,11 +17,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl_llm.publication import cuda_ipc, held_weights, vllm_experts
+from jaxrl_llm.publication import cuda_ipc, held_weights, vllm_experts, vllm_fp8
 from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.held_weights import Held, WrongWeights
 from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Stager, Target, check_sums, whole_box
-from jaxrl_llm.publication.vllm_targets import held_by, targets_of
+from jaxrl_llm.publication.vllm_targets import held_by, quantized_layers, targets_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
@@ -64,6 +64,7 @@ class OrbaxWorkerExtension:
             published, the model is as it was.
           checked: tensors that the model holds as they were published, by their checksums after the load.
           unchecked: tensors that it keeps in a form of its own, of which nothing was compared.
+          quantized: those of `checked` that the server quantized to fp8 after they were compared; `rounding` is their error, as a part of them.
           was: the mark before; empty where there was none, or a load had failed midway.
           seconds: that it took.
         """
@@ -89,7 +90,7 @@ class OrbaxWorkerExtension:
         held: Held = getattr(self._orbax_model, _HELD, Held(checked=0, unchecked=()))
         return {
             "version": self.published_version(), "error": error, "checked": held.checked, "unchecked": len(held.unchecked),
-            "was": was, "seconds": time.perf_counter() - began,
+            "quantized": held.quantized, "rounding": held.rounding, "was": was, "seconds": time.perf_counter() - began,
         }  # fmt: skip
 
     def _orbax_commit(self, version: int) -> None:
@@ -133,7 +134,8 @@ class OrbaxWorkerExtension:
         model = self._orbax_model
         set_version(model, UNKNOWN)
         try:
-            self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
+            with vllm_fp8.followed(quantized_layers(model), published) as quantized:
+                self.reload_weights(weights_iterator=tensors())  # type: ignore[attr-defined]
             repack_tied_head(model)
             vllm_experts.repack(model)
             wait_for(self.device)  # type: ignore[attr-defined]
@@ -145,7 +147,7 @@ class OrbaxWorkerExtension:
                 f"{cure}, and do not resume the server before"
             ) from failure
         try:
-            held = held_weights.compare(held_by(model), targets_of(model), published)
+            held = held_weights.compare(held_by(model), targets_of(model), published, quantized.sums, quantized.rounding)
         except WrongWeights as wrong:
             raise WrongWeights(f"{wrong}. {cure}, and do not resume the server before") from None
         if held.unchecked and not hasattr(model, _HELD):

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from jaxrl_llm.publication import vllm_experts
+from jaxrl_llm.publication import vllm_experts, vllm_fp8
 from jaxrl_llm.publication.reader import Target, whole_box
 
 
@@ -29,13 +29,16 @@ def held_by(model: Any) -> dict[str, Any | None]:
     """Returns, by Hugging Face name, this rank's part of each tensor as the model holds it now: a view of vLLM's parameter.
 
     vLLM stacks what it fuses along the rows, in the order of the names, and a padded vocabulary begins with its own rows. None where
-    the parameter has not the rows and columns of its parts: vLLM packs matrices for a CPU and drops them.
+    the parameter has not the rows and columns of its parts, as vLLM packs matrices for a CPU and drops them, or is quantized.
     """
     found: dict[str, Any | None] = {}
     first: dict[int, int] = {}  # the next part's first row in each parameter
     for name, target, parameter in _parts(model):
         if vllm_experts.of_experts(name):
             found[name] = parameter
+            continue
+        if parameter is None:
+            found[name] = None
             continue
         rows, *columns = (axis.stop - axis.start for axis in target.box)
         begin = first.get(id(parameter), 0)
@@ -45,8 +48,17 @@ def held_by(model: Any) -> dict[str, Any | None]:
     return found
 
 
+def quantized_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, Target]]]]:
+    """Yields each layer that quantizes what is loaded into it: its path, itself, and the names and targets of its weight's rows."""
+    fused = getattr(model, "packed_modules_mapping", {})
+    for path, layer in model.named_modules():
+        if vllm_fp8.quantizes(layer):
+            own = {"weight": layer.weight}
+            yield path, layer, [(name, target) for name, target, _ in _parts_of_layer(path, layer, own, fused)]
+
+
 def _parts(model: Any) -> Iterator[tuple[str, Target, Any]]:
-    """Each tensor's name and target, with the parameter that holds it; of experts with the part of it, or None."""
+    """Each tensor's name and target, with the parameter that holds it; of experts with the part of it, or None; of what is quantized None."""
     fused = getattr(model, "packed_modules_mapping", {})
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     seen: set[int] = set()
@@ -64,11 +76,12 @@ def _parts_of_layer(
     if vllm_experts.is_experts(layer):
         yield from vllm_experts.parts(path, layer, own)
         return
-    kind = type(layer).__name__
-    unknown = sorted(own.keys() - {"weight", "bias"})
+    kind, quantized = type(layer).__name__, vllm_fp8.quantizes(layer)
+    unknown = sorted(own.keys() - {"weight", "bias"} - (vllm_fp8.SCALES if quantized else set()))
     if unknown:
         raise NotImplementedError(
-            f"layer {path!r} ({kind}) has the parameters {unknown}: weights are published to unquantized models only"
+            f"layer {path!r} ({kind}) has the parameters {unknown}: weights are published to models that are not quantized, or in fp8 by vLLM "
+            "itself (--quantization fp8_per_channel, fp8_per_tensor or fp8_per_block)"
         )
     if kind.endswith("Norm"):
         for name, p in own.items():
@@ -79,8 +92,11 @@ def _parts_of_layer(
     parent, _, leaf = path.rpartition(".")
     names = [f"{parent}.{part}" if parent else part for part in fused.get(leaf, [leaf])]
     for parameter, held in own.items():
+        if parameter in vllm_fp8.SCALES:
+            continue
+        kept = None if quantized and parameter == "weight" else held
         for name, target in zip(names, _PARTS[kind](layer, parameter), strict=True):
-            yield f"{name}.{parameter}", target, held
+            yield f"{name}.{parameter}", target, kept
 
 
 def _rows(rows: int, start: int, stop: int, columns: int | None, counted: bool = True) -> Target:

@@ -53,7 +53,7 @@ def test_what_ranks_count_covers_every_divided_tensor_once(ranks):
 def test_layers_of_unknown_kinds_are_refused():
     model = Served()
     model.model["layers"][0]["mlp"]["experts"] = kind("FusedMoE")("w13_weight")
-    with pytest.raises(NotImplementedError, match=r"mlp.experts.*FusedMoE.*w13_weight.*unquantized"):
+    with pytest.raises(NotImplementedError, match=r"mlp.experts.*FusedMoE.*w13_weight.*not quantized"):
         targets_of(model)
     model.model["layers"][0]["mlp"]["experts"] = kind("FusedMoE")("weight")
     with pytest.raises(NotImplementedError, match="kind FusedMoE, not one of QKVParallelLinear"):

@@ -141,8 +141,10 @@ class VllmClient:
         """Begins to write a version, by the transfer that is in use."""
         _, manifest = self.publisher.start(params, version)
         place, memory = self.publisher.place(version), self.publisher.described()
-        adapter = self.publisher.adapter(version)
-        return Published(path=place, version=version, canary=manifest.canary, memory=memory, adapter=adapter)
+        return Published(
+            path=place, version=version, canary=manifest.canary, memory=memory, adapter=self.publisher.adapter(version),
+            quantization=self.publisher.quantization,
+        )  # fmt: skip
 
     def _down(self, error: Exception) -> Exception:
         """Returns the exception by which a failure of all servers, or of publishing, is told to the run."""

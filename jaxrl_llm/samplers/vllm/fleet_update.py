@@ -13,7 +13,7 @@ from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
 
 # Of a version's update, what is reported of the server that did worst.
-_WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchecked"})
+_WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchecked", "rounding"})
 
 
 @dataclass(frozen=True, kw_only=True)

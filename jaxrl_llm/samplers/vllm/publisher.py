@@ -51,6 +51,7 @@ class Publisher:
       dtype: element type that the samplers serve.
       keep: newest versions kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
+      quantization: how the samplers quantize what they load; empty where they hold it as it is published.
       driver: by which samplers on this host copy the weights out of GPU memory; None writes checkpoints.
       seconds: of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
     """
@@ -60,6 +61,7 @@ class Publisher:
     dtype: str
     keep: int
     canary: np.ndarray
+    quantization: str = ""
     driver: Memory | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -196,9 +198,10 @@ class Publisher:
             to_host(x)[: len(tokens) - 1] for x in scored(params, self._row(tokens), policy=self.policy)
         )
         layers, dtypes = self.policy.architecture.layers, (self.dtype, self.policy.compute_dtype)
+        most = limit(likely_logprobs, spread, layers, dtypes, fp8=bool(self.quantization))
         return Canary(
             tokens=tuple(tokens.tolist()), logprobs=tuple(text.astype(float).tolist()), likely=tuple(likely.tolist()),
-            likely_logprobs=tuple(likely_logprobs.astype(float).tolist()), limit=limit(likely_logprobs, spread, layers, dtypes),
+            likely_logprobs=tuple(likely_logprobs.astype(float).tolist()), limit=most,
         )  # fmt: skip
 
     def _row(self, tokens: np.ndarray) -> np.ndarray:

@@ -98,6 +98,9 @@ class VllmSampler(Limits):
       api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
       model: the name under which the servers of `urls` serve the policy.
       dtype: element type that is served, "bfloat16", "float32" or "float16".
+      quantization: how servers quantize the layers' matrices by themselves while they load them: "" (not at all), "fp8_per_channel",
+        "fp8_per_tensor" or "fp8_per_block", as vLLM's --quantization says it; local servers are started so. What is drawn then differs
+        from the learner's policy by more than rounding to 16 bits: `gap/...` measures it, and importance weights correct it.
       transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
       publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
         "s3://BUCKET/PATH"); None is a folder of the run.
@@ -124,6 +127,7 @@ class VllmSampler(Limits):
     api_key_variable: str = ""
     model: str = MODEL
     dtype: str = "bfloat16"
+    quantization: Literal["", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block"] = ""
     transfer: Literal["orbax", "cuda_ipc"] = "orbax"
     publication: str | None = None
     keep: int = 2
@@ -154,6 +158,11 @@ class VllmSampler(Limits):
             raise ValueError(
                 "VllmSampler.adapters needs transfer 'orbax', servers without a proxy of ours, and a folder for publication, from which vLLM "
                 f"reads adapters (got {self.transfer!r}, proxied={self.proxied} and {self.publication!r})"
+            )
+        if self.quantization and (self.dtype == "float32" or self.adapters):
+            raise ValueError(
+                "VllmSampler.quantization needs dtype 'bfloat16' or 'float16', and adapters = False "
+                f"(got {self.quantization!r} with {self.dtype!r} and adapters={self.adapters})"
             )
         if self.transfer == "cuda_ipc" and self.proxied:
             raise ValueError(
@@ -196,6 +205,11 @@ class VllmSampler(Limits):
                 "a policy whose experts are chosen with a bias (choice_bias) is not published to vLLM servers, which have no place for "
                 "it and would send tokens to other experts: sample it with embedded.EmbeddedSampler, or set "
                 "sources.PolicySource.choice_bias = False"
+            )
+        if self.quantization and policy.architecture.experts is not None:
+            raise ValueError(
+                "a policy with experts is published to vLLM servers that do not quantize it: set VLLM_QUANTIZATION = '' "
+                f"(got {self.quantization!r})"
             )
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(
@@ -263,10 +277,11 @@ class VllmSampler(Limits):
             )  # fmt: skip
         if address := default_address(self.publication, run_dir):
             return StorePublisher(
-                policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, address=address
+                policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, address=address,
+                quantization=self.quantization,
             )
         return Publisher(
-            policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
+            policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, quantization=self.quantization,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
         )  # fmt: skip
 
@@ -308,8 +323,9 @@ class VllmSampler(Limits):
         # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
         head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
         record = () if self._recording(policy) is None else (FLAG,)
+        narrow = ("--quantization", self.quantization) if self.quantization else ()
         arguments = (
-            "--served-model-name", MODEL, "--dtype", self.dtype, *head, *record, "--max-model-len", str(max_length),
+            "--served-model-name", MODEL, "--dtype", self.dtype, *head, *record, *narrow, "--max-model-len", str(max_length),
             "--max-num-seqs", str(self.sequences), *scale_out, *more,
         )  # fmt: skip
         return [

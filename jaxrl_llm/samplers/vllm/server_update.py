@@ -12,9 +12,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
@@ -111,6 +111,7 @@ class Published:
       canary: what the learner says of a fixed sequence, or None.
       memory: where it lies in the learner's GPU memory, as `cuda_ipc.share` says it; empty where it is read from `path`.
       adapter: the name of the version's adapters, which alone lie at `path`; empty where all weights do.
+      quantization: how servers quantize what they load; empty where they hold it as it is published.
     """
 
     path: str
@@ -118,6 +119,7 @@ class Published:
     canary: Canary | None = None
     memory: str = ""
     adapter: str = ""
+    quantization: str = ""
 
 
 class Apart(ServerFault):
@@ -278,7 +280,7 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
 
     Raises:
       ServerFault: a rank holds another version, or other weights; with the ranks' reasons.
-      Refused: the server's plugin is of another version of this package.
+      Refused: the server's plugin is of another version of this package, or it quantizes otherwise than is expected.
     """
     http, version, memory, mark = server.http, published.version, published.memory, server.marks.new()
     held = await (http.commit_memory(version, mark, memory) if memory else http.commit(version, mark))
@@ -293,6 +295,7 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
             f"{http.url} does not say what its model holds, as its plugin is older than this learner: "
             "install the learner's version of jaxrl-llm beside vLLM"
         )
+    _check_quantization(http.url, held, published.quantization)
     if server.marks.held and any(rank["was"] != server.marks.held for rank in held):
         _log.warning(
             "vLLM server %s held other weights than were committed before: what was in flight there is asked again",
@@ -300,10 +303,29 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
         )
         server.disown()
     server.marks.settle()
-    return {
+    found = {
         "tensors_checked": float(min(int(rank["checked"]) for rank in held)),
         "tensors_unchecked": float(max(int(rank["unchecked"]) for rank in held)),
     }
+    if published.quantization:
+        found["tensors_quantized"] = float(min(int(rank["quantized"]) for rank in held))
+        found["rounding"] = max(float(rank["rounding"]) for rank in held)
+    return found
+
+
+def _check_quantization(url: str, held: Sequence[Mapping[str, Any]], wanted: str) -> None:
+    """Refuses a server that quantizes where that is not expected, or the other way round: its canary's limit would be another's."""
+    if all(bool(rank.get("quantized")) == bool(wanted) for rank in held):
+        return
+    if wanted:
+        raise Refused(
+            f"{url} holds weights as they are published, and vllm.VllmSampler.quantization is {wanted!r}: start it with --quantization {wanted}, "
+            "or set VLLM_QUANTIZATION = ''"
+        )
+    raise Refused(
+        f"{url} quantizes its weights, and vllm.VllmSampler.quantization is empty: start it without --quantization, or set VLLM_QUANTIZATION to "
+        "what it is started with, such as 'fp8_per_channel'"
+    )
 
 
 async def _staged(http: VllmHttp, version: int) -> None:
