@@ -26,21 +26,10 @@ Params = dict[str, Any]
 Learns = Literal["samples", "demonstrations", "documents", "pairs"]
 
 # What an algorithm may need beside the policy's own log-probs; a stage checks it at start-up.
-NEEDS = frozenset(
-    {
-        "reference",
-        "critic",
-        "reward_model",
-        "teacher",
-        "teacher_divergence",
-        "greedy",
-        "sum_p2",
-        "uniform_logprob",
-        "noise_logprob",
-        "entropy",
-        "sides",
-    }
-)
+NEEDS = frozenset((
+    "reference", "critic", "reward_model", "teacher", "teacher_divergence", "greedy",
+    "sum_p2", "uniform_logprob", "noise_logprob", "entropy", "sides",
+))  # fmt: skip
 
 
 @runtime_checkable
@@ -166,6 +155,15 @@ class Retiring(Protocol):
 
     def retire(self) -> None:
         """Frees the weights that are served; nothing is sampled until the next publication."""
+        ...
+
+
+@runtime_checkable
+class Steered(Protocol):
+    """A sampler that changes how much it samples at a time by what steps took."""
+
+    def steer(self, step: Mapping[str, float]) -> None:
+        """Is given the metrics of each step."""
         ...
 
 

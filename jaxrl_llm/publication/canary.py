@@ -24,9 +24,11 @@ that are taken in another order. Sharpness widens S and takes positions out of r
 
 A server that quantizes to fp8 (e4m3, v = 2^-4) rounds both factors of each product of its layers: 0.4 v of each, 0.57 v of the product, 0.8 v
 of what a block of two products adds to the stream, whose errors and sizes both add up in squares: 0.8 v of the hidden state, and twice that
-with what later blocks make of it. So 2 v S(t), beside the rounding to 16 bits and independent of it: s(t) = sqrt((1.2 u)^2 (2 L + 4) + (2 v)^2) S(t).
-SmolLM2-135M (30 layers, S = 3.0) by vLLM 0.32 with fp8_per_channel: log-odds wrong by 0.120 S where this says 0.130 S, ratio 0.045 (in bfloat16
-alone 0.029 S, 0.038 S and 0.011). The limit is wide then and catches what is gross; the exact comparisons catch the rest.
+with what later blocks make of it. So 2 v S(t), beside the rounding to 16 bits and independent of it. That it is wrong at every position by four
+deviations at once would let anything pass; a mean of |error| is 0.8 of one, and two are allowed for: log-odds are moved by
+sqrt((4 * 1.2 u)^2 (2 L + 4) + (2 * 2 v)^2) S(t). SmolLM2-135M (30 layers, S = 3.0) by vLLM 0.32 with fp8_per_channel: one deviation is 0.120 S
+where this says 0.130 S, and the ratio is 0.045, the limit 0.19 (in bfloat16 alone 0.029 S, 0.038 S, 0.011 and 0.084). So the canary of such a
+server catches what is gross; the exact comparisons catch the rest.
 
 Measured with Qwen2.5-Coder-0.5B (S = 2.3) in bfloat16, by two implementations of attention, logits times 1, 2, 4 and 8: ratios 0.0046,
 0.0033, 0.0034, 0.0043, while the largest difference of a log-prob of the text is 0.5, 1.1, 2.1 and 4.3 nats. Two exchanged layers that are
@@ -44,7 +46,7 @@ from jaxrl_llm.publication.manifest import Canary
 LISTED = 8  # most likely tokens of each position that a server tells of; a rounded argmax of the learner is among them
 _ROUNDOFFS = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 _NOISE, _DEVIATIONS, _SUMS = 1.2, 4.0, 1e-4
-_FP8_NOISE = 2 * 2.0**-4
+_FP8_NOISE, _FP8_DEVIATIONS = 2 * 2.0**-4, 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +78,9 @@ def limit(likely: np.ndarray, spread: np.ndarray, layers: int, dtypes: tuple[str
     """
     roundoff = max(_ROUNDOFFS[dtype] for dtype in dtypes)
     p = np.exp(likely.astype(np.float64))
-    noise = np.hypot(_NOISE * roundoff * np.sqrt(2 * layers + 4), _FP8_NOISE if fp8 else 0.0)
-    reach = np.exp(_DEVIATIONS * noise * spread.astype(np.float64))
+    noise = _DEVIATIONS * _NOISE * roundoff * np.sqrt(2 * layers + 4)
+    noise = np.hypot(noise, _FP8_DEVIATIONS * _FP8_NOISE) if fp8 else noise
+    reach = np.exp(noise * spread.astype(np.float64))
     lower, higher = p / (p + (1 - p) * reach), p / (p + (1 - p) / reach)
     return float(np.maximum(p - lower, higher - p).sum() / p.sum() + _SUMS)
 

@@ -28,7 +28,10 @@ _METHODS = {
     "Fp8PerBlockOnlineLinearMethod": False,
 }
 _FP8 = "float8_e4m3fn"
-_HALF_STEP, _SMALLEST = 2.0**-4, 2.0**-10  # most of an element that rounding changes, and of one that is next to nothing
+_HALF_STEP, _SMALLEST = (
+    2.0**-4,
+    2.0**-10,
+)  # most of an element that rounding changes, and of one that is next to nothing
 _SLACK = 1.01  # scales are multiplied by their reciprocals, in float32
 _ELEMENTS = 1 << 22  # that are compared at a time
 _BLOCK = 128

@@ -147,7 +147,9 @@ class OrbaxWorkerExtension:
                 f"{cure}, and do not resume the server before"
             ) from failure
         try:
-            held = held_weights.compare(held_by(model), targets_of(model), published, quantized.sums, quantized.rounding)
+            held = held_weights.compare(
+                held_by(model), targets_of(model), published, quantized.sums, quantized.rounding
+            )
         except WrongWeights as wrong:
             raise WrongWeights(f"{wrong}. {cure}, and do not resume the server before") from None
         if held.unchecked and not hasattr(model, _HELD):

@@ -19,7 +19,7 @@ from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
 from jaxrl_llm.metrics.run_folder import provenance
 from jaxrl_llm.metrics.writers import WriterComponent, Writers
-from jaxrl_llm.protocols import Down, Retiring, Sampler
+from jaxrl_llm.protocols import Down, Retiring, Sampler, Steered
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
 from jaxrl_llm.train.build import new_key, open_stage, sampled_policy
@@ -218,6 +218,8 @@ class Trainer:
             result.batch, self.policy.architecture, stage.config.epochs, seconds, stage.layers
         )  # fmt: skip
         metrics |= {**self.sampler.metrics(), **stage.loader.take(), "compilations": float(stage.compilations)}
+        if isinstance(self.sampler, Steered):
+            self.sampler.steer(metrics)
         return metrics | {"compilations/step": float(self.compilations.take())}
 
     def saves(self, stage: StageTrainer, step: int) -> bool:

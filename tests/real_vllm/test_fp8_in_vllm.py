@@ -47,8 +47,10 @@ def reference(version: int, rounded: bool) -> Reference:
     return found
 
 
-def apart(found: np.ndarray, other: Reference) -> float:
-    return float(np.abs(found - other.logprobs(PROMPT)).mean())
+def explained(found: np.ndarray, version: int) -> float:
+    """Correlation of what the server says beside the exact log-probs with what rounding makes of them; about 0 of another rounding."""
+    exact, rounded = (reference(version, how).logprobs(PROMPT) for how in (False, True))
+    return float(np.corrcoef(found - exact, rounded - exact)[0, 1])
 
 
 def committed(server: Server, path: str, version: int) -> dict:
@@ -72,14 +74,15 @@ def test_a_server_in_fp8_computes_with_the_rounding_of_what_is_published(narrow_
         assert 0.01 < answer["rounding"] < 0.04
         found.append(narrow_server.score(PROMPT))
     np.testing.assert_array_equal(found[0], found[2])  # the first load of a fresh server, and one after others
-    exact, rounded = reference(1, False), reference(1, True)
-    assert apart(found[0], rounded) < apart(found[0], exact) / 2
-    assert apart(found[1], rounded) > 1  # another version's
+    for version, said in ((1, found[0]), (0, found[1])):
+        assert explained(said, version) > 0.6  # six deviations from 0 at 99 positions
+    exact = reference(1, False)
+    assert np.abs(found[0] - exact.logprobs(PROMPT)).mean() < 0.5 < 1 < np.abs(found[1] - exact.logprobs(PROMPT)).mean()
     check_canary(narrow_server, exact)
 
 
 def check_canary(server: Server, exact: Reference) -> None:
-    """The canary's limit for fp8 holds the rounding, and not another version."""
+    """The canary's limit for fp8 holds the rounding."""
     with torch.no_grad():
         logits = exact.model(torch.tensor([PROMPT])).logits[0, :-1].float()
     logprobs, spread = torch.log_softmax(logits, -1), logits.std(-1).numpy()
@@ -94,4 +97,4 @@ def check_canary(server: Server, exact: Reference) -> None:
     text = [at[str(token)]["logprob"] for at, token in zip(listed, PROMPT[1:], strict=True)]
     ratio = gap(canary, np.array(text), np.array(said)).ratio
     print(f"fp8: ratio {ratio:.3f}, limit {canary.limit:.3f}")
-    assert ratio <= canary.limit < 1
+    assert ratio <= canary.limit

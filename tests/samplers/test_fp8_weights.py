@@ -11,8 +11,7 @@ from served_model import HIDDEN, SHAPES, Layer
 from stand_in_worker import Worker, on_every_rank, weights
 from test_vllm_plugin import staged
 
-from jaxrl_llm.samplers.vllm.answers import Refused
-from jaxrl_llm.samplers.vllm.server_update import _check_quantization
+from jaxrl_llm.samplers.vllm.answers import Refused, check_quantization
 
 FP8, LARGEST = ml_dtypes.float8_e4m3fn, 448.0
 MATRICES = 7  # q, k, v, o, gate, up, down
@@ -113,7 +112,7 @@ def test_each_rank_compares_its_own_part(published, monkeypatch, ranks):
 
 
 def first(worker: QuantizingWorker) -> tuple[str, Layer]:
-    (path, (layer, shape)), *_ = [(p, found) for p, found in worker.layers.items() if found[1] == (HIDDEN, HIDDEN)]
+    (path, (layer, _)), *_ = [(p, found) for p, found in worker.layers.items() if found[1] == (HIDDEN, HIDDEN)]
     return path, layer
 
 
@@ -178,10 +177,10 @@ def test_weights_that_a_checkpoint_brings_quantized_are_refused():
 
 def test_learner_and_server_agree_on_quantization_or_the_update_is_refused():
     plain, narrow = [{"quantized": 0}], [{"quantized": MATRICES}]
-    _check_quantization("http://a", plain, "")
-    _check_quantization("http://a", [{}], "")
-    _check_quantization("http://a", narrow, "fp8_per_block")
+    check_quantization("http://a", plain, "")
+    check_quantization("http://a", [{}], "")
+    check_quantization("http://a", narrow, "fp8_per_block")
     with pytest.raises(Refused, match=r"start it with --quantization fp8_per_block"):
-        _check_quantization("http://a", plain, "fp8_per_block")
+        check_quantization("http://a", plain, "fp8_per_block")
     with pytest.raises(Refused, match=r"set VLLM_QUANTIZATION to"):
-        _check_quantization("http://a", [*narrow, *plain], "")
+        check_quantization("http://a", [*narrow, *plain], "")

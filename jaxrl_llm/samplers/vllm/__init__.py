@@ -1,7 +1,8 @@
 """Rollouts from vLLM servers: the fleet, its client and its updates, local servers, a proxy."""
 
+from jaxrl_llm.samplers.vllm.autoscale import Autoscale
 from jaxrl_llm.samplers.vllm.discovery import Discovery
 from jaxrl_llm.samplers.vllm.local_server import LocalServers
 from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
-__all__ = ["Discovery", "LocalServers", "VllmSampler"]
+__all__ = ["Autoscale", "Discovery", "LocalServers", "VllmSampler"]

@@ -123,3 +123,18 @@ def release(url: str, text: str) -> tuple[int, int]:
         return int(major), int(minor)
     except (KeyError, TypeError, ValueError, RecursionError) as wrong:
         raise Refused(f"{url} is no vLLM server: its /version says {text[:400]!r}") from wrong
+
+
+def check_quantization(url: str, held: Sequence[Mapping[str, Any]], wanted: str) -> None:
+    """Refuses a server that quantizes where that is not expected, or the other way round: its canary's limit would be another's."""
+    if all(bool(rank.get("quantized")) == bool(wanted) for rank in held):
+        return
+    if wanted:
+        raise Refused(
+            f"{url} holds weights as they are published, and vllm.VllmSampler.quantization is {wanted!r}: start it with --quantization {wanted}, "
+            "or set VLLM_QUANTIZATION = ''"
+        )
+    raise Refused(
+        f"{url} quantizes its weights, and vllm.VllmSampler.quantization is empty: start it without --quantization, or set VLLM_QUANTIZATION to "
+        "what it is started with, such as 'fp8_per_channel'"
+    )

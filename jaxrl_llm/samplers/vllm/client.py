@@ -20,6 +20,7 @@ from jaxrl_llm.experience import Completion, SamplingParams, seed_of
 from jaxrl_llm.protocols import Conversation, Params, SamplerDown
 from jaxrl_llm.samplers.requests import Draft, Request, check
 from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
+from jaxrl_llm.samplers.vllm.autoscale import Autoscale, Scaler, load_of
 from jaxrl_llm.samplers.vllm.fleet import Fleet
 from jaxrl_llm.samplers.vllm.publisher import Publisher
 from jaxrl_llm.samplers.vllm.server_update import Published
@@ -29,10 +30,10 @@ _log = logging.getLogger(__name__)
 Group = tuple[int, list[Completion]]
 # Of a fleet: requests asked again, cut short, held by a pause, late; servers that stalled, looks at those
 # that do not count their tokens; servers and updates, and versions
-# that no server took and that were published again.
+# that no server took and that were published again; and changes of the number of servers, asked for and failed.
 COUNTED = (
     "retries", "aborted", "held", "slow", "stalled", "uncounted", "set_aside", "rejoined", "joined", "left", "updates", "late_updates", "lagging",
-    "published_again",
+    "published_again", "scaled", "scale_failed",
 )  # fmt: skip
 _MOST_EMPTY = 20  # requests in a row that may end without a token
 
@@ -52,6 +53,7 @@ class VllmClient:
       record: whether completions have the experts of each token.
       adapted: whether it is given adapters beside their base, and not their sum.
       other: makes a publisher of the other transfer; OSError where it cannot be had here, None where there is none to try.
+      autoscale: how many servers are wanted, and by which command they come.
       version: the policy version that the next request is answered by; -1 before the first publication.
       counters: tokens and clipped requests since the last call of `metrics`.
     """
@@ -66,11 +68,13 @@ class VllmClient:
     record: bool = False
     adapted: bool = False
     other: Callable[[], Publisher] | None = None
+    autoscale: Autoscale = field(default_factory=Autoscale)
     version: int = field(default=-1, init=False)
 
     def __post_init__(self) -> None:
         self._fleet: Fleet | None = None
         self._publication: asyncio.Task[None] | None = None
+        self._scaler: Scaler | None = None
         self._begun = asyncio.Event()
         self._closed = self._told = self._served_once = False
         self._generated = self._clipped = self._open = 0
@@ -224,6 +228,15 @@ class VllmClient:
             closing.push_async_callback(self.disconnect)
             if self._fleet is not None:
                 closing.push_async_callback(self._fleet.close)
+            if self._scaler is not None:
+                closing.push_async_callback(self._scaler.close)
+
+    def steer(self, step: Mapping[str, float]) -> None:
+        """Asks for more servers or fewer by what a step took, where `autoscale` says how."""
+        if not self.autoscale or self._fleet is None or (load := load_of(step)) is None:
+            return
+        self._scaler = self._scaler or Scaler(rule=self.autoscale, counters=self._fleet.counters)
+        self._scaler.step(sum(server.ready for server in self._fleet.servers), load, time.monotonic())
 
     def metrics(self) -> Mapping[str, float]:
         """Returns counters and times since the last call, and those of the last publication."""

@@ -24,6 +24,7 @@ from jaxrl_llm.publication.object_store import is_stored
 from jaxrl_llm.samplers.routes import FLAG, Recording
 from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
+from jaxrl_llm.samplers.vllm.autoscale import Autoscale
 from jaxrl_llm.samplers.vllm.client import VllmClient
 from jaxrl_llm.samplers.vllm.discovery import Discovery, Membership
 from jaxrl_llm.samplers.vllm.fleet import Fleet
@@ -94,6 +95,7 @@ class VllmSampler(Limits):
       local: how local servers are started.
       urls: servers, or proxies before them, that run already.
       discovery: where further ones are found, which come and go during the run.
+      autoscale: how many of those there should be, by how long the learner waits, and what starts and stops them.
       proxied: `urls` are proxies of ours.
       api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
       model: the name under which the servers of `urls` serve the policy.
@@ -123,6 +125,7 @@ class VllmSampler(Limits):
     local: LocalServers = field(default_factory=LocalServers)
     urls: Sequence[str] = ()
     discovery: Discovery = field(default_factory=Discovery)
+    autoscale: Autoscale = field(default_factory=Autoscale)
     proxied: bool = False
     api_key_variable: str = ""
     model: str = MODEL
@@ -147,6 +150,11 @@ class VllmSampler(Limits):
             raise ValueError(
                 f"VllmSampler needs either spawn=True or urls or a Discovery (got spawn={self.spawn}, {len(self.urls)} urls and "
                 f"{self.discovery}): {cure}"
+            )
+        if self.autoscale and not self.discovery:
+            raise ValueError(
+                "VllmSampler.autoscale needs a Discovery, by which servers that come and go are found: name a file or a DNS name by VLLM_URLS_FILE "
+                f"or VLLM_URLS_DNS, or leave Autoscale.command empty (got {self.autoscale.command!r})"
             )
         components.listed(self, "('http://127.0.0.1:8000',)", "urls")
         if not all(url.startswith(("http://", "https://")) for url in self.urls):
@@ -254,7 +262,7 @@ class VllmSampler(Limits):
             child.start()
         return VllmClient(
             publisher=publisher, connect=connect, disconnect=disconnect, tokenizer=tokenizer, max_length=max_length,
-            seeded=self.seeded, remove=self.spawn, adapted=alone, record=self._recording(policy) is not None, other=self._other(policy, tokenizer, max_length, run_dir),
+            seeded=self.seeded, remove=self.spawn, adapted=alone, record=self._recording(policy) is not None, autoscale=self.autoscale, other=self._other(policy, tokenizer, max_length, run_dir),
         )  # fmt: skip
 
     def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
@@ -277,7 +285,12 @@ class VllmSampler(Limits):
             )  # fmt: skip
         if address := default_address(self.publication, run_dir):
             return StorePublisher(
-                policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, address=address,
+                policy=policy.plain,
+                folder=folder,
+                dtype=self.dtype,
+                keep=self.keep,
+                canary=tokens,
+                address=address,
                 quantization=self.quantization,
             )
         return Publisher(

@@ -12,14 +12,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from jaxrl_llm.publication.canary import LISTED, gap
 from jaxrl_llm.publication.manifest import Canary
 from jaxrl_llm.samplers.vllm import adapters
-from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault
+from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, check_quantization
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
 _log = logging.getLogger(__name__)
@@ -295,7 +295,7 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
             f"{http.url} does not say what its model holds, as its plugin is older than this learner: "
             "install the learner's version of jaxrl-llm beside vLLM"
         )
-    _check_quantization(http.url, held, published.quantization)
+    check_quantization(http.url, held, published.quantization)
     if server.marks.held and any(rank["was"] != server.marks.held for rank in held):
         _log.warning(
             "vLLM server %s held other weights than were committed before: what was in flight there is asked again",
@@ -311,21 +311,6 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
         found["tensors_quantized"] = float(min(int(rank["quantized"]) for rank in held))
         found["rounding"] = max(float(rank["rounding"]) for rank in held)
     return found
-
-
-def _check_quantization(url: str, held: Sequence[Mapping[str, Any]], wanted: str) -> None:
-    """Refuses a server that quantizes where that is not expected, or the other way round: its canary's limit would be another's."""
-    if all(bool(rank.get("quantized")) == bool(wanted) for rank in held):
-        return
-    if wanted:
-        raise Refused(
-            f"{url} holds weights as they are published, and vllm.VllmSampler.quantization is {wanted!r}: start it with --quantization {wanted}, "
-            "or set VLLM_QUANTIZATION = ''"
-        )
-    raise Refused(
-        f"{url} quantizes its weights, and vllm.VllmSampler.quantization is empty: start it without --quantization, or set VLLM_QUANTIZATION to "
-        "what it is started with, such as 'fp8_per_channel'"
-    )
 
 
 async def _staged(http: VllmHttp, version: int) -> None:
