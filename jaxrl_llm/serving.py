@@ -174,8 +174,10 @@ async def looking(server: web.Server, patience: Patience) -> None:
         patience.look(connection.transport for connection in server.connections)
 
 
-def serve(app: web.Application, patience: Patience, host: str, port: int) -> None:
-    """Serves an application whose middleware reports to `patience`, until SIGINT or SIGTERM.
+def serve(
+    app: web.Application, patience: Patience, host: str, port: int, leave: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Serves an application whose middleware reports to `patience`, until SIGINT or SIGTERM, and until `leave` has returned then.
 
     Raises:
       OSError: the port cannot be used.
@@ -193,6 +195,8 @@ def serve(app: web.Application, patience: Patience, host: str, port: int) -> Non
                 asyncio.get_running_loop().add_signal_handler(number, ended.set)
             print(f"======== Running on http://{host}:{runner.addresses[0][1]} ========", flush=True)
             await ended.wait()
+            if leave is not None:
+                await leave()
             watch.cancel()
         finally:
             await runner.cleanup()

@@ -266,6 +266,11 @@ def test_rooms_without_jax_load_where_jax_cannot_be_imported():
     )
 
 
+def test_the_proxy_loads_on_a_sampler_s_host_which_has_no_jax():
+    without = ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
+    loaded_after_importing(["jaxrl_llm.samplers.vllm.proxy"], without=without)
+
+
 def test_publication_loads_where_no_other_room_can():
     others = tuple(f"jaxrl_llm.{name}" for name in ORDER if name not in ("publication", "words"))
     loaded_after_importing(held_by("publication"), without=(*others, "jax", "flax", "gin"))

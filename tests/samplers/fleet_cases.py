@@ -47,11 +47,11 @@ class ToyPublisher(Publisher):
 async def running(
     tiny: Tiny, folder: Path, servers: Sequence[FakeVllm], *, listed: bool = True, **fields: Any
 ) -> AsyncIterator[VllmClient]:
-    """Starts servers and a client of them; without `listed`, the client finds them by its Discovery."""
+    """Starts servers and a client of them; without `listed`, the client finds them by its Discovery, or at the `urls` of `fields`."""
     for server in servers:
         await server.start()
-    urls = [s.url for s in servers] if listed else []
-    sampler = VllmSampler(spawn=False, urls=urls, publication=str(folder), **fields)
+    fields = {"urls": [s.url for s in servers] if listed else [], **fields}
+    sampler = VllmSampler(spawn=False, publication=str(folder), **fields)
     client = sampler.start(tiny.policy, Letters(), max_length=MAX_LENGTH, run_dir=folder)
     toy = {n: getattr(client.publisher, n) for n in ("policy", "folder", "dtype", "keep", "canary")}
     client.publisher = ToyPublisher(**toy)

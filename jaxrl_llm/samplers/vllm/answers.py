@@ -16,6 +16,13 @@ class Unreached(ServerFault):
     """No connection, or one that broke."""
 
 
+LEAVING = "this server leaves: ask another one"  # what a proxy says from a signal on until it ends
+
+
+class Leaving(ServerFault):
+    """A server takes no more requests, and gives those in flight back with the tokens that they have."""
+
+
 class TooSlow(Unreached):
     """A server did not answer within its limit."""
 
@@ -49,6 +56,14 @@ class Piece:
     versions: list[int] = field(default_factory=list)
     finish: Literal["stop", "length", "abort"] | None = None
     routes: np.ndarray | None = None
+
+    def cut(self, suspect: int | None) -> int:
+        """Ends a piece where its server failed, without tokens of a suspect version; returns the number of tokens left."""
+        kept = next((i for i, version in enumerate(self.versions) if version == suspect), len(self.tokens))
+        if self.finish is None or kept < len(self.tokens):
+            self.finish = "abort"
+        del self.tokens[kept:], self.logprobs[kept:], self.versions[kept:]
+        return kept
 
     def take(self, choice: Mapping[str, Any], ask: "Ask", vocabulary: int, version: int) -> None:
         """Adds what a server says: an answer to the request, or one event of a stream.

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from jaxrl_llm.samplers.vllm.adapters import version_named
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow
+from jaxrl_llm.samplers.vllm.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, streamed
@@ -173,7 +173,7 @@ class Fleet:
             self.counters["retries"] += 1
             if server.epoch != epoch:
                 raise
-            if sum(_cut(piece, server.suspect) for piece in pieces) == 0:
+            if sum(piece.cut(server.suspect) for piece in pieces) == 0:
                 raise
             return pieces
         server.strikes, server.progress.moved = 0, True
@@ -206,12 +206,25 @@ class Fleet:
                 raise ServerFault(server.cause)
 
     def _blame(self, server: Server, error: ServerFault) -> None:
-        """Sets a failed server aside, and a slow one after some requests in a row."""
+        """Sets a failed server aside, a slow one after some requests in a row, and one that leaves when it has given back what it had."""
+        if isinstance(error, Leaving):
+            if server.ready:
+                self.counters["left"] += 1
+                _log.warning("vLLM server %s leaves", server.http.url)
+                server.ready, server.cause = False, str(error)
+                self.updates.under_way[server] = asyncio.create_task(self._emptied(server, error))
+            return
         if isinstance(error, TooSlow):
             self.counters["slow"] += 1
             server.strikes += 1
             if server.strikes < _STRIKES:
                 return
+        self._set_aside(server, error)
+
+    async def _emptied(self, server: Server, error: Leaving) -> None:
+        """Waits for what a server that leaves gives back; what comes to its place later is a server like any that failed."""
+        if server.flights:
+            await asyncio.wait(set(server.flights), timeout=_CUT_S)
         self._set_aside(server, error)
 
     async def _watch_progress(self) -> None:
@@ -380,12 +393,3 @@ def _check_versions(server: Server, pieces: list[Piece], served: set[int]) -> No
         raise ServerFault(
             f"{server.http.url} labels tokens with the versions {sorted(labels - served)}, while it served {sorted(served)}"
         )
-
-
-def _cut(piece: Piece, suspect: int | None) -> int:
-    """Ends a piece where its server failed, without tokens of a suspect version; returns the number of tokens left."""
-    kept = next((i for i, version in enumerate(piece.versions) if version == suspect), len(piece.tokens))
-    if piece.finish is None or kept < len(piece.tokens):
-        piece.finish = "abort"
-    del piece.tokens[kept:], piece.logprobs[kept:], piece.versions[kept:]
-    return kept

@@ -9,8 +9,13 @@ request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP
     POST /generate {"token_ids": ...} or {"prompt": ...}, as /inference/v1/generate or /v1/completions take it
     POST /tokens {"token_ids": ...}, as our own route in vLLM takes it (vllm_route)
     POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version", "mark"}
+
+At SIGTERM it takes no more requests, has vLLM cut those in flight, whose tokens go to the learner, and ends: /health answers 503 meanwhile. A host
+that is to be taken away gives back what it had.
 """
 
+import asyncio
+import contextlib
 import hmac
 import ipaddress
 import json
@@ -25,12 +30,15 @@ from aiohttp import web
 
 from jaxrl_llm import command_line, serving
 from jaxrl_llm.publication import vllm_route
+from jaxrl_llm.samplers.vllm.answers import LEAVING
 from jaxrl_llm.serving import Patience
 
 TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
 _SHORTEST_TOKEN = 16
 _LARGEST_BODY = 1 << 26  # bytes; a prompt of a million tokens fits
 _CONNECT_S = 5.0
+_QUIET_S = 1.0  # in which a learner asks about the weights that an answer came from
+_TO_THE_END = ("/stage_status", "/metrics")  # what a server that leaves still answers
 _PAUSE_ARGUMENTS = ("mode", "clear_cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -46,6 +54,7 @@ class Proxy:
       api_key: vLLM's own key, or "" where it has none.
       generate_s: most seconds that a generation may take.
       control_s: most seconds that any other step may take.
+      leave_s: most seconds between SIGTERM and the end.
       patience: with connections that do not get a request through.
     """
 
@@ -54,6 +63,7 @@ class Proxy:
     api_key: str = ""
     generate_s: float = 3600.0
     control_s: float = 600.0
+    leave_s: float = 8.0
     patience: Patience = field(default_factory=Patience, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,6 +84,7 @@ class Proxy:
             client_max_size=_LARGEST_BODY,
             middlewares=[serving.middleware(self.patience), self._check_token, serving.guard(None)],
         )
+        app[_LEAVING], app[_FLYING] = asyncio.Event(), set()
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -100,14 +111,33 @@ class Proxy:
             given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
             if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
                 raise web.HTTPUnauthorized(text="the token is missing or wrong")
+            if request.app[_LEAVING].is_set() and request.path not in _TO_THE_END:
+                raise web.HTTPServiceUnavailable(text=LEAVING)
+            task = asyncio.current_task()
+            assert task is not None
+            request.app[_FLYING].add(task)
             try:
                 return await handler(request)
             except TimeoutError:
                 raise web.HTTPGatewayTimeout(text=f"vLLM at {self.server} did not answer in time") from None
             except aiohttp.ClientError as failure:
                 raise web.HTTPBadGateway(text=f"vLLM at {self.server} is not reached: {failure!r}") from None
+            finally:
+                request.app[_FLYING].discard(task)
 
         return check
+
+    async def leave(self, app: web.Application) -> None:
+        """Has vLLM cut what is in flight, and returns when the learner has it and has asked what it asks about it; `leave_s` at most."""
+        app[_LEAVING].set()
+        with contextlib.suppress(TimeoutError, aiohttp.ClientError):
+            async with asyncio.timeout(self.leave_s):
+                cut = {"mode": "abort", "clear_cache": "true"}
+                async with app[_SESSION].post("/pause", params=cut) as answer:
+                    await answer.read()
+                while app[_FLYING]:
+                    await asyncio.wait(app[_FLYING])
+                await asyncio.sleep(_QUIET_S)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
         health = await self._ask(request, "GET", "/health")
@@ -192,6 +222,8 @@ class Proxy:
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
+_LEAVING = web.AppKey("leaving", asyncio.Event)
+_FLYING = web.AppKey("flying", set)  # tasks of the requests that are being answered
 
 
 def _on_loopback(address: str) -> bool:
@@ -218,7 +250,8 @@ def main() -> None:
         )
     except ValueError as wrong:
         parser.error(str(wrong))
-    serving.serve(proxy.application(), proxy.patience, given.host, given.port)
+    app = proxy.application()
+    serving.serve(app, proxy.patience, given.host, given.port, lambda: proxy.leave(app))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,17 @@ from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.samplers.routes import FLAG, START, Recording
-from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached, release
+from jaxrl_llm.samplers.vllm.answers import (
+    LEAVING,
+    Ask,
+    Leaving,
+    Piece,
+    Refused,
+    ServerFault,
+    TooSlow,
+    Unreached,
+    release,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -377,7 +387,8 @@ class VllmHttp:
             return
         text = " ".join((await answer.text(errors="replace")).split())[:_TEXT]
         said = f"{self.url} answered {verb} {route} with {answer.status}: {text}"
-        raise Refused(said, answer.status) if 400 <= answer.status < 500 else ServerFault(said)
+        fault = Leaving if answer.status == 503 and text == LEAVING else ServerFault
+        raise Refused(said, answer.status) if 400 <= answer.status < 500 else fault(said)
 
     @contextlib.contextmanager
     def _faults(self, route: str, limit_s: float) -> Iterator[None]:
