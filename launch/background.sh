@@ -4,7 +4,7 @@
 #   launch/background.sh [--dry_run] start NAME COMMAND...   starts it, unless it runs
 #   launch/background.sh [--dry_run] status NAME             says whether it runs (exit code 0) or not (1)
 #   launch/background.sh [--dry_run] tail NAME [LINES]       the end of its log, and what follows, until it ends
-#   launch/background.sh [--dry_run] stop NAME               SIGTERM to all of it, and after STOP_S seconds (120) SIGKILL
+#   launch/background.sh [--dry_run] stop NAME               SIGTERM to its process group, and after STOP_S seconds (120) SIGKILL to all of it
 #
 # Its process group's number and its log are in KEEP (~/.jaxrl_llm). --dry_run prints what would be run, and leaves all as it is.
 set -euo pipefail
@@ -62,7 +62,11 @@ case $action in
       group >/dev/null || { say "$NAME has ended"; exit 0; }
       sleep 0.1
     done
-    kill -KILL -- "-$found" 2>/dev/null || true
+    for stat in /proc/[0-9]*/stat; do # of its session: a part may have a group of its own
+      read -r facts 2>/dev/null <"$stat" || continue
+      read -r _ _ _ session _ <<<"${facts##*) }"
+      [ "$session" != "$found" ] || kill -KILL "$(basename "$(dirname "$stat")")" 2>/dev/null || true
+    done
     while group >/dev/null; do sleep 0.1; done
     say "$NAME did not end within $STOP_S s and was killed"
     ;;

@@ -3,6 +3,7 @@
 #
 #   apply    creates or updates token, samplers and learner; a learner that is there already is left as it is
 #   show     prints the filled-in manifests, but for the token
+#   scale    COUNT: so many samplers, of which the learner gets to know by itself
 #   status   what there is of it; logs follows the first learner
 #   restart  ends the learner and starts it again, with these arguments, from its last checkpoint
 #   delete   removes all of it; the claim, with checkpoints, stays
@@ -14,8 +15,11 @@
 #   TPU_ACCELERATOR, TPU_TOPOLOGY     such as tpu-v6e-slice and 4x4
 #   HOSTS, CHIPS     hosts of a slice, and chips of a host (4): 4x4 has 16 chips, so 4 hosts
 #   TPU_SLICES       slices (1)
-#   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and GPUs of a sampler, which the model's heads must divide by (1)
+#   GPU_ACCELERATOR, GPUS             such as nvidia-h100-80gb, and GPUs of a sampler, which the model's heads must divide by; without it the
+#                    fewest of GPU_GB gigabytes (80) that hold the model, of a node's SAMPLER_GPUS (8), by the config.json of the folder MODEL_CONFIG
+#                    of this host; 1 without that
 #   SAMPLERS         how many samplers (2)
+#   SPOT             1 takes preemptible nodes for the samplers
 #   SANDBOXES        how many pods run the programs of gin/rewards/code.gin (0), from the learner's image built with EXTRA=tpu,serve;
 #                    the learner is told where they are, unless --gin="SANDBOX='http://NAME-sandbox.NAMESPACE.svc:8001'" tells an agent's tool
 #   SAVE_S           seconds that a preempted learner has to save (300)
@@ -25,11 +29,11 @@
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
-actions "apply show status logs restart delete" "$@"
+actions "apply show scale status logs restart delete" "$@"
 set -- "${ARGUMENTS[@]}"
 
-NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-1}
-SAMPLERS=${SAMPLERS:-2} SANDBOXES=${SANDBOXES:-0} SAVE_S=${SAVE_S:-300}
+NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
+SAMPLERS=${SAMPLERS:-2} SPOT=${SPOT:-} SANDBOXES=${SANDBOXES:-0} SAVE_S=${SAVE_S:-300}
 need_tools kubectl python3
 need NAME "a name for the run"
 need NAMESPACE "the namespace"
@@ -41,7 +45,7 @@ filled() {
   shopt -u patsub_replacement 2>/dev/null || true # "&" is a letter like others
   text=$(<"$1")
   for name in NAME NAMESPACE LEARNER_IMAGE SAMPLER_IMAGE CLAIM MODEL TPU_ACCELERATOR TPU_TOPOLOGY HOSTS CHIPS TPU_SLICES \
-    GPU_ACCELERATOR GPUS SAMPLERS SANDBOXES SAVE_S; do
+    GPU_ACCELERATOR GPUS SAMPLERS SANDBOXES SAVE_S SPOT_NODES; do
     text=${text//"\${$name}"/${!name}}
   done
   # shellcheck disable=SC2154
@@ -62,10 +66,18 @@ prepare() {
   need TPU_ACCELERATOR "the TPU node pool's accelerator, such as tpu-v6e-slice"
   need TPU_TOPOLOGY "its topology, such as 4x4"
   need GPU_ACCELERATOR "the GPU node pool's accelerator, such as nvidia-h100-80gb"
-  HOSTS=${HOSTS:-}
+  HOSTS=${HOSTS:-} TENSOR_PARALLEL=$GPUS
+  choose_split
+  GPUS=$TENSOR_PARALLEL
   for name in HOSTS CHIPS TPU_SLICES GPUS SAVE_S; do need_number "$name" 1; done
   need_number SAMPLERS 0
   need_number SANDBOXES 0
+  # shellcheck disable=SC2034
+  case $SPOT in
+    "") SPOT_NODES= ;;
+    1) SPOT_NODES='cloud.google.com/gke-spot: "true"' ;;
+    *) die "SPOT is 1 or not set (got $SPOT)" ;;
+  esac
   [ $# -gt 0 ] || die "$action needs launch's arguments, such as --gin_file=gin/grpo_gsm8k.gin"
   PUBLICATION=/shared/publication/$NAME
   sampler_flags "VLLM_URLS_DNS='http://$NAME-samplers.$NAMESPACE.svc:9000'"
@@ -125,6 +137,11 @@ case $action in
     prepare "$@"
     gone
     filled "$LAUNCH/gke/learner.yaml" | create
+    ;;
+  scale)
+    COUNT=${1:-}
+    need_number COUNT 0
+    step "${kubectl[@]}" scale deployment "$NAME-samplers" --replicas="$COUNT"
     ;;
   status) step "${kubectl[@]}" get jobset,deployment,service,networkpolicy,pods --selector="app.kubernetes.io/instance=$NAME" ;;
   logs)

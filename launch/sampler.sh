@@ -15,7 +15,7 @@
 #                    CUDA_VISIBLE_DEVICES names (without it: of all), and the ports PORT + NUMBER and VLLM_PORT + NUMBER.
 #                    Without NUMBER the server takes the ports as they are, and vLLM chooses among the GPUs that it sees
 #
-# It ends when one of the two ends, or by SIGTERM, and takes the other with it.
+# It ends when one of the two ends, and takes the other with it; or by SIGTERM, when the proxy has handed back what is in flight.
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
@@ -82,10 +82,22 @@ if [ "${ONLY:-}" = vllm ]; then
 elif [ "${ONLY:-}" = proxy ]; then
   exec "${proxy[@]}"
 fi
+# vLLM has a process group of its own, which a signal to this one's does not reach.
 children=()
-trap 'trap - TERM INT; kill "${children[@]}" 2>/dev/null; wait; exit 143' TERM INT
+# shellcheck disable=SC2329
+end() {
+  trap - TERM INT
+  kill "${children[1]}" 2>/dev/null || true
+  wait "${children[1]}" || true
+  kill "${children[0]}" 2>/dev/null || true
+  wait
+  exit 143
+}
+trap end TERM INT
+set -m
 "${serving[@]}" &
 children+=($!)
+set +m
 "${proxy[@]}" &
 children+=($!)
 status=0

@@ -3,7 +3,8 @@
 #
 #   LEARNER_NODES, LEARNER_GPUS   nodes of the learner (1), GPUS of each (8); one process a node
 #   SAMPLER_NODES, SAMPLER_GPUS   nodes of vLLM samplers (0: the embedded sampler), GPUS of each (8)
-#   TENSOR_PARALLEL               GPUS of one server (1: a server for each GPU); the model's heads must divide by it
+#   TENSOR_PARALLEL               GPUS of one server, which the model's heads must divide by; without it the fewest of GPU_GB gigabytes (80)
+#                                 that hold the model, by the config.json of MODEL, or of the folder MODEL_CONFIG where MODEL is not seen here
 #   MODEL, SAMPLER_PYTHON         as launch/sampler.sh takes them
 #   PUBLICATION                   folder of a shared file system for weights; without it RUN_ROOT/publication
 #   RUN_ROOT                      folder of a shared file system for logs (runs/slurm below the source)
@@ -20,12 +21,16 @@ set -- "${ARGUMENTS[@]}"
 [ $# -gt 0 ] || usage 2 >&2
 
 LEARNER_NODES=${LEARNER_NODES:-1} LEARNER_GPUS=${LEARNER_GPUS:-8} SAMPLER_NODES=${SAMPLER_NODES:-0} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
-TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 RUN_ROOT=${RUN_ROOT:-$ROOT/runs/slurm} JOB_NAME=${JOB_NAME:-jaxrl_llm} TIME=${TIME:-24:00:00} SAVE_S=${SAVE_S:-300}
 need_tools sbatch
 need_number LEARNER_NODES 1
 need_number LEARNER_GPUS 0
 need_number SAMPLER_NODES 0
+if [ "$SAMPLER_NODES" -gt 0 ]; then
+  need MODEL "the folder or Hugging Face id of the model, for the samplers"
+  choose_split
+fi
+TENSOR_PARALLEL=${TENSOR_PARALLEL:-1}
 servers_of_host
 need_number SAVE_S 1
 for name in RUN_ROOT JOB_NAME TIME; do plain "$name"; done
@@ -37,7 +42,6 @@ learner=(--nodes="$LEARNER_NODES" --ntasks-per-node=1 --exclusive ${PARTITION:+-
 if [ "$LEARNER_GPUS" -gt 0 ]; then learner+=(--gpus-per-node="$LEARNER_GPUS"); fi
 samplers=()
 if [ "$SAMPLER_NODES" -gt 0 ]; then
-  need MODEL "the folder or Hugging Face id of the model, for the samplers"
   export MODEL PUBLICATION=${PUBLICATION:-$RUN_ROOT/publication} SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3}
   plain PUBLICATION
   # A model that this host does not see is checked by launch/sampler.sh.

@@ -62,6 +62,24 @@ servers_of_host() {
   SERVERS=$((SAMPLER_GPUS / TENSOR_PARALLEL))
 }
 
+# choose_split: sets TENSOR_PARALLEL, where it is not set, to the fewest of a host's SAMPLER_GPUS, of GPU_GB gigabytes each, that hold the
+# model and that its heads can be split over, by the config.json of MODEL or of MODEL_CONFIG, a folder of this host.
+choose_split() {
+  if [ -n "${TENSOR_PARALLEL:-}" ]; then return; fi
+  local folder=${MODEL_CONFIG:-${MODEL:-}}
+  GPU_GB=${GPU_GB:-80}
+  need_number SAMPLER_GPUS 1
+  need_number GPU_GB 1
+  if [ ! -r "$folder/config.json" ]; then
+    TENSOR_PARALLEL=1
+    say "there is no config.json of the model here ($folder), so a server takes one GPU: set TENSOR_PARALLEL, or MODEL_CONFIG to a folder with it"
+    return
+  fi
+  need_tools python3
+  TENSOR_PARALLEL=$(python3 "$LAUNCH/tensor_sizes.py" "$folder" auto "$SAMPLER_GPUS" "$GPU_GB") || exit 2
+  say "a server takes $TENSOR_PARALLEL of the $SAMPLER_GPUS GPUs of a host"
+}
+
 # check_split PYTHON: refuses a TENSOR_PARALLEL over which MODEL cannot be split; one GPU takes any model, and is not looked up.
 check_split() {
   if [ "$TENSOR_PARALLEL" -gt 1 ]; then "$1" "$LAUNCH/tensor_sizes.py" "$MODEL" "$TENSOR_PARALLEL" || exit 2; fi

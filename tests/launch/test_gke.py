@@ -1,6 +1,7 @@
 """launch/gke.sh: the manifests, checked against the fields that Kubernetes and JobSet require, and what kubectl is given."""
 
 import base64
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 from stand_ins import LAUNCH, Machine
+
+from jaxrl_llm.samplers.vllm.proxy import Proxy
 
 TOKEN = "0123456789abcdef0123"
 GIN = ["--gin_file=gin/grpo_gsm8k.gin", "--gin=RUN_DIR='/shared/runs/my \"run\" & $(x)'"]
@@ -52,6 +55,7 @@ VERSIONS = {
 CONTAINER = {
     "name": str, "image": str, "command": list, "args": list, "env": list, "ports": list, "resources": dict,
     "startupProbe": dict, "livenessProbe": dict, "readinessProbe": dict, "securityContext": dict, "volumeMounts": list,
+    "lifecycle": dict,
 }  # fmt: skip
 
 
@@ -169,6 +173,39 @@ def test_a_sampler_is_ready_when_vllm_answers_through_its_proxy(shown):
     assert "livenessProbe" in vllm and "livenessProbe" in proxy
     assert vllm["startupProbe"]["periodSeconds"] * vllm["startupProbe"]["failureThreshold"] == 1800
     assert vllm["resources"]["limits"] == {"nvidia.com/gpu": 2}
+
+
+def test_a_pod_that_is_taken_away_has_time_to_hand_back_what_it_had(machine, shown):
+    """A preempted node gives a pod 15 s; the proxy takes 8 s at most, and vLLM is there meanwhile."""
+    vllm, proxy = pods(shown)["sampler"]["spec"]["containers"]
+    assert vllm["lifecycle"] == {"preStop": {"exec": {"command": ["sleep", "10"]}}} and "lifecycle" not in proxy
+    assert Proxy(server="http://127.0.0.1:1", token=TOKEN).leave_s < 10
+    nodes = [
+        pods(manifests(machine.run("gke.sh", "show", *GIN, SPOT=spot).stdout))["sampler"]["spec"] for spot in ("", "1")
+    ]
+    spot = {"cloud.google.com/gke-spot": "true"}
+    assert (
+        nodes[1]["nodeSelector"] == nodes[0]["nodeSelector"] | spot
+        and not spot.items() <= nodes[0]["nodeSelector"].items()
+    )
+    assert "SPOT is 1 or not set" in machine.run("gke.sh", "show", *GIN, SPOT="yes").stderr
+
+
+def test_samplers_are_scaled_and_take_as_many_gpus_as_the_model_needs(machine, tmp_path):
+    assert machine.run("gke.sh", "scale", "5").returncode == 0
+    assert machine.calls() == [["kubectl", "--namespace=lab", "scale", "deployment", "trial-samplers", "--replicas=5"]]
+    assert machine.run("gke.sh", "scale", "many").returncode == 2
+    llama_70b = {
+        "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+        "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(llama_70b))
+    shown = machine.run("gke.sh", "show", *GIN, GPUS="", MODEL_CONFIG=str(tmp_path))
+    vllm, _ = pods(manifests(shown.stdout))["sampler"]["spec"]["containers"]
+    assert (
+        vllm["resources"]["limits"] == {"nvidia.com/gpu": 4}
+        and {"name": "TENSOR_PARALLEL", "value": "4"} in vllm["env"]
+    )
 
 
 def test_applying_creates_token_samplers_and_learner_and_leaves_a_learner_that_is_there(machine):

@@ -62,14 +62,14 @@ def machine(tmp_path):
 
 
 def living(machine: Machine, host: str, number: int = 0) -> set[str]:
-    """The processes of one sampler of the host: those of its group that are no zombies."""
+    """The processes of one sampler of the host: those of its session that are no zombies."""
     group = (machine.home / "hosts" / host / ".jaxrl_llm" / f"sampler-{number}.pid").read_text().split()[0]
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             number, facts = stat.read_text().split(" ", 1)
-            state, _, its_group = facts.rpartition(") ")[2].split()[:3]
-            found |= {number} if its_group == group and state not in "ZX" else set()
+            state, _, _, session = facts.rpartition(") ")[2].split()[:4]
+            found |= {number} if session == group and state not in "ZX" else set()
     return found
 
 
@@ -143,6 +143,49 @@ def test_a_sampler_ends_when_one_of_its_two_parts_does(machine):
     done = machine.run("sampler.sh")
     assert not any("--enable-scale-out" in call for call in machine.calls()), "vLLM knows it from 0.30 on"
     assert done.returncode == 9 and "vLLM or the proxy ended (exit code 9)" in done.stderr
+
+
+def test_the_proxy_has_ended_before_vllm_is_asked_to(machine):
+    """It hands back what vLLM has in flight; vLLM is out of reach of a signal to the sampler's process group."""
+    note = """trap 'echo "$NAME" >>"$ANSWERS/ends"; exit 0' TERM; touch "$ANSWERS/begun-$NAME"; sleep 60 & wait"""
+    machine.tool(
+        "vllm-python",
+        f'case "$*" in *importlib*) echo 0.32.1 ;; "-m vllm"*) NAME=vllm; {note} ;; *proxy*) NAME=proxy; {note.replace("echo", "sleep 0.5; echo")} ;; *) exit 3 ;; esac',
+    )
+    ends, begun = (
+        machine.home / "answers" / "ends",
+        [machine.home / "answers" / f"begun-{n}" for n in ("vllm", "proxy")],
+    )
+    background = ["background.sh", "start", "sampler-0", str(LAUNCH / "sampler.sh")]
+    assert machine.run(*background).returncode == 0
+    limit = time.monotonic() + 20
+    while not all(file.exists() for file in begun):
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    assert machine.run("background.sh", "stop", "sampler-0").returncode == 0
+    assert ends.read_text().split() == ["proxy", "vllm"]
+
+
+def test_scaling_starts_the_first_samplers_ends_the_others_and_lists_who_is_there(machine):
+    urls = machine.home / "urls"
+    scale = lambda count: machine.run("gpu_samplers.sh", "scale", count, URLS_FILE=str(urls))  # noqa: E731
+    assert machine.run("gpu_samplers.sh", "setup").returncode == 0
+    done = scale("3")
+    assert done.returncode == 0, done.stderr
+    assert urls.read_text().split() == ["http://gpu1:9000", "http://gpu1:9001", "http://gpu2:9000"]
+    assert all(living(machine, *server) for server in SERVERS[:3])
+    kept = living(machine, *SERVERS[0])
+    assert scale("1").returncode == 0 and urls.read_text().split() == ["http://gpu1:9000"]
+    assert living(machine, *SERVERS[0]) >= kept & living(machine, *SERVERS[0]) != set()
+    assert not any(living(machine, *server) for server in SERVERS[1:3])
+    for wrong, message in (
+        ("5", "room for 4 samplers on 2 hosts (got 5)"),
+        ("0", "COUNT must be an integer >= 1"),
+        ("x", "COUNT must be"),
+    ):
+        refused = scale(wrong)
+        assert refused.returncode == 2 and message in refused.stderr
+    assert "set URLS_FILE" in machine.run("gpu_samplers.sh", "scale", "1").stderr
 
 
 def test_a_dry_run_prints_the_commands_and_calls_nothing(machine):

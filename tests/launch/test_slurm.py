@@ -1,6 +1,7 @@
 """launch/slurm.sh and launch/slurm.sbatch: what Slurm is asked for, and the steps of an allocation."""
 
 import json
+import re
 import runpy
 
 import pytest
@@ -135,6 +136,57 @@ def test_a_tensor_size_that_the_model_or_the_hosts_do_not_take_is_refused_before
     done = machine.run("slurm.sh", *GIN, **asked, TENSOR_PARALLEL="2")
     assert done.returncode == 0, done.stderr
     assert "--ntasks-per-node=4" in machine.calls("sbatch")[0]
+
+
+LLAMA_70B = {
+    "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "intermediate_size": 28672,
+    "vocab_size": 128256,
+}  # fmt: skip
+QWEN_0P5B = {
+    "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
+    "vocab_size": 151936, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "size", "message"),
+    [  # 141 GB: a quarter is less than half of 80 GB, half of it is not; 1 GB fits one GPU
+        (LLAMA_70B, {}, "4", ""), (LLAMA_70B, {"GPU_GB": "192"}, "2", ""), (QWEN_0P5B, {}, "1", ""),
+        (LLAMA_70B, {"GPU_GB": "24"}, "", "141 GB of weights.*split over 1, 2, 4, 8 of the 8 GPUs"),
+        (LLAMA_70B, {"SAMPLER_GPUS": "6"}, "", "split over 1, 2 of the 6 GPUs"), (None, {}, "1", "no config.json of the model here"),
+    ],
+)  # fmt: skip
+def test_the_tensor_size_is_the_fewest_gpus_that_hold_the_model(machine, tmp_path, config, given, size, message):
+    machine.python("python3")
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    asked = {
+        "SAMPLER_NODES": "1",
+        "MODEL": "/nfs/model",
+        "MODEL_CONFIG": str(tmp_path),
+        "RUN_ROOT": str(tmp_path / "runs"),
+    }
+    done = machine.run("slurm.sh", *GIN, **asked, **given)
+    assert re.search(message, done.stderr), done.stderr
+    assert done.returncode == (0 if size else 2)
+    if size:
+        assert f"TENSOR_PARALLEL={size}" in (machine.home / "handed").read_text().split()
+        assert f"--ntasks-per-node={8 // int(size)}" in machine.calls("sbatch")[0]
+    else:
+        assert machine.calls() == []
+
+
+@pytest.mark.parametrize(
+    ("config", "billions"),
+    [  # as their makers count them
+        (LLAMA_70B, 70.6), (QWEN_0P5B, 0.494),
+        ({"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+          "moe_intermediate_size": 768, "intermediate_size": 6144, "vocab_size": 151936}, 30.5),
+    ],
+)  # fmt: skip
+def test_weights_are_counted_as_their_makers_do(config, billions):
+    module = runpy.run_path(str(LAUNCH / "tensor_sizes.py"))
+    assert module["weights"](config) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize(
