@@ -66,7 +66,7 @@ vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" -
   --hf-overrides '{"head_dtype": "float32"}' --tensor-parallel-size "$TENSOR_PARALLEL" "${scale_out[@]}"
   --middleware jaxrl_llm.publication.vllm_route.TokenRoute
   --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
-proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm.proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
+proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm_proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
 
 # VLLM_PORT would be the first port of vLLM's own parts, where the next server of the host listens.
 serving=(env -u JAXRL_LLM_TOKEN -u VLLM_PORT "${devices[@]}" VLLM_SERVER_DEV_MODE=1 "${vllm[@]}")

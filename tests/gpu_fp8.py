@@ -132,6 +132,7 @@ async def run(given: argparse.Namespace) -> bool:
             python=given.python, python_path=given.python_path, memory_share=given.memory, arguments=given.arguments.split()
         ),
         publication=str(given.folder), quantization=given.quantization, inflight="abort_resume", seeded=False, sequences=64,
+        request_s=900.0, control_s=600.0, update_s=900.0, wait_s=900.0,
     )  # fmt: skip
     given.folder.mkdir(parents=True, exist_ok=True)
     other = given.folder / "other"

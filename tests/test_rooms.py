@@ -53,7 +53,11 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-OLD_NAMES = ("samplers.vllm_plugin", "samplers.vllm_route")  # servers started by them are told the new ones
+OLD_NAMES = (
+    "samplers.vllm_plugin",
+    "samplers.vllm_route",
+    "samplers.vllm.proxy",
+)  # what is started by them is told the new ones
 
 
 def room(module: str) -> str:
@@ -268,7 +272,7 @@ def test_rooms_without_jax_load_where_jax_cannot_be_imported():
 
 def test_the_proxy_loads_on_a_sampler_s_host_which_has_no_jax():
     without = ("jax", "jaxlib", "flax", "optax", "orbax", "gin", "transformers")
-    loaded_after_importing(["jaxrl_llm.samplers.vllm.proxy"], without=without)
+    loaded_after_importing(["jaxrl_llm.samplers.vllm_proxy"], without=without)
 
 
 def test_publication_loads_where_no_other_room_can():

@@ -12,7 +12,7 @@ from jaxrl_llm.data.tokenizer import PretrainedTokenizer
 from jaxrl_llm.metrics.prometheus import Prometheus
 from jaxrl_llm.models import hf_weights
 from jaxrl_llm.rewards.services import http_service
-from jaxrl_llm.samplers.vllm.proxy import Proxy
+from jaxrl_llm.samplers.vllm_proxy import Proxy
 
 ROOT = Path(__file__).parent.parent
 FILES = sorted(f for folder in ("jaxrl_llm", "kernels", "data", "eval") for f in (ROOT / folder).rglob("*.py"))

@@ -58,8 +58,7 @@ class OrbaxWorkerExtension:
           mark: kept beside the weights, and told by `stage_status`, for the learner to know its own commit again.
 
         Returns:
-          version: the one in the model now. -1 where loading itself failed: the model is a mixture, and the version still staged.
-            Commit again before the server resumes, or restart it.
+          version: the one in the model now. -1 where loading failed: it is a mixture, the version still staged. Commit again before a resume.
           error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
             published, the model is as it was.
           checked: tensors that the model holds as they were published, by their checksums after the load.

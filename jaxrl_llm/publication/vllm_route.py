@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 ROUTE = "/v1/jaxrl_llm/generate"
+LEAVING = "this server leaves: ask another one"  # what the proxy before a server says from a signal on until it ends
 _LEAST = -9999.0  # JSON has no -inf
 
 Scope = MutableMapping[str, Any]

@@ -26,7 +26,7 @@ from jaxrl_llm.eval.viewer.server import Pages
 from jaxrl_llm.rewards.services import classifier_server, http_service, sandbox
 from jaxrl_llm.rewards.services.hf_classifier import HfClassifier
 from jaxrl_llm.rewards.services.sandbox_run import Sandbox
-from jaxrl_llm.samplers.vllm.proxy import Proxy
+from jaxrl_llm.samplers.vllm_proxy import Proxy
 from jaxrl_llm.serving import Patience
 
 TOKEN = "a token of more than sixteen letters"

@@ -93,7 +93,7 @@ def letters(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
 def proxy(folder: Path) -> Iterator[tuple[str, Mapping[str, Call]]]:
     with (
         started("fake_vllm", []) as server,
-        started("jaxrl_llm.samplers.vllm.proxy", ["--server", server], {"JAXRL_LLM_TOKEN": TOKEN}) as url,
+        started("jaxrl_llm.samplers.vllm_proxy", ["--server", server], {"JAXRL_LLM_TOKEN": TOKEN}) as url,
     ):
         yield (
             url,

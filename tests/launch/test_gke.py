@@ -11,7 +11,7 @@ import pytest
 import yaml
 from stand_ins import LAUNCH, Machine
 
-from jaxrl_llm.samplers.vllm.proxy import Proxy
+from jaxrl_llm.samplers.vllm_proxy import Proxy
 
 TOKEN = "0123456789abcdef0123"
 GIN = ["--gin_file=gin/grpo_gsm8k.gin", "--gin=RUN_DIR='/shared/runs/my \"run\" & $(x)'"]

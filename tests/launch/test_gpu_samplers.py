@@ -104,7 +104,7 @@ def test_samplers_are_started_once_and_the_learner_is_given_their_addresses(mach
     ]  # fmt: skip
     asked_at = sorted(call[call.index("--port") + 1] for call in served if "vllm.entrypoints.openai.api_server" in call)
     assert asked_at == ["8000", "8000", "8001", "8001"]
-    proxies = [call for call in served if "jaxrl_llm.samplers.vllm.proxy" in call]
+    proxies = [call for call in served if "jaxrl_llm.samplers.vllm_proxy" in call]
     listens = sorted((call[-3], call[-1], call[-5]) for call in proxies)
     assert listens == [(host, f"900{n}", f"http://127.0.0.1:800{n}") for host in ("gpu1", "gpu2") for n in (0, 1)]
     devices = sorted((machine.home / "answers" / "devices").read_text().splitlines())

@@ -30,7 +30,7 @@ HERE, THERE = "10.213.7.1", "10.213.7.2"  # a network of the two ends of one vir
 @contextmanager
 def proxy_before(server: Server, log, host: str = "127.0.0.1"):
     port = free_port()
-    command = [sys.executable, "-m", "jaxrl_llm.samplers.vllm.proxy", "--server", server.url]
+    command = [sys.executable, "-m", "jaxrl_llm.samplers.vllm_proxy", "--server", server.url]
     command += ["--host", host, "--port", str(port)]
     with running(command, log, environment(JAXRL_LLM_TOKEN=TOKEN)) as process:
         door = Server(f"http://{host}:{port}", process, log)

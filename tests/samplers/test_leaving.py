@@ -15,7 +15,7 @@ from fleet_cases import checked, running, until
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.vllm import fleet as fleets
 from jaxrl_llm.samplers.vllm.local_server import free_port
-from jaxrl_llm.samplers.vllm.proxy import TOKEN_VARIABLE
+from jaxrl_llm.samplers.vllm_proxy import TOKEN_VARIABLE
 
 TOKEN = "a token of more than sixteen letters"
 ROOT = Path(__file__).parent.parent.parent
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent.parent
 async def proxy(port: int, upstream: str):
     """The proxy's own process, ready; it is ended with the context."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "jaxrl_llm.samplers.vllm.proxy", "--server", upstream, "--port", str(port),
+        sys.executable, "-m", "jaxrl_llm.samplers.vllm_proxy", "--server", upstream, "--port", str(port),
         cwd=ROOT, env={**os.environ, TOKEN_VARIABLE: TOKEN}, stdout=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from jaxrl_llm.samplers.vllm.proxy import Proxy
+from jaxrl_llm.samplers.vllm_proxy import Proxy
 
 TOKEN = "a token of more than sixteen letters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -265,7 +265,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_line():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        command = [sys.executable, "-m", "jaxrl_llm.samplers.vllm.proxy", "--server", "http://127.0.0.1:8000"]
+        command = [sys.executable, "-m", "jaxrl_llm.samplers.vllm_proxy", "--server", "http://127.0.0.1:8000"]
         done = subprocess.run(
             [*command, "--port", str(taken.getsockname()[1])], env={**os.environ, "JAXRL_LLM_TOKEN": TOKEN}, capture_output=True,
             text=True, timeout=60,

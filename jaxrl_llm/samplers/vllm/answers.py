@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from jaxrl_llm.publication.vllm_route import LEAVING
+
 
 class ServerFault(ConnectionError):
     """A server failed; the message names it and the cause, and another server may be asked."""
@@ -14,9 +16,6 @@ class ServerFault(ConnectionError):
 
 class Unreached(ServerFault):
     """No connection, or one that broke."""
-
-
-LEAVING = "this server leaves: ask another one"  # what a proxy says from a signal on until it ends
 
 
 class Leaving(ServerFault):
@@ -37,6 +36,14 @@ class Refused(ValueError):
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
         self.status = status
+
+
+def fault_of(what: str, status: int, text: str) -> Exception:
+    """Returns the exception that an answer other than 200 is, by its status and text."""
+    said = f"{what}: {text}"
+    if 400 <= status < 500:
+        return Refused(said, status)
+    return Leaving(said) if status == 503 and text == LEAVING else ServerFault(said)
 
 
 @dataclass(eq=False, kw_only=True)

@@ -20,17 +20,7 @@ from jaxtyping import Float
 
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.samplers.routes import FLAG, START, Recording
-from jaxrl_llm.samplers.vllm.answers import (
-    LEAVING,
-    Ask,
-    Leaving,
-    Piece,
-    Refused,
-    ServerFault,
-    TooSlow,
-    Unreached,
-    release,
-)
+from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault, TooSlow, Unreached, fault_of, release
 
 _log = logging.getLogger(__name__)
 
@@ -386,9 +376,7 @@ class VllmHttp:
         if answer.status == 200:
             return
         text = " ".join((await answer.text(errors="replace")).split())[:_TEXT]
-        said = f"{self.url} answered {verb} {route} with {answer.status}: {text}"
-        fault = Leaving if answer.status == 503 and text == LEAVING else ServerFault
-        raise Refused(said, answer.status) if 400 <= answer.status < 500 else fault(said)
+        raise fault_of(f"{self.url} answered {verb} {route} with {answer.status}", answer.status, text)
 
     @contextlib.contextmanager
     def _faults(self, route: str, limit_s: float) -> Iterator[None]:
