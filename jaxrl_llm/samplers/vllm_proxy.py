@@ -83,7 +83,7 @@ class Proxy:
             client_max_size=_LARGEST_BODY,
             middlewares=[serving.middleware(self.patience), self._check_token, serving.guard(None)],
         )
-        app[_LEAVING], app[_FLYING] = asyncio.Event(), set()
+        app[_LEAVING], app[_FLYING] = asyncio.Event(), _Flying()
         app.cleanup_ctx.append(self._connections)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
@@ -220,9 +220,13 @@ class Proxy:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
 
 
+class _Flying(set[asyncio.Task[Any]]):
+    """The tasks of the requests that are being answered."""
+
+
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
 _LEAVING = web.AppKey("leaving", asyncio.Event)
-_FLYING = web.AppKey("flying", set)  # tasks of the requests that are being answered
+_FLYING = web.AppKey("flying", _Flying)
 
 
 def _on_loopback(address: str) -> bool:
