@@ -1,6 +1,6 @@
 """Publishes to a vLLM server that quantizes to fp8 what it loads, and compares it with one that was started from the same weights.
 
-    XLA_PYTHON_CLIENT_MEM_FRACTION=0.3 PYTHONPATH=. python tests/gpu_fp8.py --model FOLDER --folder /dev/shm/fp8
+    XLA_PYTHON_CLIENT_MEM_FRACTION=0.3 PYTHONPATH=. python tests/gpu_fp8.py --model FOLDER --folder /dev/shm/fp8 --memory 0.3
 
 FOLDER is a Hugging Face folder of a small model, such as Qwen2.5-0.5B. `--python` names the interpreter that has vLLM where that is another
 one, `--python-path` a folder with its packages, `--quantization` one of fp8_per_channel, fp8_per_tensor and fp8_per_block. Prints a JSON
