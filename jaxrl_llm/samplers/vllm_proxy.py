@@ -114,7 +114,7 @@ class Proxy:
                 raise web.HTTPServiceUnavailable(text=vllm_route.LEAVING)
             task = asyncio.current_task()
             assert task is not None
-            request.app[_FLYING].add(task)
+            request.app[_FLYING].tasks.add(task)
             try:
                 return await handler(request)
             except TimeoutError:
@@ -122,7 +122,7 @@ class Proxy:
             except aiohttp.ClientError as failure:
                 raise web.HTTPBadGateway(text=f"vLLM at {self.server} is not reached: {failure!r}") from None
             finally:
-                request.app[_FLYING].discard(task)
+                request.app[_FLYING].tasks.discard(task)
 
         return check
 
@@ -134,8 +134,8 @@ class Proxy:
                 cut = {"mode": "abort", "clear_cache": "true"}
                 async with app[_SESSION].post("/pause", params=cut) as answer:
                     await answer.read()
-                while app[_FLYING]:
-                    await asyncio.wait(app[_FLYING])
+                while app[_FLYING].tasks:
+                    await asyncio.wait(app[_FLYING].tasks)
                 await asyncio.sleep(_QUIET_S)
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
@@ -220,8 +220,11 @@ class Proxy:
             return web.Response(status=answer.status, body=await answer.read(), content_type=answer.content_type)
 
 
-class _Flying(set[asyncio.Task[Any]]):
-    """The tasks of the requests that are being answered."""
+@dataclass(eq=False, kw_only=True)
+class _Flying:
+    """The requests that are being answered."""
+
+    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)
