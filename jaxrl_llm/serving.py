@@ -4,6 +4,7 @@ aiohttp and uvicorn limit the time between two requests of a connection, but not
 """
 
 import asyncio
+import hmac
 import ipaddress
 import os
 import re
@@ -76,6 +77,19 @@ def refusal(headers: Mapping[str, str], has_body: bool, names: Collection[str] |
     return None
 
 
+TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"  # of servers that other hosts ask
+_SHORTEST_TOKEN = 16
+
+
+def check_token(token: str) -> None:
+    """Raises ValueError where a token is too short to protect anything."""
+    if len(token) < _SHORTEST_TOKEN:
+        raise ValueError(
+            f"the token has {len(token)} characters, at least {_SHORTEST_TOKEN} are needed: "
+            f"set {TOKEN_VARIABLE} to a random one on this host and on the learner's"
+        )
+
+
 HEAD_S = 15.0  # seconds until the head of a request is whole; idle connections end after them too
 BODY_S = 60.0  # seconds until its body is
 _LOOK_S = 0.5
@@ -138,6 +152,19 @@ def middleware(patience: Patience) -> Any:
             patience.end(peer)
 
     return waits
+
+
+def token_guard(token: str) -> Any:
+    """Refuses requests to an aiohttp application that do not carry `Authorization: Bearer TOKEN`."""
+
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not hmac.compare_digest(given, f"Bearer {token}".encode()):
+            raise web.HTTPUnauthorized(text="the token is missing or wrong")
+        return await handler(request)
+
+    return check
 
 
 def guard(names: Collection[str] | None, headers: Mapping[str, str] | None = None) -> Any:

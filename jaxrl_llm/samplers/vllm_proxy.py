@@ -16,7 +16,6 @@ that is to be taken away gives back what it had.
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 import os
@@ -32,8 +31,6 @@ from jaxrl_llm import command_line, serving
 from jaxrl_llm.publication import vllm_route
 from jaxrl_llm.serving import Patience
 
-TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"
-_SHORTEST_TOKEN = 16
 _LARGEST_BODY = 1 << 26  # bytes; a prompt of a million tokens fits
 _CONNECT_S = 5.0
 _QUIET_S = 1.0  # in which a learner asks about the weights that an answer came from
@@ -66,11 +63,7 @@ class Proxy:
     patience: Patience = field(default_factory=Patience, repr=False)
 
     def __post_init__(self) -> None:
-        if len(self.token) < _SHORTEST_TOKEN:
-            raise ValueError(
-                f"the token has {len(self.token)} characters, at least {_SHORTEST_TOKEN} are needed: "
-                f"set {TOKEN_VARIABLE} to a random one on this host and on the learner's"
-            )
+        serving.check_token(self.token)
         if not _on_loopback(self.server):
             raise ValueError(
                 f"--server {self.server!r} is not on loopback: start vLLM with --host 127.0.0.1, "
@@ -81,7 +74,12 @@ class Proxy:
         """Returns the routes, each behind the token."""
         app = web.Application(
             client_max_size=_LARGEST_BODY,
-            middlewares=[serving.middleware(self.patience), self._check_token, serving.guard(None)],
+            middlewares=[
+                serving.middleware(self.patience),
+                serving.token_guard(self.token),
+                self._explained,
+                serving.guard(None),
+            ],
         )
         app[_LEAVING], app[_FLYING] = asyncio.Event(), _Flying()
         app.cleanup_ctx.append(self._connections)
@@ -104,12 +102,11 @@ class Proxy:
             yield
 
     @property
-    def _check_token(self) -> Any:
+    def _explained(self) -> Any:
+        """Refuses requests where the server leaves, and says of a failing vLLM that it is vLLM that fails."""
+
         @web.middleware
-        async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-            if not hmac.compare_digest(given, f"Bearer {self.token}".encode()):
-                raise web.HTTPUnauthorized(text="the token is missing or wrong")
+        async def explained(request: web.Request, handler: Handler) -> web.StreamResponse:
             if request.app[_LEAVING].is_set() and request.path not in _TO_THE_END:
                 raise web.HTTPServiceUnavailable(text=vllm_route.LEAVING)
             task = asyncio.current_task()
@@ -124,7 +121,7 @@ class Proxy:
             finally:
                 request.app[_FLYING].tasks.discard(task)
 
-        return check
+        return explained
 
     async def leave(self, app: web.Application) -> None:
         """Has vLLM cut what is in flight, and returns when the learner has it and has asked what it asks about it; `leave_s` at most."""
@@ -251,7 +248,7 @@ def main() -> None:
     try:
         proxy = Proxy(
             server=given.server,
-            token=os.environ.get(TOKEN_VARIABLE, ""),
+            token=os.environ.get(serving.TOKEN_VARIABLE, ""),
             api_key=os.environ.get("VLLM_API_KEY", ""),
         )
     except ValueError as wrong:
