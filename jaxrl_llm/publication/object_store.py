@@ -4,11 +4,17 @@ Google's credentials are the application's default ones. AWS's come from its usu
 names the server of a store that speaks S3, AWS_REGION its region.
 """
 
+import hashlib
+import json
 import os
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import tensorstore as ts
 
@@ -17,10 +23,18 @@ from jaxrl_llm.publication.manifest import WEIGHTS
 SCHEMES = ("gs://", "s3://")
 MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is whole
 TREE = f"{WEIGHTS}/_METADATA"  # the list of its tensors
+BLOCKS = (
+    f"{WEIGHTS}/_BLOCKS"  # {"objects": {key: [bytes, digests of its blocks]}}, where relays are to pass the version on
+)
+BLOCK_BYTES = 1 << 22  # of an object that relays pass on at a time; its last block is shorter
 # A request that fails is tried again for about half a minute, not for the quarter of an hour that is tensorstore's default.
 _RETRIES = {"max_retries": 7, "initial_delay": "0.25s", "max_delay": "8s"}
 _WINDOW_BYTES = 1 << 30  # of objects that are being written
-_WRITTEN = f"{WEIGHTS}/_WRITTEN/"  # an object of each process that has written its shards
+_WRITTEN = (
+    f"{WEIGHTS}/_WRITTEN/"  # an object of each process that has written its shards, with the list of their blocks
+)
+_UNLISTED = b"written"
+_DIGESTING = 4  # threads
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0  # between looks for them
 RETRIES: Mapping[str, Any] = {"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES}
 
@@ -48,34 +62,60 @@ class Store:
         self.address = address.rstrip("/")
         self._context = ts.Context(dict(RETRIES))
 
-    def write(self, name: str, objects: Mapping[str, Callable[[], bytes]], process: int) -> None:
-        """Writes what one process has of the version `name`, and then that it has; contents are made as memory has room for them."""
+    def write(
+        self, name: str, objects: Mapping[str, Callable[[], bytes]], process: int, *, listed: bool = False
+    ) -> None:
+        """Writes what one process has of the version `name`, and then that it has; contents are made as memory has room for them.
+
+        With `listed`, it says the digests of their blocks too, for relays.
+        """
         to = self._open(name)
         try:
-            _write(to, objects)
-            to.write(f"{_WRITTEN}{process}", b"written").result()
+            if not listed:
+                _write(to, objects)
+                to.write(f"{_WRITTEN}{process}", _UNLISTED).result()
+                return
+            entries: dict[str, tuple[int, str]] = {}
+            with ThreadPoolExecutor(_DIGESTING) as threads:
+
+                def note(key: str, content: bytes) -> Future[None]:
+                    return threads.submit(lambda: entries.update({key: (len(content), digests(content))}))
+
+                _write(to, objects, note)
+            to.write(f"{_WRITTEN}{process}", json.dumps(entries).encode()).result()
         except Exception as error:
             raise self._failed("write", name, error) from error
 
-    def complete(self, name: str, processes: int, limit_s: float) -> None:
-        """Writes the marker of a version once every process has written its part.
+    def complete(self, name: str, processes: int, limit_s: float) -> str:
+        """Writes the marker of a version once every process has written its part, and before it the list of all blocks where there is one.
+
+        Returns:
+          The SHA-256 of that list; empty where there is none.
 
         Raises:
           OSError: some have not within `limit_s`, in seconds; the message names them.
         """
         to, until, wait_s = self._open(name), time.monotonic() + limit_s, _POLL_S
-        absent = list(range(processes))
+        absent, said, text = list(range(processes)), [], b""
         try:
-            while absent := [i for i in absent if to.read(f"{_WRITTEN}{i}").result().state != "value"]:
+            while True:
+                found = {i: to.read(f"{_WRITTEN}{i}").result() for i in absent}
+                said += [one.value for one in found.values() if one.state == "value"]
+                if not (absent := [i for i, one in found.items() if one.state != "value"]):
+                    break
                 if time.monotonic() > until:
                     raise TimeoutError(
                         f"processes {absent} have not written their shards {limit_s:g} s after process 0: look at their output"
                     )
                 time.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_POLL_S)
+            if lists := [json.loads(one) for one in said if one != _UNLISTED]:
+                objects = dict(sorted(entry for one in lists for entry in one.items()))
+                to.write(BLOCKS, text := json.dumps({"objects": objects}).encode()).result()
             to.write(MARKER, b"{}").result()
         except Exception as error:
             raise self._failed("write", name, error) from error
+        return hashlib.sha256(text).hexdigest() if text else ""
 
     def versions(self) -> list[str]:
         """Returns the names of the versions there, whole or not, in order."""
@@ -90,6 +130,8 @@ class Store:
         try:
             self._open(name).write(MARKER, None).result()
             self._open(name).delete_range(ts.KvStore.KeyRange()).result()
+            if (folder := folder_of(self.address)) is not None:  # its empty folders
+                shutil.rmtree(folder / name, ignore_errors=True)
         except Exception as error:
             raise self._failed("remove", name, error) from error
 
@@ -103,13 +145,36 @@ class Store:
         )
 
 
-def _write(to: ts.KvStore, objects: Mapping[str, Callable[[], bytes]]) -> None:
-    """Writes objects, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one."""
-    under_way: deque[tuple[int, Any]] = deque()
+def digest(block: bytes | memoryview) -> str:
+    """Returns the digest of a block: the first half of its SHA-256, 32 hexadecimal digits."""
+    return hashlib.sha256(block).hexdigest()[:32]
+
+
+def digests(content: bytes) -> str:
+    """Returns the digests of an object's blocks, one after the other."""
+    view = memoryview(content)
+    return "".join(digest(view[first : first + BLOCK_BYTES]) for first in range(0, len(content), BLOCK_BYTES))
+
+
+def folder_of(address: str) -> Path | None:
+    """Returns the folder of a "file://" address; None for another."""
+    return Path(unquote(address.removeprefix("file://"))) if address.startswith("file://") else None
+
+
+def _write(
+    to: ts.KvStore,
+    objects: Mapping[str, Callable[[], bytes]],
+    note: Callable[[str, bytes], Future[None]] | None = None,
+) -> None:
+    """Writes objects, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one; `note` sees each content."""
+    under_way: deque[tuple[int, list[Any]]] = deque()
     for key, make in objects.items():
         content = make()
         while under_way and len(content) + sum(nbytes for nbytes, _ in under_way) > _WINDOW_BYTES:
-            under_way.popleft()[1].result()
-        under_way.append((len(content), to.write(key, content)))
-    for _, written in under_way:
-        written.result()
+            for part in under_way.popleft()[1]:
+                part.result()
+        parts: list[Any] = [] if note is None else [note(key, content)]
+        under_way.append((len(content), [to.write(key, content), *parts]))
+    for _, parts in under_way:
+        for part in parts:
+            part.result()

@@ -10,7 +10,7 @@ import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -150,6 +150,11 @@ class VllmClient:
             quantization=self.publisher.quantization,
         )  # fmt: skip
 
+    async def _finished(self, published: Published) -> Published:
+        """Returns a version once it is whole, with what relays are to know of it."""
+        await self.publisher.finish(published.version)
+        return replace(published, source=self.publisher.source(published.version), blocks=self.publisher.blocks())
+
     def _down(self, error: Exception) -> Exception:
         """Returns the exception by which a failure of all servers, or of publishing, is told to the run."""
         if not self._served_once or isinstance(error, SamplerDown):
@@ -189,7 +194,7 @@ class VllmClient:
                 self.publisher = make()
                 if _still_there(params):
                     published = self._write(params, version)
-                    await self.publisher.finish(version)
+                    published = await self._finished(published)
                 elif self.publisher is not first:
                     break
                 await self._fleet.publish_again(published)
@@ -205,7 +210,7 @@ class VllmClient:
         try:
             if self._fleet is None:
                 self._fleet = await self.connect()
-            await self.publisher.finish(published.version)
+            published = await self._finished(published)
             update = asyncio.ensure_future(self._fleet.publish(published))
             try:
                 await asyncio.sleep(0)  # it has told the fleet which version requests are asked of
@@ -252,6 +257,7 @@ class VllmClient:
         if self._fleet is not None:
             values |= {f"publish/{name}": value for name, value in self._fleet.update.items()}
             values |= {f"sampler/{name}": float(self._fleet.counters[name]) for name in COUNTED}
+            values |= self._fleet.relays.metrics() if self._fleet.relays is not None else {}
             if self.record:
                 values["sampler/unrecorded"] = float(sum(s.http.take_unrecorded() for s in self._fleet.servers))
             values["sampler/servers"] = float(len(self._fleet.turns.serving()))

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.vllm.adapters import version_named
 from jaxrl_llm.samplers.vllm.answers import Ask, Leaving, Piece, Refused, ServerFault, TooSlow
 from jaxrl_llm.samplers.vllm.fleet_update import Limits, Updates
@@ -36,12 +37,14 @@ class Fleet:
       servers: all of them, ready or not; `join` and `leave` change the list.
       limits: how long and how often.
       inflight: what becomes of requests in flight while weights change.
+      relays: of the servers' hosts; None for none.
       counters: what happened, by name: retries, aborted and slow requests, servers set aside and taken back, updates ...
     """
 
     servers: list[Server]
     limits: Limits
     inflight: Inflight = "recompute"
+    relays: Relays | None = None
     counters: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -49,7 +52,7 @@ class Fleet:
         self.turns = LoadBalancer(servers=self.servers, sequences=limits.sequences, mixed=bool(limits.at_once))
         self.updates = Updates(
             servers=self.servers, limits=limits, inflight=self.inflight, turns=self.turns, counters=self.counters,
-            set_aside=self._set_aside,
+            set_aside=self._set_aside, relays=self.relays,
         )  # fmt: skip
         self._leaving: dict[Server, asyncio.Task[None]] = {}
         self.tasks: list[asyncio.Task[None]] = []  # that end with the fleet

@@ -5,9 +5,11 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jaxrl_llm.publication.relays.client import Relays, Useless
+from jaxrl_llm.publication.relays.version import Announcement
 from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, TooSlow, Unreached
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
@@ -53,6 +55,7 @@ class Updates:
       turns: told of the newest version, and when a server takes requests again.
       counters: of the fleet.
       set_aside: takes a server that failed out of service.
+      relays: of the servers' hosts, from which they stage; None where they stage from where the learner writes.
       published: the newest version; None before the first.
       seconds: seconds and canary of the last update, by name.
       under_way: updates that nobody waits for: of servers that are late, come back or are new.
@@ -65,6 +68,7 @@ class Updates:
     turns: LoadBalancer
     counters: Counter[str]
     set_aside: Callable[[Server, Exception], Exception]
+    relays: Relays | None = None
     published: Published | None = None
     seconds: dict[str, float] = field(default_factory=dict)
     under_way: dict[Server, asyncio.Task[Any]] = field(default_factory=dict)
@@ -137,7 +141,7 @@ class Updates:
         limit, begin = self.limits.update_s, time.perf_counter()
         self.staging[server] = wanted.version
         try:
-            await asyncio.wait_for(stage(server, wanted), limit)
+            await asyncio.wait_for(self._stage(server, wanted), limit)
             self.seconds["stage_s"] = time.perf_counter() - begin
             slow = wanted is not self.published
             server.cause = "waiting for the updates of others"
@@ -148,6 +152,21 @@ class Updates:
                 self._note(found, wanted)
         finally:
             self.staging.pop(server, None)
+
+    async def _stage(self, server: Server, wanted: Published) -> None:
+        """Has a server stage a version from its host's relay, or from the source where the relay is of no use."""
+        if self.relays is None or not wanted.blocks:
+            return await stage(server, wanted)
+        server.cause = "waiting for its host's relay"
+        said = Announcement(version=wanted.version, source=wanted.source, blocks=wanted.blocks)
+        try:
+            path = await self.relays.path(server.http.url, [s.http.url for s in self.servers], said)
+            await stage(server, replace(wanted, path=path))
+        except (Useless, ServerFault) as wrong:
+            if isinstance(wrong, Unreached):
+                raise
+            self.relays.count(self.relays.of(server.http.url), str(wrong))
+            await stage(server, wanted)
 
     def _lags(self, server: Server) -> None:
         """Notes that a server is on an older version than the newest; it takes requests only where servers of older versions do."""

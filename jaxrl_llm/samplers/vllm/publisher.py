@@ -132,6 +132,14 @@ class Publisher:
         """Returns where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
+    def source(self, version: int) -> str:
+        """Returns where relays find a version."""
+        return self.place(version)
+
+    def blocks(self) -> str:
+        """Returns the digest of the list of blocks of the version that was finished last, for relays; empty where none are listed."""
+        return ""
+
     def adapter(self, version: int) -> str:
         """Returns the name of a version's adapters; empty where all weights are published."""
         return ""

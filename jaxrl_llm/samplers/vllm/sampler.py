@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.protocols import Params
 from jaxrl_llm.publication.cuda_ipc import Cuda
 from jaxrl_llm.publication.object_store import is_stored
+from jaxrl_llm.publication.relays.client import Relays
 from jaxrl_llm.samplers.routes import FLAG, Recording
 from jaxrl_llm.samplers.vllm import adapters
 from jaxrl_llm.samplers.vllm.adapters import AdapterPublisher
@@ -34,6 +36,7 @@ from jaxrl_llm.samplers.vllm.publisher import DTYPES, Publisher, default_address
 from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Server
 from jaxrl_llm.samplers.vllm.store_publisher import StorePublisher
+from jaxrl_llm.serving import TOKEN_VARIABLE, check_token
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,6 +109,9 @@ class VllmSampler(Limits):
       transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
       publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
         "s3://BUCKET/PATH"); None is a folder of the run.
+      relay_port: port of the relay on each sampler host, of whom each fetches a version once and passes it on to the next; the variable
+        JAXRL_LLM_TOKEN holds their token. 0 has every server read where the learner writes.
+      relay_first: address of a relay on the learner's host, where the samplers' hosts do not see the folder of `publication`; empty for none.
       keep: published versions kept.
       inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
         "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
@@ -133,6 +139,8 @@ class VllmSampler(Limits):
     quantization: Literal["", "fp8_per_channel", "fp8_per_tensor", "fp8_per_block"] = ""
     transfer: Literal["orbax", "cuda_ipc"] = "orbax"
     publication: str | None = None
+    relay_port: int = 0
+    relay_first: str = ""
     keep: int = 2
     inflight: Inflight = "recompute"
     seeded: bool = True
@@ -176,6 +184,18 @@ class VllmSampler(Limits):
             raise ValueError(
                 f"VllmSampler.transfer must be 'orbax', or 'cuda_ipc' for servers of this host without a proxy (got {self.transfer!r} "
                 f"with proxied={self.proxied})"
+            )
+        if not 0 <= self.relay_port < 1 << 16 or (self.relay_first and not self.relay_first.startswith("http")):
+            raise ValueError(
+                "VllmSampler.relay_port must be 0..65535 and relay_first an address like http://HOST:PORT "
+                f"(got {self.relay_port} and {self.relay_first!r})"
+            )
+        if (self.relay_port and (self.adapters or self.transfer != "orbax")) or (
+            self.relay_first and not self.relay_port
+        ):
+            raise ValueError(
+                "VllmSampler.relay_port needs transfer 'orbax' and all weights, and relay_first needs a relay_port "
+                f"(got {self.relay_port}, {self.relay_first!r}, {self.transfer!r} and adapters={self.adapters})"
             )
         if self.record_routes and self.proxied:
             raise ValueError(
@@ -230,7 +250,7 @@ class VllmSampler(Limits):
         children = self._children(policy, tokenizer, max_length, run_dir) if self.spawn else []
         http = [self._http(child.url, child.key, policy) for child in children]
         http += [self._http(url, self._key(), policy) for url in self.urls]
-        servers = [Server(http=h) for h in http]
+        servers, relays = [Server(http=h) for h in http], self._relays()
         for server, child in zip(servers, children):
             server.revive = child.revive
 
@@ -240,7 +260,7 @@ class VllmSampler(Limits):
             await all_ready(children)
             for one, child in zip(http, children):
                 one.url = child.url
-            fleet = Fleet(servers=servers, limits=self, inflight=self.inflight)
+            fleet = Fleet(servers=servers, limits=self, inflight=self.inflight, relays=relays)
             if not self.discovery:
                 await fleet.open()
                 return fleet
@@ -271,7 +291,9 @@ class VllmSampler(Limits):
             return None
         if jax.process_count() > 1 or self._alone(policy) is not None:
             return None
-        other = replace(self, transfer="orbax" if self.transfer == "cuda_ipc" else "cuda_ipc")
+        other = replace(
+            self, transfer="orbax" if self.transfer == "cuda_ipc" else "cuda_ipc", relay_port=0, relay_first=""
+        )
         return lambda: other._publisher(policy, tokenizer, max_length, run_dir)
 
     def _publisher(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Publisher:
@@ -283,16 +305,14 @@ class VllmSampler(Limits):
                 policy=adapted.plain, adapted=adapted, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens,
                 base=_model_folder(run_dir) if self.spawn else None, tokenizer=tokenizer,
             )  # fmt: skip
-        if address := default_address(self.publication, run_dir):
+        address = default_address(self.publication, run_dir)
+        if self.relay_port and not address:
+            address = f"file://{quote(str(folder))}"
+        if address:
             return StorePublisher(
-                policy=policy.plain,
-                folder=folder,
-                dtype=self.dtype,
-                keep=self.keep,
-                canary=tokens,
-                address=address,
-                quantization=self.quantization,
-            )
+                policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, address=address,
+                quantization=self.quantization, relayed=bool(self.relay_port),
+            )  # fmt: skip
         return Publisher(
             policy=policy.plain, folder=folder, dtype=self.dtype, keep=self.keep, canary=tokens, quantization=self.quantization,
             driver=Cuda() if self.transfer == "cuda_ipc" else None,
@@ -311,6 +331,13 @@ class VllmSampler(Limits):
 
     def _recording(self, policy: Policy) -> Recording | None:
         return Recording.of(policy.architecture) if self.record_routes else None
+
+    def _relays(self) -> Relays | None:
+        if not self.relay_port:
+            return None
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        check_token(token)
+        return Relays(port=self.relay_port, token=token, first=self.relay_first)
 
     def _key(self) -> str:
         if not self.api_key_variable:

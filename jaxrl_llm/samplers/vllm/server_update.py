@@ -112,6 +112,8 @@ class Published:
       memory: where it lies in the learner's GPU memory, as `cuda_ipc.share` says it; empty where it is read from `path`.
       adapter: the name of the version's adapters, which alone lie at `path`; empty where all weights do.
       quantization: how servers quantize what they load; empty where they hold it as it is published.
+      source: where relays find it.
+      blocks: digest of the list of its blocks, for relays; empty where none are listed.
     """
 
     path: str
@@ -120,6 +122,8 @@ class Published:
     memory: str = ""
     adapter: str = ""
     quantization: str = ""
+    source: str = ""
+    blocks: str = ""
 
 
 class Apart(ServerFault):

@@ -29,13 +29,16 @@ class StorePublisher(Publisher):
     """Writes versions to object storage.
 
     Attributes:
-      address: the folder of versions there; whatever versions an earlier run left in it are removed at the first one.
+      address: the folder of versions there, or a "file://" address of `folder`; whatever versions an earlier run left in it are removed at the
+        first one.
+      relayed: list the digests of all blocks, for relays.
       wait_s: most seconds that process 0, once its own shards are written, waits for those of the others.
       process: the number of this process.
       processes: of so many.
     """
 
     address: str
+    relayed: bool = False
     wait_s: float = 600.0
     process: int = field(default_factory=jax.process_index)
     processes: int = field(default_factory=jax.process_count)
@@ -44,6 +47,7 @@ class StorePublisher(Publisher):
         super().__post_init__()
         self._store = Store(self.address)
         self._names: list[str] = []
+        self._blocks = ""
         self._objects: dict[str, Callable[[], bytes]] = {}
         self._cleared = False
         self._storing = threading.Lock()  # a thread goes on where nobody waits for it any more
@@ -93,7 +97,15 @@ class StorePublisher(Publisher):
 
     def place(self, version: int) -> str:
         """Returns where samplers find a version."""
+        return str(self._path(version)) if self.address.startswith("file://") else self.source(version)
+
+    def source(self, version: int) -> str:
+        """Returns where relays find a version."""
         return f"{self.address}/{self._path(version).name}"
+
+    def blocks(self) -> str:
+        """Returns the digest of the list of blocks of the version that was finished last, on process 0; empty where none are listed."""
+        return self._blocks
 
     def close(self, *, remove: bool) -> None:
         """Ends what is being written; with `remove`, no version stays."""
@@ -127,9 +139,9 @@ class StorePublisher(Publisher):
             else:
                 self._names.append(name)  # first, for what is there of a version that breaks off
             objects, self._objects = self._objects, {}
-            self._store.write(name, objects, self.process)
+            self._store.write(name, objects, self.process, listed=self.relayed)
             if self.process == 0:
-                self._store.complete(name, self.processes, self.wait_s)
+                self._blocks = self._store.complete(name, self.processes, self.wait_s)
 
     def _remove_old(self, spared: Collection[str]) -> None:
         with self._storing:

@@ -1,0 +1,297 @@
+"""A version on its way through the relays of a site: whom each block is fetched from (no jax).
+
+The learner announces the digest of the list of all blocks, so that a relay can check every block whoever sends it. A relay asks the one before it in the order of the announcement; where that one is dead,
+hangs, is slow or sends wrong bytes, the one before that, and at the end the source. All fetch in one order, so that a block is passed on as
+soon as it is there: a chain takes hardly longer than one host.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from jaxrl_llm.publication import object_store
+from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER, digest
+from jaxrl_llm.publication.relays.blocks import Block, Source, blocks_of
+
+_LOG = logging.getLogger(__name__)
+SOURCES = (*object_store.SCHEMES, "file://")
+HOLD_S = 1.0  # that a relay keeps a request for a block that it does not have yet, before it says so
+_AT_ONCE = 8  # blocks that are fetched at a time
+_CONNECT_S = 2.0
+_DIGEST = re.compile("[0-9a-f]{64}")
+
+
+class _Bypassed(Exception):
+    """Why a peer is asked for nothing more of a version."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """What a learner, or another relay, tells a relay of a version.
+
+    Attributes:
+      version: its number.
+      source: where the learner wrote it: "gs://...", "s3://..." or "file://...".
+      blocks: SHA-256 of the list of its blocks, 64 hexadecimal digits.
+      before: addresses of the relays before this one, the nearest first.
+    """
+
+    version: int
+    source: str
+    blocks: str
+    before: tuple[str, ...] = ()
+
+    @property
+    def id(self) -> str:
+        """The name of the version among relays."""
+        return hashlib.sha256(f"{self.version}\n{self.source}\n{self.blocks}".encode()).hexdigest()[:32]
+
+    def content(self) -> dict[str, Any]:
+        """Returns what `of` reads."""
+        return asdict(self) | {"before": list(self.before)}
+
+    @staticmethod
+    def of(content: Any) -> "Announcement":
+        """Reads the JSON object of an announcement; ValueError where it is none."""
+        try:
+            before = tuple(str(url).rstrip("/") for url in content["before"])
+            found = Announcement(
+                version=int(content["version"]), source=str(content["source"]), blocks=str(content["blocks"]), before=before
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as wrong:
+            raise ValueError(f"an announcement has version, source, blocks and before: {wrong!r}") from wrong
+        if not found.source.startswith(SOURCES):
+            raise ValueError(f"a source is an address with {', '.join(SOURCES)} (got {found.source!r})")
+        if not _DIGEST.fullmatch(found.blocks):
+            raise ValueError(f"blocks must be 64 hexadecimal digits (got {found.blocks!r})")
+        if not all(url.startswith(("http://", "https://")) for url in before):
+            raise ValueError(f"relays before this one are addresses like http://HOST:PORT (got {before})")
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a relay waits for a peer.
+
+    Attributes:
+      silent_s: seconds without an answer after which a peer hangs; a peer that has not got a block yet says so after a second.
+      least_rate: bytes a second below which a peer is slow.
+      block_s: seconds in which a peer that answers must have a block.
+    """
+
+    silent_s: float = 5.0
+    least_rate: float = 1e7
+    block_s: float = 60.0
+
+    @property
+    def body_s(self) -> float:
+        """Seconds of one block, of those that are fetched at a time, at the least rate."""
+        return _AT_ONCE * BLOCK_BYTES / self.least_rate
+
+
+@dataclass(eq=False, kw_only=True)
+class RelayedVersion:
+    """A version that a relay fetches and hands on.
+
+    Attributes:
+      announced: what it was told.
+      folder: where it lies on this host; the learner's own folder where `own`.
+      own: it lies there already.
+      session: asks peers, with the token.
+      patience: with peers.
+      state: fetching, whole or failed.
+      error: why it failed.
+      seconds: that it took.
+      bypassed: {peer: why nothing more is asked of it}.
+      nbytes: {peer, or "source": bytes that it sent}.
+    """
+
+    announced: Announcement
+    folder: Path
+    own: bool
+    session: aiohttp.ClientSession
+    patience: Patience
+    state: str = "fetching"
+    error: str = ""
+    seconds: float = 0.0
+    bypassed: dict[str, str] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began, self._text, self._blocks = time.perf_counter(), b"", []  # type: tuple[float, bytes, list[Block]]
+        self._there: dict[int, asyncio.Event] = {}  # of blocks that are awaited, or there
+        self._listed, self._introduced = asyncio.Event(), set[str]()
+        self._source = Source(self.announced.source)
+        self.task = asyncio.create_task(self._fetch())
+
+    def status(self) -> dict[str, Any]:
+        """Returns state, error, seconds, bytes by whom they came from, peers that were by-passed and why, and the folder."""
+        return {
+            "version": self.announced.version, "state": self.state, "error": self.error, "seconds": self.seconds,
+            "bytes": dict(self.nbytes), "bypassed": dict(self.bypassed), "path": str(self.folder),
+        }  # fmt: skip
+
+    # -- what others are given -----------------------------------------------------------------------------------------
+
+    async def listing(self) -> bytes | None:
+        """Returns the list of blocks; None where it is not there within a second."""
+        return self._text if await self._within(self._listed) else None
+
+    async def has(self, number: int) -> bool:
+        """Returns whether a block is there, or comes within a second; IndexError where there is none of that number."""
+        return await self._within(self._listed) and await self._within(self._event(number))
+
+    async def block(self, number: int) -> bytes:
+        """Returns a block that is there."""
+        return await asyncio.to_thread(self._blocks[number].read, self.folder)
+
+    async def _within(self, event: asyncio.Event) -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HOLD_S):
+                await event.wait()
+        return event.is_set()
+
+    def _event(self, number: int) -> asyncio.Event:
+        if not 0 <= number < len(self._blocks):
+            raise IndexError(f"there are {len(self._blocks)} blocks")
+        return self._there.setdefault(number, asyncio.Event())
+
+    # -- what is fetched -----------------------------------------------------------------------------------------------
+
+    async def _fetch(self) -> None:
+        try:
+            self._text = await self._given("blocks", None)
+            self._blocks = blocks_of(self._text)
+            self._source = Source(self.announced.source, self._blocks)
+            self._listed.set()
+            if self.own:
+                for number in range(len(self._blocks)):
+                    self._event(number).set()
+            else:
+                await self._fetch_blocks()
+            self.seconds, self.state = time.perf_counter() - self._began, "whole"
+        except Exception as failure:
+            told = str(failure) if isinstance(failure, OSError | ValueError) else repr(failure)
+            self.state, self.error = "failed", f"version {self.announced.version} is not relayed: {told}"
+            _LOG.warning("%s", self.error)
+        finally:
+            self._source.close()
+
+    async def _fetch_blocks(self) -> None:
+        await asyncio.to_thread(_lay_out, self.folder, self._text)
+        numbers = iter(range(len(self._blocks)))
+
+        async def one_after_the_other() -> None:
+            for number in numbers:
+                block = self._blocks[number]
+                content = await self._given(str(number), block)
+                await asyncio.to_thread(block.write, self.folder, content)
+                self._source.done(block)
+                self._event(number).set()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(_AT_ONCE):
+                    group.create_task(one_after_the_other())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        marker = self.folder / MARKER
+        await asyncio.to_thread(marker.write_bytes, b"{}")
+
+    def _right(self, block: Block | None, content: bytes) -> bool:
+        if block is None:
+            return hashlib.sha256(content).hexdigest() == self.announced.blocks
+        return digest(content) == block.digest
+
+    async def _given(self, name: str, block: Block | None) -> bytes:
+        """Returns a block, or the list of all for None, from a peer or from the source.
+
+        Raises:
+          OSError: the source cannot be read, or what it gives is not what was announced.
+        """
+        for peer in () if self.own else self.announced.before:
+            if peer in self.bypassed:
+                continue
+            try:
+                content = await self._asked(peer, name)
+                if not await asyncio.to_thread(self._right, block, content):
+                    raise _Bypassed("it sent wrong bytes")
+            except _Bypassed as why:
+                self._bypass(peer, str(why))
+                continue
+            self.nbytes[peer] = self.nbytes.get(peer, 0) + len(content)
+            return content
+        content = await (self._source.object(BLOCKS) if block is None else self._source.block(block))
+        if not await asyncio.to_thread(self._right, block, content):
+            what = BLOCKS if block is None else block.key
+            raise OSError(f"{self.announced.source}/{what} is not what was announced; publish the version again")
+        self.nbytes["source"] = self.nbytes.get("source", 0) + len(content)
+        return content
+
+    def _bypass(self, peer: str, why: str) -> None:
+        """Says once why a peer is asked for nothing more of the version."""
+        if peer not in self.bypassed:
+            self.bypassed[peer] = why
+            _LOG.warning("version %d: %s is by-passed: %s", self.announced.version, peer, why)
+
+    async def _asked(self, peer: str, name: str) -> bytes:
+        """Returns what a peer has under a name, once it has it; raises _Bypassed where it is of no use."""
+        until, url = time.monotonic() + self.patience.block_s, f"{peer}/{self.announced.id}/{name}"
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        while time.monotonic() < until and peer not in self.bypassed:
+            try:
+                async with asyncio.timeout(self.patience.silent_s):
+                    answer = await self.session.get(url, timeout=limit)
+                async with answer, asyncio.timeout(self.patience.body_s):
+                    content = await answer.read()
+            except TimeoutError:
+                raise _Bypassed("it hangs, or is slow") from None
+            except (aiohttp.ClientError, OSError) as gone:
+                raise _Bypassed(f"it is not reached: {type(gone).__name__} {gone}") from None
+            if answer.status == 200:
+                return content
+            if answer.status == 404 and peer not in self._introduced:
+                await self._introduce(peer)
+            elif answer.status != 202:
+                raise _Bypassed(f"it answers {answer.status}: {content[:200].decode(errors='replace')}")
+        raise _Bypassed(f"it has not had a block for {self.patience.block_s:g} s")
+
+    async def _introduce(self, peer: str) -> None:
+        """Tells a peer of the version that the learner has not told it of yet, or that it forgot."""
+        self._introduced.add(peer)
+        before = self.announced.before
+        said = replace(self.announced, before=before[before.index(peer) + 1 :]).content()
+        try:
+            limit = aiohttp.ClientTimeout(total=self.patience.silent_s)
+            async with self.session.post(f"{peer}/announce", json=said, timeout=limit) as answer:
+                await answer.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as gone:
+            raise _Bypassed(f"it is not reached: {type(gone).__name__} {gone}") from None
+
+
+def _lay_out(folder: Path, text: bytes) -> None:
+    """Makes the files of a version, as long as they will be."""
+    shutil.rmtree(folder, ignore_errors=True)
+    sizes: Mapping[str, Any] = json.loads(text)["objects"]
+    needed, free = sum(int(size) for size, _ in sizes.values()), shutil.disk_usage(folder.parent).free
+    if free < needed:
+        raise OSError(f"it takes {needed / 2**20:.0f} MiB in {folder.parent}, and {free / 2**20:.0f} MiB are free")
+    for key, (size, _) in sizes.items():
+        place = folder / key
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with place.open("wb") as file:
+            file.truncate(int(size))
+    listed = folder / BLOCKS
+    listed.parent.mkdir(parents=True, exist_ok=True)
+    listed.write_bytes(text)

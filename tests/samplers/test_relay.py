@@ -1,0 +1,285 @@
+"""Weights that sampler hosts pass on to each other: whatever a relay does, the next one has what the learner wrote, or says that it has not."""
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from bucket import KEY, Bucket
+from relay_site import TOKEN, Process, address, announce, beside, contents, ended, free_port, serving, status, written
+
+from jaxrl_llm.publication.object_store import BLOCK_BYTES, BLOCKS, MARKER
+from jaxrl_llm.publication.relays import blocks
+from jaxrl_llm.publication.relays.server import Relay
+from jaxrl_llm.publication.relays.version import Announcement, Patience
+
+SIZES = {"a/c/0/0": 2 * BLOCK_BYTES + 3, "a/zarr.json": 200, "b/c/0": BLOCK_BYTES, "empty": 0}
+QUICK = Patience(silent_s=3.0, block_s=20.0)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    """Two relays in processes of their own, at the same port of two addresses."""
+    port, folder = free_port(), tmp_path_factory.mktemp("relays")
+    found = [Process(folder / str(i), i, port) for i in (2, 3)]
+    try:
+        yield [one.ready() for one in found]
+    finally:
+        for one in found:
+            one.end()
+
+
+def same(folder: str | Path, objects: dict[str, bytes]) -> None:
+    """The folder holds the objects, byte for byte, and the marker of a whole version."""
+    for key, content in objects.items():
+        assert (Path(folder) / key).read_bytes() == content, key
+    assert (Path(folder) / MARKER).read_bytes() == b"{}"
+
+
+def relay(tmp_path: Path, **fields: Any) -> Relay:
+    return Relay(folder=tmp_path / "relay", token=TOKEN, **({"patience": QUICK} | fields))
+
+
+def test_a_chain_reads_the_source_once_and_each_relay_tells_the_one_before_it(two, tmp_path):
+    """The last of three alone is told; the bytes that each gets are those of all objects and of their list."""
+    objects = contents(SIZES, 1)
+    said = written(address(tmp_path / "of the learner"), 1, objects)
+    every = sum(map(len, objects.values())) + (tmp_path / "of the learner/v00000001" / BLOCKS).stat().st_size
+    first, second = two
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as last:
+            found = await ended(last, replace(said, before=(second.url, first.url)))
+            assert (found["state"], found["bytes"], found["bypassed"]) == ("whole", {second.url: every}, {})
+            same(found["path"], objects)
+        assert (await status(second.url, said.id))["bytes"] == {first.url: every}
+        assert (await status(first.url, said.id))["bytes"] == {"source": every}
+        same(first.folder / said.id, objects)
+
+    asyncio.run(run())
+    assert not (tmp_path / "relay" / said.id).exists(), "a relay that ends leaves nothing"
+
+
+def test_a_relay_that_hangs_is_by_passed_for_the_one_before_it(two, tmp_path):
+    objects, (first, second) = contents(SIZES, 2), two
+    said = written(address(tmp_path / "l"), 2, objects)
+
+    async def run() -> None:
+        for one in two:
+            assert (await ended(one.url, said))["state"] == "whole"
+        second.child.send_signal(signal.SIGSTOP)
+        try:
+            async with beside(relay(tmp_path)) as last:
+                begin = time.monotonic()
+                found = await ended(last, replace(said, before=(second.url, first.url)))
+                assert time.monotonic() - begin < 2 * QUICK.silent_s, "all requests found it silent at the same time"
+                assert found["bypassed"] == {second.url: "it hangs, or is slow"}
+                assert found["bytes"].keys() == {first.url}
+                same(found["path"], objects)
+        finally:
+            second.child.send_signal(signal.SIGCONT)
+
+    asyncio.run(run())
+
+
+def test_wrong_bytes_of_a_relay_are_never_kept(two, tmp_path, caplog):
+    objects, (first, second) = contents(SIZES, 3), two
+    said = written(address(tmp_path / "l"), 3, objects)
+
+    async def run() -> None:
+        assert (await ended(second.url, said))["state"] == "whole"
+        damaged = second.folder / said.id / "weights/a/c/0/0"
+        content = bytearray(damaged.read_bytes())
+        content[BLOCK_BYTES + 5] ^= 1
+        damaged.write_bytes(content)
+        async with beside(relay(tmp_path)) as last:
+            found = await ended(last, replace(said, before=(second.url, first.url)))
+            assert found["state"] == "whole" and found["bypassed"] == {second.url: "it sent wrong bytes"}
+            same(found["path"], objects)
+
+    asyncio.run(run())
+    assert sum("is by-passed" in line for line in caplog.messages) == 1, (
+        "it is said once, though several blocks are asked for"
+    )
+
+
+def test_a_relay_that_is_killed_in_the_middle_is_by_passed(tmp_path):
+    objects = contents({str(i): 2 * BLOCK_BYTES for i in range(8)}, 4)
+    said = written(address(tmp_path / "l"), 4, objects)
+    doomed = Process(tmp_path / "doomed", 4, free_port()).ready()
+
+    async def run() -> None:
+        assert (await ended(doomed.url, said))["state"] == "whole"
+        async with beside(relay(tmp_path)) as last:
+            await announce(last, told := replace(said, before=(doomed.url,)))
+            while (await status(last, said.id))["bytes"].get(doomed.url, 0) < BLOCK_BYTES:
+                await asyncio.sleep(0.002)
+            doomed.end()
+            found = await ended(last, told)
+            assert found["state"] == "whole" and "it is not reached" in found["bypassed"][doomed.url]
+            assert found["bytes"].keys() == {doomed.url, "source"}, "it was killed in the middle"
+            same(found["path"], objects)
+
+    try:
+        asyncio.run(run())
+    finally:
+        doomed.end()
+
+
+def test_a_slow_relay_and_one_that_never_has_a_block_are_by_passed(tmp_path):
+    objects = contents(SIZES, 5)
+    said = written(address(tmp_path / "l"), 5, objects)
+
+    async def drips(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        for _ in range(100):
+            await answer.write(b"x")
+            await asyncio.sleep(0.05)
+        return answer
+
+    async def later(request: web.Request) -> web.Response:
+        await asyncio.sleep(0.1)
+        return web.Response(status=202)
+
+    async def run() -> None:
+        slow, never = web.Application(), web.Application()
+        slow.router.add_get("/{id}/{name}", drips)
+        never.router.add_get("/{id}/{name}", later)
+        patience = Patience(silent_s=2.0, least_rate=1e8, block_s=0.5)
+        async with serving(slow) as one, serving(never) as other, beside(relay(tmp_path, patience=patience)) as last:
+            found = await ended(last, replace(said, before=(one, other)))
+            assert found["bypassed"] == {one: "it hangs, or is slow", other: "it has not had a block for 0.5 s"}
+            assert found["state"] == "whole" and found["bytes"].keys() == {"source"}
+            same(found["path"], objects)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("wrong", ["a bit", "a file", "the list"])
+def test_a_version_whose_source_is_damaged_is_refused_and_never_whole(tmp_path, wrong):
+    """Once the learner has written it again, the same announcement begins anew."""
+    objects = contents(SIZES, 6)
+    said = written(address(tmp_path / "l"), 6, objects)
+    place = tmp_path / "l/v00000006" / (BLOCKS if wrong == "the list" else "weights/b/c/0")
+    was = place.read_bytes()
+    place.unlink() if wrong == "a file" else place.write_bytes(was[:-1] + bytes([was[-1] ^ 1]))
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as last:
+            found = await ended(last, said)
+            assert found["state"] == "failed" and "version 6 is not relayed" in found["error"], found
+            assert not list((tmp_path / "relay").rglob("_CHECKPOINT_METADATA"))
+            place.write_bytes(was)
+            found = await ended(last, said)
+            assert found["state"] == "whole"
+            same(found["path"], objects)
+
+    asyncio.run(run())
+
+
+def test_old_versions_go_and_the_learners_own_folder_is_neither_copied_nor_removed(tmp_path):
+    def version(number: int) -> Announcement:
+        return written(address(tmp_path / "mine"), number, contents({"a": 100 + number}, number))
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as one:
+            said = [version(number) for number in (1, 2, 3)]
+            for announced in said:
+                assert (await ended(one, announced))["state"] == "whole"
+            assert {place.name for place in (tmp_path / "relay").iterdir()} == {said[1].id, said[2].id}
+        async with beside(relay(tmp_path, own=tmp_path / "mine")) as one:
+            found = [await ended(one, announced) for announced in said]
+            assert found[2]["path"] == str(tmp_path / "mine/v00000003") and not list((tmp_path / "relay").iterdir())
+            async with beside(Relay(folder=tmp_path / "other", token=TOKEN)) as last:
+                got = await ended(last, replace(said[2], before=(one,)))
+                assert got["bytes"].keys() == {one}
+        assert (tmp_path / "mine/v00000001/weights/a").exists()
+
+    asyncio.run(run())
+
+
+def test_objects_of_a_store_are_read_once_each_and_as_far_ahead_as_memory_goes(tmp_path, monkeypatch):
+    bucket = Bucket()
+    for name, value in {
+        "AWS_ENDPOINT_URL": bucket.url, "AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": "a secret of the tests",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    most, read_ahead = [], blocks.Source._read_ahead
+
+    def looked_at(source: blocks.Source, key: str) -> None:
+        read_ahead(source, key)
+        most.append(sum(len(objects[one]) for one in source._reading))
+
+    monkeypatch.setattr(blocks, "_AHEAD_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr(blocks.Source, "_read_ahead", looked_at)
+    objects = contents({str(i): BLOCK_BYTES // 2 for i in range(12)}, 7)
+    try:
+        said = written("s3://bucket/run", 7, objects)
+        bucket.sent.clear()
+
+        async def run() -> None:
+            async with beside(relay(tmp_path)) as last:
+                found = await ended(last, said)
+                assert found["state"] == "whole", found
+                same(found["path"], objects)
+
+        asyncio.run(run())
+    finally:
+        bucket.close()
+    assert {key.rpartition("/")[2]: n for key, n in bucket.sent.items() if "_BLOCKS" not in key} == {
+        str(i): BLOCK_BYTES // 2 for i in range(12)
+    }
+    assert max(most[:1]) == 2 * BLOCK_BYTES and max(most) <= 4 * BLOCK_BYTES, "of eight that are asked for at once"
+
+
+def test_nothing_is_answered_without_the_token(tmp_path):
+    said = written(address(tmp_path / "l"), 8, contents(SIZES, 8))
+
+    async def run() -> None:
+        async with beside(relay(tmp_path)) as url, aiohttp.ClientSession() as session:
+            assert (await ended(url, said))["state"] == "whole"
+            for headers in ({}, {"Authorization": "Bearer wrong"}):
+                for path in (said.id, f"{said.id}/0", f"{said.id}/blocks"):
+                    async with session.get(f"{url}/{path}", headers=headers) as answer:
+                        assert answer.status == 401
+                async with session.post(f"{url}/announce", json=said.content(), headers=headers) as answer:
+                    assert answer.status == 401
+
+    asyncio.run(run())
+    with pytest.raises(ValueError, match="the token has 5 characters, at least 16"):
+        Relay(folder=tmp_path, token="short")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"source": "/etc"}, "a source is an address with"),
+        ({"source": "http://elsewhere/x"}, "a source is an address with"),
+        ({"blocks": "0"}, "64 hexadecimal digits"),
+        ({"before": ["ftp://x"]}, "addresses like http"),
+        ({"before": None}, "has version, source, blocks and before"),
+        ({"version": "x"}, "has version, source, blocks and before"),
+    ],
+)
+def test_an_announcement_that_is_none_is_refused(change, said):
+    good = Announcement(version=1, source="s3://b/v", blocks="0" * 64).content()
+    assert Announcement.of(good).content() == good
+    with pytest.raises(ValueError, match=said):
+        Announcement.of(good | change)
+
+
+@pytest.mark.parametrize("key", ["../x", "/etc/x", "weights/../../x"])
+def test_a_list_of_blocks_names_no_place_outside_its_version(key):
+    with pytest.raises(ValueError, match="no place in a version"):
+        blocks.blocks_of(json.dumps({"objects": {key: [1, "0" * 32]}}).encode())
+    with pytest.raises(ValueError, match="digits for the 9 bytes"):
+        blocks.blocks_of(json.dumps({"objects": {"x": [9, "0" * 33]}}).encode())
