@@ -19,6 +19,7 @@
 #   TENSOR_PARALLEL    GPUs of one server, which the model's heads must divide by; without it the fewest of GPU_GB gigabytes (80) that
 #                      hold the model, by the config.json of MODEL, or of the folder MODEL_CONFIG where MODEL is not seen here
 #   PORT, VLLM_PORT    those of the first server of a host, as launch/sampler.sh takes them; the others follow
+#   RELAY_PORT         starts a relay on each host, at this port, by which hosts pass weights on; RELAY_FOLDER as launch/sampler.sh takes it
 #   VLLM_ARGUMENTS     further arguments of vLLM, separated by blanks
 #   JAXRL_LLM_TOKEN    what learners must carry; without it the file ~/.jaxrl_llm_token is read
 #   READY_S            most seconds until the samplers answer (1200)
@@ -30,7 +31,7 @@ actions "setup start status tail stop run scale" "$@"
 set -- "${ARGUMENTS[@]}"
 
 SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000}
-READY_S=${READY_S:-1200} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
+READY_S=${READY_S:-1200} SAMPLER_GPUS=${SAMPLER_GPUS:-8} RELAY_FOLDER=${RELAY_FOLDER:-/dev/shm/jaxrl_llm_relay}
 need_tools ssh git curl
 [ -n "${SAMPLER_HOSTS:-}" ] || die "set SAMPLER_HOSTS: what ssh calls the hosts, separated by blanks"
 read -ra hosts <<<"$SAMPLER_HOSTS"
@@ -50,6 +51,12 @@ case $action in
 esac
 choose_split
 servers_of_host
+relays=()
+if [ -n "${RELAY_PORT:-}" ]; then
+  need_number RELAY_PORT 1
+  plain RELAY_FOLDER
+  relays=("RELAY_PORT=$RELAY_PORT" "RELAY_FOLDER=$RELAY_FOLDER")
+fi
 case $action in
   setup | status | run | scale) read_token ;;
 esac
@@ -98,7 +105,7 @@ start() {
 start_one() {
   local i=$(($1 / SERVERS)) number=$(($1 % SERVERS)) variables
   variables=("MODEL=$MODEL" "LISTEN=${addresses[i]}" "PORT=$PORT" "VLLM_PORT=$VLLM_PORT" "TENSOR_PARALLEL=$TENSOR_PARALLEL"
-    "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$number")
+    "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$number" "${relays[@]}")
   on "${hosts[i]}" "$(quoted env "${variables[@]}" jaxrl_llm/launch/background.sh start "sampler-$number" jaxrl_llm/launch/sampler.sh "${more[@]}")"
 }
 
@@ -152,6 +159,7 @@ run() {
   else
     sampler_flags "$(url_list "${urls[@]}")"
   fi
+  if [ -n "${RELAY_PORT:-}" ]; then FLAGS+=("--gin=VLLM_RELAY_PORT=$RELAY_PORT"); fi
   step "$LAUNCH/learner.sh" "${FLAGS[@]}" "$@" --gin_file=gin/samplers/vllm.gin
 }
 

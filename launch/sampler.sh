@@ -14,8 +14,12 @@
 #   NUMBER           which server of its host this is, from 0: it takes the NUMBERth TENSOR_PARALLEL of the GPUs that
 #                    CUDA_VISIBLE_DEVICES names (without it: of all), and the ports PORT + NUMBER and VLLM_PORT + NUMBER.
 #                    Without NUMBER the server takes the ports as they are, and vLLM chooses among the GPUs that it sees
+#   RELAY_PORT       has the first server of a host (NUMBER 0, or none) start the host's relay too, at this port of LISTEN: it fetches
+#                    each version of the weights once for the whole host, and passes it on to the next host
+#   RELAY_FOLDER     where the relay keeps versions (/dev/shm/jaxrl_llm_relay)
 #
-# It ends when one of the two ends, and takes the other with it; or by SIGTERM, when the proxy has handed back what is in flight.
+# It ends when vLLM or the proxy ends, and takes the others with it; or by SIGTERM, when the proxy has handed back what is in flight.
+# Without its relay it goes on: servers then read where the learner writes.
 set -euo pipefail
 # shellcheck source=launch/steps.sh
 . "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
@@ -68,6 +72,13 @@ vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" -
   --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension "${ARGUMENTS[@]}")
 proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm_proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
 
+relay=()
+if [ -n "${RELAY_PORT:-}" ] && [ "${NUMBER:-0}" -eq 0 ]; then
+  need_number RELAY_PORT 1
+  relay=("$SAMPLER_PYTHON" -m jaxrl_llm.publication.relays.server --folder "${RELAY_FOLDER:-/dev/shm/jaxrl_llm_relay}" --host "$LISTEN"
+    --port "$RELAY_PORT")
+fi
+
 # VLLM_PORT would be the first port of vLLM's own parts, where the next server of the host listens.
 serving=(env -u JAXRL_LLM_TOKEN -u VLLM_PORT "${devices[@]}" VLLM_SERVER_DEV_MODE=1 "${vllm[@]}")
 
@@ -75,6 +86,7 @@ if [ "${ONLY:-}" = check ]; then exit; fi
 if [ -n "$DRY_RUN" ]; then
   step "${serving[@]}"
   step "${proxy[@]}"
+  if [ ${#relay[@]} -gt 0 ]; then step "${relay[@]}"; fi
   exit
 fi
 if [ "${ONLY:-}" = vllm ]; then
@@ -83,17 +95,21 @@ elif [ "${ONLY:-}" = proxy ]; then
   exec "${proxy[@]}"
 fi
 # vLLM has a process group of its own, which a signal to this one's does not reach.
-children=()
+children=() beside=()
 # shellcheck disable=SC2329
 end() {
   trap - TERM INT
   kill "${children[1]}" 2>/dev/null || true
   wait "${children[1]}" || true
-  kill "${children[0]}" 2>/dev/null || true
+  kill "${children[0]}" "${beside[@]}" 2>/dev/null || true
   wait
   exit 143
 }
 trap end TERM INT
+if [ ${#relay[@]} -gt 0 ]; then
+  "${relay[@]}" &
+  beside+=($!)
+fi
 set -m
 "${serving[@]}" &
 children+=($!)
@@ -103,6 +119,6 @@ children+=($!)
 status=0
 wait -n "${children[@]}" || status=$?
 say "vLLM or the proxy ended (exit code $status)"
-kill "${children[@]}" 2>/dev/null || true
+kill "${children[@]}" "${beside[@]}" 2>/dev/null || true
 wait
 exit $((status == 0 ? 1 : status))

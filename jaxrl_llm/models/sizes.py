@@ -27,6 +27,9 @@ SHAPES: dict[str, Architecture] = {
     "qwen3-8b": Qwen3(
         vocabulary_size=151936, width=4096, layers=36, heads=32, kv_heads=8, head_width=128, mlp_width=12288
     ),
+    "qwen3-32b": Qwen3(
+        vocabulary_size=151936, width=5120, layers=64, heads=64, kv_heads=8, head_width=128, mlp_width=25600
+    ),
     "qwen3-30b-a3b": Qwen3MoE(
         vocabulary_size=151936,
         width=2048,

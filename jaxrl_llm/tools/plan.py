@@ -4,10 +4,11 @@
     python -m jaxrl_llm.tools.plan --compare=speed.jsonl
     python -m jaxrl_llm.tools.plan --gin_file=gin/grpo_gsm8k.gin --gin="PRETRAINED='FOLDER'" --fit --device=rtx4090
     python -m jaxrl_llm.tools.plan --gin_file=... --topology=v6e:16x16
+    python -m jaxrl_llm.tools.plan --publication --rates=rates.json --hosts=1,8,32
 
 The first command simulates the steps of a run on fleets of chips (cost_model.py), the second compares the cost model with rows of
-`bench`, the third prints settings that fit a device, as gin lines, and the fourth compiles the run's programs for a target that need
-not be attached (programs.py).
+`bench`, the third prints settings that fit a device, as gin lines, the fourth compiles the run's programs for a target that need
+not be attached (programs.py), and the fifth simulates publications of weights by route (planning/publication.py has the formulae).
 """
 
 import argparse
@@ -38,9 +39,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--topology", metavar="NAME", help="compile the run's programs for v6e:16x16, v5p:4x4x4, h200:8 ..."
     )
     parser.add_argument("--compare", metavar="FILE", help="rows that `bench --output` wrote")
+    parser.add_argument("--publication", action="store_true", help="simulate publications of weights to sampler hosts")
+    parser.add_argument(
+        "--rates", metavar="FILE", help="JSON of rates for --publication, in bytes/s (default: measured)"
+    )
+    parser.add_argument("--hosts", default="1,8,32", help="sampler hosts for --publication")
     arguments = parser.parse_args(argv)
-    if bool(arguments.gin_file) == bool(arguments.compare):
-        parser.error("give --gin_file or --compare, one of the two")
+    if bool(arguments.gin_file) + bool(arguments.compare) + arguments.publication != 1:
+        parser.error("give --gin_file, --compare or --publication, one of the three")
     if arguments.topology and arguments.compare:
         parser.error("--topology compiles the programs of a run: give --gin_file")
     chips = arguments.chips.split(",")
@@ -54,6 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _lines(arguments: argparse.Namespace, chips: Sequence[str]) -> Iterable[str]:
     """The lines that are asked for; what they need is imported here, where JAX's environment is set and no help is printed."""
+    if arguments.publication:
+        from jaxrl_llm.tools.planning import publication
+
+        rates = publication.Rates.read_from(arguments.rates) if arguments.rates else publication.Rates()
+        return publication.table(publication.MODELS, [int(n) for n in arguments.hosts.split(",")], rates)
     if arguments.topology:
         topology.prepare(arguments.topology)
         run, _ = command_line.build(arguments.gin_file, arguments.gin)

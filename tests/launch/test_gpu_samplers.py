@@ -242,3 +242,23 @@ def test_a_server_takes_its_share_of_the_gpus_that_are_left_to_its_host(machine)
     assert proxy[-5:] == ["http://127.0.0.1:8001", "--host", "127.0.0.1", "--port", "9001"]
     (served, _) = commands(machine.run("sampler.sh", "--dry_run").stdout)
     assert not any("CUDA_VISIBLE_DEVICES" in word for word in served) and served[served.index("--port") + 1] == "8000"
+
+
+def test_each_host_has_one_relay_that_ends_with_its_first_server(machine):
+    """The first server of a host starts it, and the learner is told its port; a relay that fails ends nothing."""
+    given = {"RELAY_PORT": "9100", "NUMBER": "0", "LISTEN": "10.0.0.5"}
+    (_, _, relay) = commands(machine.run("sampler.sh", "--dry_run", **given).stdout)
+    assert relay == [
+        "vllm-python", "-m", "jaxrl_llm.publication.relays.server", "--folder", "/dev/shm/jaxrl_llm_relay", "--host", "10.0.0.5",
+        "--port", "9100",
+    ]  # fmt: skip
+    assert len(commands(machine.run("sampler.sh", "--dry_run", **given | {"NUMBER": "1"}).stdout)) == 2
+    printed = commands(machine.run("gpu_samplers.sh", "--dry_run", "run", *GIN, RELAY_PORT="9100").stdout)
+    starts = [shlex.split(c[-1]) for c in printed if c[0] == "ssh" and "background.sh" in c[-1]]
+    assert len(starts) == 4 and all("RELAY_PORT=9100" in words for words in starts)
+    assert "--gin=VLLM_RELAY_PORT=9100" in printed[-1]
+    machine.tool(
+        "vllm-python", 'case "$*" in *importlib*) echo 0.32.0 ;; *relays*) exit 3 ;; "-m vllm"*) sleep 1; exit 9 ;; *) exec sleep 60 ;; esac'
+    )
+    done = machine.run("sampler.sh", RELAY_PORT="9100")
+    assert done.returncode == 9, "what vLLM ended with, a second after the relay"

@@ -24,7 +24,8 @@ class Bucket:
       sent: bytes that were read of objects, by key.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.objects: dict[str, tuple[int, bytes]] = {}
         self.fails = 0
         self.refuses = ""
@@ -48,8 +49,8 @@ class Bucket:
         app.router.add_route("*", "/{bucket}/{key:.+}", self.amazon)
         runner = web.AppRunner(app)
         self._loop.run_until_complete(runner.setup())
-        self._loop.run_until_complete(web.TCPSite(runner, "127.0.0.1", 0).start())
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        self._loop.run_until_complete(web.TCPSite(runner, self.host, 0).start())
+        self.url = f"http://{self.host}:{runner.addresses[0][1]}"
         self._ready.set()
         self._loop.run_forever()
         self._loop.run_until_complete(runner.cleanup())

