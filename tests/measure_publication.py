@@ -1,8 +1,8 @@
 """Measures publications to several sampler hosts over throttled links, and simulates the same: python tests/measure_publication.py [--hosts=1,2,4].
 
 Each host is a network namespace (root, `ip` and `tc`) whose link has `--mb_s` each way, with a relay and a server that stages for real, checks, and
-commits nothing. The learner's namespace has the store, so that what readers get of it is the learner's link. One host that reads the store gives
-the rates, the other rows are predicted from them.
+commits nothing. The learner's namespace has the store, so that what readers get of it is the learner's link. Rows of one host give the rates,
+the others are predicted from them.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -189,24 +190,24 @@ def main() -> None:
 
 
 def compare(hosts: list[int], mb_s: float, layers: int) -> None:
-    """Prints every row as it is measured beside what the simulator says of it."""
-    rates = Rates()
+    """Prints seconds from the written version to the last server that has it, as measured and as simulated.
+
+    The row of one host that reads the store gives the link, and that of one host with a relay the rate of staging from its folder.
+    """
+    rates = Rates(relay=1e12, read=1e12, load=1e12, gpus=1, learner_gpus=1)
     for route in ROUTES:
         for count in hosts:
             real = measured(route, count, mb_s, layers)
+            nbytes, took = real["bytes"], real["publish/total_s"]
             if route == "store" and count == 1:
-                link = real["bytes"] / real["publish/stage_s"]
-                rates = Rates(
-                    write=real["bytes"] / real["publish/save_s"], store=link, link=link, relay=1e12, read=1e12, load=1e12,
-                    steps=real["publish/total_s"] - real["publish/stage_s"], gpus=1,
-                )  # fmt: skip
-                print(rates, flush=True)
-            said = sum(seconds(real["bytes"], count, 1, route, rates).values())
-            told = {k: round(v, 3) for k, v in real.items()}
-            print(
-                f"| {route} | {count} | {real['whole']:.2f} | {said:.2f} | {said / real['whole'] - 1:+.1%} | {told}",
-                flush=True,
-            )
+                link = nbytes / real["publish/stage_s"]
+                rates = replace(rates, store=link, link=link, steps=took - real["publish/stage_s"])
+            if route == "relays, store" and count == 1:
+                rates = replace(rates, read=nbytes / (real["publish/stage_s"] - real["publish/relay_s"]))
+            parts = seconds(nbytes, count, 1, route, rates)
+            said = sum(parts.values()) - parts["write"]
+            told = json.dumps({name.removeprefix("publish/"): round(value, 3) for name, value in real.items()})
+            print(f"| {route} | {count} | {took:.2f} | {said:.2f} | {said / took - 1:+.1%} | {told}", flush=True)
 
 
 if __name__ == "__main__":

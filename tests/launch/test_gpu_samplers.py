@@ -258,7 +258,8 @@ def test_each_host_has_one_relay_that_ends_with_its_first_server(machine):
     assert len(starts) == 4 and all("RELAY_PORT=9100" in words for words in starts)
     assert "--gin=VLLM_RELAY_PORT=9100" in printed[-1]
     machine.tool(
-        "vllm-python", 'case "$*" in *importlib*) echo 0.32.0 ;; *relays*) exit 3 ;; "-m vllm"*) sleep 1; exit 9 ;; *) exec sleep 60 ;; esac'
+        "vllm-python",
+        'case "$*" in *importlib*) echo 0.32.0 ;; *relays*) exit 3 ;; "-m vllm"*) sleep 1; exit 9 ;; *) exec sleep 60 ;; esac',
     )
     done = machine.run("sampler.sh", RELAY_PORT="9100")
     assert done.returncode == 9, "what vLLM ended with, a second after the relay"

@@ -29,6 +29,7 @@ GROUPS = {
     "data": "Data sets",
     "rewards": "Services of rewards",
     "samplers": "Services of samplers",
+    "publication": "Services of published weights",
 }
 
 

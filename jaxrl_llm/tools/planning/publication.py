@@ -1,13 +1,13 @@
 """Simulates a publication of weights to vLLM servers: seconds by route, from rates of disks, links and loads.
 
-S bytes of a model, N sampler hosts with c servers each (a host's GPUs over the tensor-parallel size t), L learner hosts:
+S bytes of a model, N sampler hosts with c servers of t GPUs each, L learner hosts with G GPUs each:
 
-    write     S / (L write)                  every learner host writes its shards: to its own memory, a shared folder or a store
-    direct    max(N c S / source, c S / link, c S / read)            every server reads the source by itself, and checks what it reads;
+    write     S / (L G write)                every learner host writes its shards: to its own memory, a shared folder or a store
+    direct    max(N c S / source, c S / link, S / (t read))          every server reads the source by itself, and checks what it reads;
               the source is the store, or on the learner's side its links, L link
-    relays    max(S / source, S / link, S / relay) + (N - 1) w / min(link, relay)         each host fetches once, the first from the
-              source; a relay fetches w bytes at a time, which is what the next one is behind; then c S / read from the host's folder
-    adapters  A / write, then max(N c A / source, c A / link)        A bytes of LoRA of rank r; nothing is paused
+    relays    S / min(source, link, relay) + (N - 1) w / min(link, relay)         each host fetches once, the first from the source; a
+              relay fetches w bytes at a time, which is what the next one is behind; then S / (t read) from the host's folder
+    adapters  A / write, then max(N c A / (L link), c A / link)      A bytes of LoRA; nothing is paused
     commit    S / (t load)                   every GPU copies its part, all at once
 
 and `steps` seconds of calls and checks. The longest of what goes on at the same time counts (max); the rest follows one upon the other.
@@ -33,28 +33,30 @@ class Rates:
     """What a publication's seconds follow from.
 
     Attributes:
-      write: bytes/s of a learner host, from its devices to where it writes.
+      write: bytes/s of a learner's GPU, from its memory to where it writes.
       store: bytes/s that a store gives all of its readers together.
       link: bytes/s of a host's network, each way.
       relay: bytes/s that the process of a relay takes in and passes on.
-      read: bytes/s that the servers of a host stage together from its memory.
+      read: bytes/s that a rank of a server stages from its host's memory.
       load: bytes/s that a GPU takes in a commit.
       steps: seconds of the calls of an update, and of its canary.
       window: bytes that a relay fetches at a time.
       learners: hosts of the learner.
+      learner_gpus: of each of them.
       gpus: of a sampler host.
       rank: of LoRA adapters on all matrices.
     """
 
-    write: float = 13.4e9
+    write: float = 6.5e9
     store: float = 10e9
     link: float = 12.5e9
     relay: float = 0.9e9
-    read: float = 10.4e9
+    read: float = 5.4e9
     load: float = 20e9
-    steps: float = 0.1
+    steps: float = 0.05
     window: float = 8 * 2**22
     learners: int = 1
+    learner_gpus: int = 8
     gpus: int = 8
     rank: int = 16
 
@@ -93,18 +95,20 @@ def seconds(
       rates: what is measured or assumed.
       adapter: bytes of the adapters, for their route.
     """
+    if route not in ROUTES:
+        raise ValueError(f"a route is one of {', '.join(ROUTES)} (got {route!r})")
     if route == "adapters":
         spread = max(hosts * servers * adapter / (rates.learners * rates.link), servers * adapter / rates.link)
         return {"write": adapter / rates.write, "spread": spread, "stage": 0.0, "commit": 0.0, "steps": rates.steps}
     source = rates.store if route.endswith("store") else rates.learners * rates.link
-    found = {"write": nbytes / (rates.learners * rates.write)}
-    staged = servers * nbytes / rates.read
+    rank = nbytes * servers / rates.gpus  # bytes of one GPU of a server
+    found = {"write": nbytes / (rates.learners * rates.learner_gpus * rates.write), "stage": 0.0}
     if route.startswith("relays"):
         behind = (hosts - 1) * rates.window / min(rates.link, rates.relay)
-        found |= {"spread": max(nbytes / min(source, rates.link, rates.relay), 0) + behind, "stage": staged}
+        found |= {"spread": nbytes / min(source, rates.link, rates.relay) + behind, "stage": rank / rates.read}
     else:
-        found |= {"spread": max(hosts * servers * nbytes / source, servers * nbytes / rates.link, staged), "stage": 0.0}
-    return found | {"commit": nbytes * servers / rates.gpus / rates.load, "steps": rates.steps}
+        found["spread"] = max(hosts * servers * nbytes / source, servers * nbytes / rates.link, rank / rates.read)
+    return found | {"commit": rank / rates.load, "steps": rates.steps}
 
 
 def lora_bytes(sizes: Architecture, rank: int) -> float:
