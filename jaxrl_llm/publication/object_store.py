@@ -23,16 +23,14 @@ from jaxrl_llm.publication.manifest import WEIGHTS
 SCHEMES = ("gs://", "s3://")
 MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is whole
 TREE = f"{WEIGHTS}/_METADATA"  # the list of its tensors
-BLOCKS = (
-    f"{WEIGHTS}/_BLOCKS"  # {"objects": {key: [bytes, digests of its blocks]}}, where relays are to pass the version on
-)
+# {"objects": {key: [bytes, digests of its blocks]}}, where relays are to pass the version on.
+BLOCKS = f"{WEIGHTS}/_BLOCKS"
 BLOCK_BYTES = 1 << 22  # of an object that relays pass on at a time; its last block is shorter
 # A request that fails is tried again for about half a minute, not for the quarter of an hour that is tensorstore's default.
 _RETRIES = {"max_retries": 7, "initial_delay": "0.25s", "max_delay": "8s"}
 _WINDOW_BYTES = 1 << 30  # of objects that are being written
-_WRITTEN = (
-    f"{WEIGHTS}/_WRITTEN/"  # an object of each process that has written its shards, with the list of their blocks
-)
+# An object of each process that has written its shards, with the list of their blocks.
+_WRITTEN = f"{WEIGHTS}/_WRITTEN/"
 _UNLISTED = b"written"
 _DIGESTING = 4  # threads
 _POLL_S, _LONGEST_POLL_S = 0.05, 1.0  # between looks for them

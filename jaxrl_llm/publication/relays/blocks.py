@@ -44,9 +44,10 @@ class Block:
         return content
 
     def write(self, folder: Path, content: bytes) -> None:
-        """Puts it into a file that is there already."""
+        """Puts it into a file that is there already; OSError where the disk is full."""
         with (folder / self.key).open("r+b") as file:
-            os.pwrite(file.fileno(), content, self.first)
+            file.seek(self.first)
+            file.write(content)
 
 
 def blocks_of(text: bytes) -> list[Block]:
@@ -79,7 +80,8 @@ class Source:
 
     def __init__(self, address: str, blocks: Sequence[Block] = ()) -> None:
         self.address = address
-        self._folder, self._store = folder_of(address), None
+        self._folder = folder_of(address)
+        self._store: ts.KvStore | None = None
         self._left = Counter(block.key for block in blocks)
         self._sizes: Counter[str] = Counter()
         for block in blocks:

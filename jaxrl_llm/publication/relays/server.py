@@ -154,12 +154,9 @@ async def _sent(request: web.Request, file: Path, first: int, nbytes: int, limit
                 if request.transport is not None:
                     await asyncio.get_running_loop().sendfile(request.transport, content, first, nbytes)
             await answer.write_eof()
-        except (
-            OSError,
-            RuntimeError,
-        ):  # the client is gone, or hangs: a connection that breaks says that the rest is missing
+        except (OSError, RuntimeError):  # the client is gone, or hangs
             if request.transport is not None:
-                request.transport.abort()
+                request.transport.abort()  # a connection that breaks says that the rest is missing
     return answer
 
 

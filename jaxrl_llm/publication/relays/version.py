@@ -1,8 +1,8 @@
 """A version on its way through the relays of a site: whom each block is fetched from (no jax).
 
-The learner announces the digest of the list of all blocks, so that a relay can check every block whoever sends it. A relay asks the one before it in the order of the announcement; where that one is dead,
-hangs, is slow or sends wrong bytes, the one before that, and at the end the source. All fetch in one order, so that a block is passed on as
-soon as it is there: a chain takes hardly longer than one host.
+The learner announces the digest of the list of all blocks, so that a relay can check every block whoever sends it. A relay asks the one
+before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, the one before that, and at the end
+the source. All fetch in one order, so that a block is passed on as soon as it is there: a chain takes hardly longer than one host.
 """
 
 import asyncio
