@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -44,7 +44,16 @@ _RECORD = jax.make_user_context(default_value=None)
 
 # The backend of kernels whose result for a row is the same bits in every program.
 ORDERED = "ordered"
-_ORDERED = jax.make_user_context(default_value=False)
+
+
+class _Order(NamedTuple):
+    """Whether sums have one order, and how a mesh divides the rows that they are of; None on one device."""
+
+    on: bool
+    spread: Any
+
+
+_ORDERED = jax.make_user_context(default_value=_Order(False, None))
 
 
 def device() -> Any:
@@ -78,13 +87,19 @@ def recording() -> Iterator[list[Choice]]:
 
 def ordered() -> bool:
     """Returns True where what is traced has one order of sums for each row, whatever rows it is computed with (kernels/ordered)."""
-    return bool(_ORDERED.value)
+    return bool(_ORDERED.value.on)
+
+
+def spread() -> Any:
+    """Returns the Partitioner (distributed/mesh.py) of the devices that divide the rows of what is traced; None for one device."""
+    return _ORDERED.value.spread
 
 
 @contextmanager
-def ordering(on: bool) -> Iterator[None]:
-    """Traces with one order of sums where `on`, and without otherwise."""
-    with _ORDERED(on):
+def ordering(on: bool, spread: Any = None) -> Iterator[None]:
+    """Traces with one order of sums where `on`, and without otherwise; `spread` is the Partitioner of the rows, which must be hashable."""
+    divided = on and spread is not None and spread.mesh.size > 1
+    with _ORDERED(_Order(on, spread if divided else None)):
         yield
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -30,6 +31,12 @@ Params = dict[
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "expert", "context")  # mesh axes that may split the tokens of a batch
+# Mesh axes that the bitwise mode does not have, and what they do to a token's sums.
+DIVIDING = {
+    "tensor": "makes products sums of the devices' parts",
+    "context": "exchanges the tokens of a row for heads, which is no part of the ordered programs",
+    "expert": "is for experts, which are chosen and summed in an order that goes by the batch",
+}
 # The logical axes of the parts of a cache that hold a recurrent state; those of keys and values are the target's.
 STATE_AXES: dict[str, Axes] = {
     "state": ("layers", "batch", "heads", None, None),
@@ -160,7 +167,7 @@ class Policy:
         if capture is not None:
             capture.check(self.architecture.layers)
         model, places = self._model(self._spread(params, tokens.shape)), Places(positions, segments)
-        with dispatch.ordering(self.bitwise):
+        with self.ordering():
             return model.hidden(
                 tokens, places, capture=capture, max_segments=max_segments, routes=routes, replay=replay
             )
@@ -245,7 +252,7 @@ class Policy:
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
         """Returns what `extend` does, and the report of the layers with experts, as `routed`; see `apart`."""
         model = self._model(self._spread(params, tokens.shape))
-        with dispatch.ordering(self.bitwise):
+        with self.ordering():
             hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts, apart=apart)
         return hidden, self.constrained(cache), report
 
@@ -255,6 +262,10 @@ class Policy:
         A loop over tokens that is given them copies no weight out of its stack at every step.
         """
         return self._model(self._spread(params, rows)).apart()
+
+    def ordering(self) -> AbstractContextManager[None]:
+        """A context that traces with one order of sums where the policy is bitwise, and divides rows as its mesh does."""
+        return dispatch.ordering(self.bitwise, self.partitioner)
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
         run = Running(dtype=self.compute_dtype, remat=self.remat, unroll=self.unroll)
@@ -344,8 +355,11 @@ def check_bitwise(architecture: Architecture, partitioner: Partitioner, dtype: s
         reason = "experts are chosen and summed in an order that goes by the batch"
     elif architecture.delta is not None:
         reason = "layers that hold a state sum over tokens in chunks that go by the row"
-    elif mesh.size > 1:
-        reason = f"sums over the devices of a mesh have no fixed order yet: run on one device (got {mesh.size})"
+    elif axis := next((name for name in DIVIDING if mesh.shape.get(name, 1) > 1), None):
+        reason = (
+            f"the mesh axis {axis} {DIVIDING[axis]}, and only data and fsdp divide rows alone: set train.MeshConfig.{axis} = 1, "
+            f"and data or fsdp as many times larger (got {axis} = {mesh.shape[axis]})"
+        )
     elif platform == "gpu" and dtype != "bfloat16":
         reason = f"a GPU's products in one order are of bfloat16: set compute_dtype = 'bfloat16' (got {dtype!r})"
     if reason is not None:

@@ -56,7 +56,7 @@ class PolicySource:
       unroll: layers in one step of the scan over layers; more layers take longer to compile and copy less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
       bitwise: True makes the embedded sampler's log-prob of each token the learner's, bit for bit, at the price of slower products
-        (docs/explanation/bitwise.md); of dense models, without adapters, on one device: a CPU, or a Hopper GPU with compute_dtype
+        (docs/explanation/bitwise.md); of dense models, without adapters, on a mesh of data and fsdp: CPUs, or Hopper GPUs with compute_dtype
         "bfloat16". Value models have no need of it.
       choice_bias: gives each expert of the model a bias for their choice, as architecture.Experts.choice_bias does, 0 where a pretrained
         model's folder has none.

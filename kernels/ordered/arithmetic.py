@@ -11,22 +11,29 @@ and exp and log, whose code depends on how many of them are computed together, a
 (the polynomials of Cephes). Additions, multiplications, divisions and square roots are exact by IEEE 754. Of one tile each row has
 the same bits at every place, which the tests check for the libraries at hand.
 
+On a mesh each device computes its rows with whole weights (`by_rows`): left to the compiler, a product whose weights lie divided may
+become a sum of parts. Which rows a device has changes no bit.
+
 On a GPU, products and norms are the kernels of `hopper`; pins and roundings are these.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels import dispatch
 
 ROWS = 64  # of a tile
 ONES = 8  # columns of ones that a sum is the product with; a single one would be another kind of product
+
+WHOLE = PartitionSpec()  # what every device of a mesh has all of
 
 HOPPER = (9, 0)  # the GPUs' compute capability
 
@@ -53,6 +60,27 @@ def refusal(platform: str) -> str | None:
 def on_gpu() -> bool:
     """Returns True where sums are the GPU's kernels' (kernels/ordered/hopper.py)."""
     return bool(dispatch.device().platform == "gpu")
+
+
+def split(rows: int) -> PartitionSpec:
+    """Returns how the mesh divides so many rows, the first axis of an array; axes that do not divide them are left out."""
+    spread = dispatch.spread()
+    return WHOLE if spread is None else spread.spec(("batch",), (rows,))
+
+
+def by_rows(compute: Callable[..., Any], given: Any, found: Any) -> Callable[..., Any]:
+    """Returns `compute`, on a mesh run by each device for its own rows.
+
+    Args:
+      compute: takes arrays and gives arrays whose rows do not depend on each other.
+      given: how each argument is divided: by `split`, or WHOLE.
+      found: the same of what it returns.
+    """
+    spread = dispatch.spread()
+    if spread is None:
+        return compute
+    # Kernels' outputs carry no types of the axes that they vary over.
+    return jax.shard_map(compute, mesh=spread.mesh, in_specs=given, out_specs=found, check_vma=False)
 
 
 def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -105,6 +133,14 @@ def totals(x: Float[Array, "M K"]) -> Float[Array, " M"]:
 
 def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first ones of the weights, both in the dtype of `x`, with float32 sums."""
+    if weights.dtype != x.dtype:  # rounded where they lie, before devices gather them
+        weights = rounded(weights, x.dtype)
+    rows = split(x.shape[0])
+    y: jax.Array = by_rows(partial(_linear, inputs=inputs), (rows, WHOLE), rows)(x, weights)
+    return y
+
+
+def _linear(x: jax.Array, weights: jax.Array, *, inputs: int) -> jax.Array:
     if on_gpu():
         from jaxrl_llm.kernels.ordered import hopper
 
@@ -117,6 +153,12 @@ def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs
 
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*rows D"]:
     """Returns scale x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32, in the dtype of `x`."""
+    rows = split(x.shape[0])
+    y: jax.Array = by_rows(partial(_rms_norm, epsilon=epsilon), (rows, WHOLE), rows)(x, scale)
+    return y
+
+
+def _rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     if on_gpu():
         from jaxrl_llm.kernels.ordered import hopper
 

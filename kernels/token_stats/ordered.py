@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxrl_llm.kernels.ordered import arithmetic
@@ -21,8 +22,8 @@ from jaxrl_llm.kernels.token_stats.fused import Inputs
 
 def refusal(call: Call) -> str | None:
     """Returns the reason why this backend cannot take the call, or None."""
-    if call.biased or call.soft_cap is not None or call.chunk is not None or call.shards > 1:
-        return "it has no bias, soft_cap, chunk or mesh"
+    if call.biased or call.soft_cap is not None or call.chunk is not None:
+        return "it has no bias, soft_cap or chunk"
     if reason := arithmetic.refusal(call.platform):
         return reason
     return _gpu().refusal(call) if call.platform == "gpu" else None
@@ -43,7 +44,16 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as `reference` states them; `mesh` divides tokens alone.
+
+    Raises:
+      ValueError: `mesh` divides the vocabulary, whose sums would then be sums of parts.
+    """
+    if mesh is not None and mesh.shape.get(fused.VOCABULARY_AXIS, 1) > 1:
+        raise ValueError(
+            "token_stats in one order divides tokens alone over a mesh: set train.MeshConfig.tensor = 1 "
+            f"(got {mesh.shape[fused.VOCABULARY_AXIS]})"
+        )
     backend = _gpu() if call.platform == "gpu" else sys.modules[__name__]
     return fused.compute(backend, (hidden, head, targets), bias, words, call, mesh)
 
@@ -81,19 +91,31 @@ def _logprob(chosen: jax.Array, maximum: jax.Array, inverse: Any, log_total: jax
 
 
 class Read(NamedTuple):
-    """What a sampler reads of its hidden states before it chooses tokens.
+    """What a sampler reads of its hidden states before it chooses tokens, or how a mesh divides it.
 
     Attributes:
       logits: float32 [S, V].
       shares: on GPUs, what its kernel summed over each share of the vocabulary.
     """
 
-    logits: jax.Array
-    shares: jax.Array | None
+    logits: Any
+    shares: Any
 
 
 def read(hidden: Float[Array, "S D"], head: Float[Array, "V D"], temperature: Float[Array, " S"]) -> Read:
     """Returns h . w_v in the dtype of `hidden`, in the order of `forward`, and what else `logprobs` takes."""
+    rows, found = _split(len(hidden))
+    out: Read = arithmetic.by_rows(_read, (rows, arithmetic.WHOLE, rows), found)(hidden, head, temperature)
+    return out
+
+
+def _split(slots: int) -> tuple[PartitionSpec, Read]:
+    """How a mesh divides what a sampler has of so many slots, and what it reads of them."""
+    rows = arithmetic.split(slots)
+    return rows, Read(rows, PartitionSpec(None, None, *rows))
+
+
+def _read(hidden: jax.Array, head: jax.Array, temperature: jax.Array) -> Read:
     if arithmetic.on_gpu():
         shares, logits = _gpu().read(hidden, head, temperature, logits=True)
         return Read(logits, shares)
@@ -110,6 +132,13 @@ def logprobs(
     temperature: Float[Array, " S"],
 ) -> Float[Array, " S"]:
     """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
+    rows, read = _split(len(hidden))
+    given = (read, rows, arithmetic.WHOLE, rows, rows)
+    out: jax.Array = arithmetic.by_rows(_logprobs, given, rows)(found, hidden, head, tokens, temperature)
+    return out
+
+
+def _logprobs(found: Read, hidden: jax.Array, head: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
     if found.shares is not None:
         own: jax.Array = _gpu().logprobs(found.shares, hidden, head, tokens, temperature)[-1]
         return own

@@ -148,7 +148,7 @@ def test_policies_for_which_a_gpu_has_no_order_are_refused_by_name():
     model = Qwen2(vocabulary_size=256, width=64, layers=1, heads=1, kv_heads=1, head_width=64, mlp_width=64)
 
     def check(gpu, dtype):
-        one = Mock(spec=Partitioner, mesh=SimpleNamespace(devices=np.array([gpu]), size=1))
+        one = Mock(spec=Partitioner, mesh=SimpleNamespace(devices=np.array([gpu]), shape={}))
         with dispatch.target(gpu):
             check_bitwise(model, one, dtype)
 

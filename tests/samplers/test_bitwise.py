@@ -1,25 +1,19 @@
 """The bitwise mode: the log-prob that the embedded sampler records is the learner's, as bits."""
 
-import asyncio
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampler_cases import Letters, sample
+from bitwise_cases import MAX_LENGTH, QWEN3, Case, devices, learners, policy_of, recorded
+from sampler_cases import Letters
 
-from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
-from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels.attention import ordered as ordered_attention
 from jaxrl_llm.kernels.ordered import arithmetic
-from jaxrl_llm.kernels.token_stats.api import token_stats
 from jaxrl_llm.models.architecture import Experts, GatedDelta
 from jaxrl_llm.models.lora import LoRA
-from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen2 import Qwen2
-from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.models.qwen3_5 import Qwen3_5
 from jaxrl_llm.models.qwen3_moe import Qwen3MoE
 from jaxrl_llm.models.sources import PolicySource
@@ -28,8 +22,6 @@ from jaxrl_llm.samplers.vllm.sampler import VllmSampler
 
 pytestmark = pytest.mark.slow  # its programs take long to compile
 
-MAX_LENGTH = 48
-QWEN3 = Qwen3(vocabulary_size=50, width=24, layers=2, heads=4, kv_heads=2, head_width=8, mlp_width=40)
 QWEN2 = Qwen2(
     vocabulary_size=131, width=40, layers=2, heads=3, kv_heads=1, head_width=12, mlp_width=56, tied=True, window=7,
     sliding=(True, False),
@@ -45,92 +37,6 @@ def compiled_as_users_compile():
     yield
     jax.config.update("jax_disable_most_optimizations", before)
     jax.clear_caches()
-
-
-def one_device():
-    return Partitioner.create(MeshConfig(), jax.devices()[:1])
-
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """A random policy and how it is sampled."""
-
-    policy: Policy
-    seed: int
-    slots: int
-    chunk: int
-    temperature: float = 1.0
-
-    @cached_property
-    def params(self):
-        rng = np.random.default_rng(self.seed)
-        return jax.tree.map(lambda x: jnp.asarray(rng.normal(0.05, 0.4, x.shape), x.dtype), self.policy.abstract())
-
-    @cached_property
-    def prompts(self):
-        rng = np.random.default_rng(self.seed + 1)
-        return [
-            rng.integers(0, self.policy.architecture.vocabulary_size, n, dtype=np.int32)
-            for n in (5, 19, 1, 7, 8, 2, 13, 16)
-        ]
-
-    def drawn(self):
-        """[(sequence, length of its prompt, recorded log-probs)] of sequences that end at different lengths."""
-        settings = SamplingParams(max_tokens=MAX_LENGTH - 20, temperature=self.temperature, stop_token_ids=(3, 5))
-
-        async def once():
-            engine = EmbeddedSampler(slots=self.slots, decode_chunk=self.chunk).start(
-                self.policy, Letters(), max_length=MAX_LENGTH
-            )
-            await engine.publish(self.params, 0)
-            try:
-                return await sample(engine, self.prompts, 6, settings)
-            finally:
-                await engine.close()
-
-        groups = asyncio.run(once())
-        return [
-            (np.concatenate([p, c.tokens]), len(p), np.asarray(c.logprobs)) for p, g in zip(self.prompts, groups) for c in g
-        ]  # fmt: skip
-
-
-def learners(case, drawn, *, policy=None, row=64, most=4, seed=0, gradient=False):
-    """The learner's log-probs of the drawn tokens, where sequences are packed in a random order; with `gradient`, the gradients too."""
-    policy, rows, places = policy or case.policy, [], {}
-    for i in np.random.default_rng(seed).permutation(len(drawn)):
-        n = len(drawn[i][0]) - 1
-        if not rows or len(rows[-1]) == most or sum(len(drawn[j][0]) - 1 for j in rows[-1]) + n > row:
-            rows.append([])
-        places[i] = len(rows) - 1, sum(len(drawn[j][0]) - 1 for j in rows[-1])
-        rows[-1].append(i)
-    tokens, positions, segments, targets = (np.zeros((len(rows), row), np.int32) for _ in range(4))
-    targets -= 1
-    for i, (b, at) in places.items():
-        n, cut = len(drawn[i][0]) - 1, np.s_[b, at : at + len(drawn[i][0]) - 1]
-        tokens[cut], targets[cut], positions[cut] = drawn[i][0][:-1], drawn[i][0][1:], np.arange(n)
-        segments[cut] = rows[b].index(i) + 1
-
-    def read(params, tokens, positions, segments, targets):
-        hidden = policy.hidden(params, tokens, positions, segments, max_segments=most)
-        stats = token_stats(
-            hidden.reshape(-1, hidden.shape[-1]), policy.head(params), targets.reshape(-1), temperature=case.temperature,
-            outputs=("logprob", "entropy"), backend="ordered" if policy.bitwise else None,
-        )  # fmt: skip
-        return stats["logprob"].sum() / 100 + stats["entropy"].sum() / 300, stats["logprob"].reshape(tokens.shape)
-
-    run = jax.jit(jax.value_and_grad(read, has_aux=True) if gradient else lambda *arrays: (read(*arrays), None))
-    (_, found), gradients = run(case.params, tokens, positions, segments, targets)
-    found = np.asarray(found)
-    by_token = [found[b, at + p - 1 : at + len(s) - 1] for i, (s, p, _) in enumerate(drawn) for b, at in [places[i]]]
-    return (np.concatenate(by_token), gradients) if gradient else np.concatenate(by_token)
-
-
-def recorded(drawn):
-    return np.concatenate([logprobs for _, _, logprobs in drawn])
-
-
-def policy_of(architecture, dtype="float32", **fields):
-    return Policy(architecture, one_device(), dtype, bitwise=True, **fields)
 
 
 @pytest.fixture(scope="module")
@@ -163,10 +69,9 @@ def test_log_probs_of_bfloat16_are_the_learners_with_windows_biases_and_a_temper
 
 def test_gradients_are_those_of_the_default_mode_and_the_same_at_every_call(small):
     case, drawn = small
-    found, gradients = learners(case, drawn, gradient=True)
-    again, others = learners(case, drawn, gradient=True)
-    assert np.array_equal(found, recorded(drawn)) and np.array_equal(again, found)
-    default, expected = learners(case, drawn, policy=replace(case.policy, bitwise=False), gradient=True)
+    found, (gradients, others) = learners(case, drawn, gradient=True)
+    assert np.array_equal(found, recorded(drawn))
+    default, (expected, _) = learners(case, drawn, policy=replace(case.policy, bitwise=False), gradient=True)
     np.testing.assert_allclose(found, default, atol=1e-5)
     for one, other, want in zip(*map(jax.tree.leaves, (gradients, others, expected))):
         assert np.array_equal(one, other)
@@ -204,10 +109,47 @@ def test_another_order_on_one_side_is_seen(small, monkeypatch, mutation):
     assert not np.array_equal(found, recorded(drawn))
 
 
+# -- meshes ------------------------------------------------------------------------------------------------------------
+
+
+def on(case, **sizes):
+    return replace(case, policy=replace(case.policy, partitioner=devices(**sizes)))
+
+
+def test_samplers_of_a_mesh_draw_and_record_what_one_devices_does(small):
+    case, drawn = small
+    for (sequence, _, logprobs), (other, _, others) in zip(drawn, on(case, data=2, fsdp=2).drawn(), strict=True):
+        assert sequence.tolist() == other.tolist() and logprobs.tolist() == others.tolist()
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2}, {"fsdp": 3}, {"fsdp": 4}])
+def test_learners_of_a_mesh_find_what_one_devices_sampler_recorded(small, mesh):
+    case, drawn = small
+    assert np.array_equal(learners(on(case, **mesh), drawn, row=100, most=6, seed=2), recorded(drawn))
+
+
+def test_gradients_of_a_mesh_are_those_of_one_device_and_the_same_at_every_call(small):
+    case, drawn = small
+    found, (gradients, others) = learners(on(case, data=2, fsdp=2), drawn, gradient=True)
+    assert np.array_equal(found, recorded(drawn))
+    _, (expected, _) = learners(case, drawn, gradient=True)
+    for one, other, want in zip(*map(jax.tree.leaves, (gradients, others, expected))):
+        assert np.array_equal(one, other)
+        np.testing.assert_allclose(one, want, atol=1e-5 * float(np.abs(want).max()))
+
+
+def test_products_that_a_mesh_left_to_the_compiler_would_divide_are_seen(small, monkeypatch):
+    case, drawn = small
+    monkeypatch.setattr(arithmetic, "by_rows", lambda compute, given, found: compute)
+    found = learners(on(case, fsdp=2), drawn)
+    np.testing.assert_allclose(found, recorded(drawn), atol=1e-5)
+    assert not np.array_equal(found, recorded(drawn))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def test_models_and_meshes_without_an_order_are_refused_by_name():
+def test_models_without_an_order_are_refused_by_name():
     sizes = {
         n: getattr(QWEN3, n)
         for n in ("vocabulary_size", "width", "layers", "heads", "kv_heads", "head_width", "mlp_width")
@@ -216,12 +158,10 @@ def test_models_and_meshes_without_an_order_are_refused_by_name():
         policy_of(Qwen3MoE(**sizes, experts=Experts(count=4, chosen=2, width=8)))
     with pytest.raises(ValueError, match="layers that hold a state"):
         policy_of(Qwen3_5(**sizes | {"layers": 4, "head_width": 16}, delta=GatedDelta(key_heads=2, value_heads=2)))
-    with pytest.raises(ValueError, match=r"run on one device \(got 2\)"):
-        Policy(QWEN3, Partitioner.create(MeshConfig(fsdp=2), jax.devices()[:2]), bitwise=True)
     with pytest.raises(ValueError, match="not for adapters"):
-        PolicySource(architecture=QWEN3, lora=LoRA(rank=2), bitwise=True).policy(one_device())
-    assert PolicySource(architecture=QWEN3, bitwise=True).policy(one_device()).bitwise
-    assert not PolicySource(architecture=QWEN3, bitwise=True).policy(one_device(), value=True).bitwise
+        PolicySource(architecture=QWEN3, lora=LoRA(rank=2), bitwise=True).policy(devices())
+    assert PolicySource(architecture=QWEN3, bitwise=True).policy(devices()).bitwise
+    assert not PolicySource(architecture=QWEN3, bitwise=True).policy(devices(), value=True).bitwise
 
 
 def test_samplers_without_the_learners_arithmetic_are_refused_by_name(tmp_path):

@@ -173,6 +173,8 @@ def decode(
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     params, apart = served
     head = policy.head(params).astype(policy.compute_dtype)
+    if policy.bitwise:  # gathered once, and not at every step
+        head = policy.partitioner.constrain(head, (None, None))
     rows = jnp.arange(count)
 
     def step(carry: tuple) -> tuple:
@@ -180,7 +182,8 @@ def decode(
         position = slots.position + chunk.drawn - slots.drawn
         hidden, cache, report = policy.routed_extend(params, cache, last[:, None], position[:, None], apart=apart)
         if policy.bitwise:
-            read = ordered.read(hidden[:, 0], head, read_temperature(slots.choice))
+            with policy.ordering():
+                read = ordered.read(hidden[:, 0], head, read_temperature(slots.choice))
             logits = read.logits
         else:
             logits = jnp.einsum("sd,vd->sv", hidden[:, 0], head, preferred_element_type=jnp.float32)
@@ -188,7 +191,8 @@ def decode(
         gumbel = noise(keys, chunk.drawn, logits.shape[1])
         token, logprob = draw(logits, gumbel, slots.choice, seen if seen.shape[1] else None, cut=cut)
         if policy.bitwise:
-            same = ordered.logprobs(read, hidden[:, 0], head, token, read_temperature(slots.choice))
+            with policy.ordering():
+                same = ordered.logprobs(read, hidden[:, 0], head, token, read_temperature(slots.choice))
             logprob = jnp.where(plain(slots.choice), same, logprob)
         token = jnp.where(chunk.done, last, token)
         seen = seen.at[rows, token].set(True, mode="drop") if seen.shape[1] else seen
