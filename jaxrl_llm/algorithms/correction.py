@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import jax.numpy as jnp
-from jax.lax import stop_gradient
+from jax.lax import bitcast_convert_type, stop_gradient
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm import components
@@ -19,6 +19,9 @@ from jaxrl_llm.algorithms.batch import MicroBatch, Term
 from jaxrl_llm.algorithms.masked import masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
+
+# Counts of the tokens whose gap, the size of the difference of the learner's log-prob from the sampler's, is above so many nats.
+GAP_SIZES = {f"gap/above_1e-{n}": 10.0**-n for n in (6, 5, 4, 3, 2, 1)}
 
 
 def log_ratios(old: Float[Array, "S T"], sampler: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Float[Array, "S T"]:
@@ -110,6 +113,10 @@ def at_update(
         weights, changed = correction.bounded(jnp.exp(log_ratio))
         streams |= {"correction/weight_mean": weights, "correction/changed_fraction": changed}
     sums = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
+    bits = [bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32) for x in (old, batch.sampler_logprobs)]
+    counted = {"gap/compared": mask, "gap/differing": bits[0] != bits[1]}
+    counted |= {name: jnp.abs(log_ratio) > size for name, size in GAP_SIZES.items()}
+    sums |= {name: (masked_sum(x.astype(jnp.float32), mask), "one") for name, x in counted.items()}
     return batch.replace(old_logprobs=old, weights=weights), sums
 
 

@@ -125,7 +125,8 @@ class Console:
 
 
 class Course:
-    """What the whole run came to: the steps, their seconds, and how rewards and held-out results moved."""
+    """What the whole run came to: the steps, their seconds, how rewards and held-out results moved, and of how many tokens the sampler's
+    log-prob was compared with the learner's, and differed in any bit."""
 
     def __init__(self, resume_step: int | None, total: str) -> None:
         self._resumed, self._total = resume_step is not None, total
@@ -134,6 +135,7 @@ class Course:
         self._seconds = 0.0
         self._rewards: list[float] = []
         self._held_out: dict[str, list[tuple[int, float]]] = {}
+        self._gaps: Counter[str] = Counter()
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Takes a step's metrics."""
@@ -143,6 +145,7 @@ class Course:
             self._seconds += values.get("time/step_s", 0.0)
         if math.isfinite(reward := values.get("reward/mean", math.nan)):
             self._rewards.append(reward)
+        self._gaps.update({name: int(values[name]) for name in ("gap/compared", "gap/differing") if name in values})
         for name, value in values.items():
             if HELD_OUT.fullmatch(name):
                 self._held_out.setdefault(name, []).append((step, value))
@@ -158,6 +161,8 @@ class Course:
             tenth = len(self._rewards) // 10
             first, last = self._rewards[:tenth], self._rewards[-tenth:]
             said.append(f"reward {short(sum(first) / tenth)} -> {short(sum(last) / tenth)}")
+        if self._gaps:
+            said.append(f"tokens compared {self._gaps['gap/compared']}, differing {self._gaps['gap/differing']}")
         for name, found in self._held_out.items():
             if len(found) > 1:
                 best_step, best = max(found, key=lambda pair: pair[1])

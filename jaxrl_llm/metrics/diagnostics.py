@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_llm.algorithms.correction import GAP_SIZES
 from jaxrl_llm.learner.batch import Batch, stretches
 from jaxrl_llm.metrics import flops
 
@@ -51,11 +52,16 @@ def of_rollouts(batch: Batch) -> dict[str, float]:
 
 
 def gap(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The learner's log-prob minus the sampler's over the tokens that the policy sampled: mean of |.|, p99, max and k3 (nats)."""
+    """The learner's log-prob minus the sampler's over the tokens that the policy sampled: mean of |.|, p99, max and k3 (nats).
+
+    And counts: of the tokens compared, of those of which any bit differs, and of those whose difference is above each of GAP_SIZES.
+    """
     mask = _drawn(batch)
     if not mask.any():
         return {}
-    d = (stats["old_logprobs"] - batch.fields["sampler_logprobs"])[mask].astype(np.float64)
+    ours, theirs = stats["old_logprobs"][mask], batch.fields["sampler_logprobs"][mask]
+    bits = [x.astype(np.float32).view(np.int32) for x in (ours, theirs)]
+    d = (ours - theirs).astype(np.float64)
     size = np.abs(d)
     k3 = np.expm1(np.clip(d, -20, 20)) - d  # KL(sampler || learner), Schulman's unbiased estimator
     return {
@@ -63,6 +69,9 @@ def gap(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
         "gap/p99": float(np.quantile(size, 0.99)),
         "gap/max": float(size.max()),
         "gap/k3": float(k3.mean()),
+        "gap/compared": float(len(d)),
+        "gap/differing": float((bits[0] != bits[1]).sum()),
+        **{name: float((size > edge).sum()) for name, edge in GAP_SIZES.items()},
         "entropy/mean": float(stats["entropy"][mask].mean()),
         "logprob/mean": float(stats["old_logprobs"][mask].mean()),
     }

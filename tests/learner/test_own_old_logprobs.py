@@ -63,7 +63,8 @@ def test_the_gradient_is_that_of_old_log_probs_scored_before() -> None:
         "ratio/mean": 1.0, "ratio/clip_fraction": 0.0, "kl/k3_to_old": 0.0, "gap/mean": np.abs(gap).mean(),
         "gap/k3": (np.exp(gap) - 1 - gap).mean(), "logprob/mean": own["old_logprobs"][read].mean(),
         "entropy/mean": expected_streams()[1][read].mean(), "correction/weight_mean": np.minimum(np.exp(gap), 2.0).mean(),
-        "correction/changed_fraction": (np.exp(gap) > 2.0).mean(),
+        "correction/changed_fraction": (np.exp(gap) > 2.0).mean(), "gap/compared": len(gap), "gap/differing": len(gap),
+        "gap/above_1e-1": (np.abs(gap) > 0.1).sum(), "gap/above_1e-6": len(gap),
     }  # fmt: skip
     assert 0.05 < wanted["correction/changed_fraction"] < 0.5 and wanted["gap/mean"] > 0.3
     for name, value in wanted.items():

@@ -89,6 +89,9 @@ def test_the_gap_of_learner_and_sampler_over_the_tokens_the_policy_drew():
         "gap/p99": np.quantile(np.abs(d), 0.99),
         "gap/max": np.abs(d).max(),
         "gap/k3": np.mean(np.exp(d) - 1 - d),
+        "gap/compared": 11,
+        "gap/differing": 11,
+        **{f"gap/above_1e-{n}": (np.abs(d) > 10.0**-n).sum() for n in range(1, 7)},
         "entropy/mean": entropy.mean(),
         "logprob/mean": old.mean(),
     }
@@ -105,6 +108,19 @@ def test_k3_estimates_the_divergence_of_the_sampler_from_the_learner():
     old = np.log(learner)[tokens][None].astype(np.float32)
     found = gap(batch, {"old_logprobs": old, "entropy": np.zeros_like(old)})
     assert found["gap/k3"] == pytest.approx(np.sum(sampler * np.log(sampler / learner)), rel=1e-5)
+
+
+def test_tokens_of_which_the_last_bit_differs_are_counted():
+    batch = build(two_groups())
+    sampler = batch.fields["sampler_logprobs"]
+    old = sampler.copy()
+    old[1, 1], old[2, 0] = np.nextafter(sampler[1, 1], np.float32(1)), sampler[2, 0] - np.float32(0.02)
+    old[0, 1] += 1  # which was not drawn
+    found = gap(batch, {"old_logprobs": old, "entropy": np.zeros_like(old)})
+    counts = [
+        found[name] for name in ("gap/compared", "gap/differing", "gap/above_1e-6", "gap/above_1e-2", "gap/above_1e-1")
+    ]
+    assert counts == [11, 2, 1, 1, 0]
 
 
 def test_a_step_without_drawn_tokens_has_no_gap():

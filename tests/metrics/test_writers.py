@@ -254,6 +254,16 @@ def test_the_end_says_what_rewards_and_held_out_results_became(capsys, tmp_path)
     ]
 
 
+def test_the_end_says_how_many_tokens_were_compared_with_the_learners(capsys, tmp_path):
+    writer = Console(bar=False, every=100).open(tmp_path, None, None)
+    for step, gaps in enumerate(
+        ({"gap/compared": 1000.0, "gap/differing": 0.0}, {}, {"gap/compared": 500.0, "gap/differing": 3.0})
+    ):
+        writer.write(step + 1, {"loss/total": 1.0, **gaps})
+    writer.close()
+    assert capsys.readouterr().out.splitlines()[-2] == "trained to step 3; tokens compared 1500, differing 3"
+
+
 def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch, tmp_path):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
