@@ -13,20 +13,25 @@ from jaxrl_llm.train import build
 from jaxrl_llm.train.phases import BuPO
 from jaxrl_llm.train.stage import Stage
 
+MESH = {"train.MeshConfig.data": 2, "train.MeshConfig.fsdp": 2}
+
 
 @pytest.mark.slow
-def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize("devices, mesh, count", [(1, {}, 20), (4, MESH, 10)])
+def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatch, devices, mesh, count):
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    steps = {"STEPS": 20, "MINIBATCHES": 1, "EVALUATE_EVERY": 100, "SAVE_EVERY": 100, "LEARNING_RATE": 1e-3}
-    done = tiny_run.launch(tmp_path / "run", **tiny_run.RL_ALONE, **steps, BITWISE=True)
+    steps = {"STEPS": count, "MINIBATCHES": 1, "EVALUATE_EVERY": 100, "SAVE_EVERY": 100, "LEARNING_RATE": 1e-3}
+    done = tiny_run.launch(tmp_path / "run", devices=devices, **tiny_run.RL_ALONE, **steps, **mesh, BITWISE=True)
     assert done.returncode == 0, done.stderr
     rows = [row for row in tiny_run.rows(tmp_path / "run") if "gap/max" in row]
-    assert len(rows) == 20
+    assert len(rows) == count
+    compared = sum(int(row["gap/compared"]) for row in rows)
+    assert compared > 100 * count and f"tokens compared {compared}, differing 0" in done.stdout
     for row in rows:
         assert row["gap/max"] == row["gap/mean"] == row["gap/k3"] == row["kl/k3_to_old"] == 0, row
-        assert row["ratio/mean"] == 1, row
+        assert row["ratio/mean"] == 1 and row["gap/differing"] == 0, row
     assert all(row["grad_norm/policy"] > 0 for row in rows)
-    assert len({row["logprob/mean"] for row in rows}) == 20
+    assert len({row["logprob/mean"] for row in rows}) == count
 
 
 def stage(**fields):
