@@ -9,6 +9,7 @@ import jax
 import pytest
 import tiny_run
 
+from jaxrl_llm.algorithms.correction import GAP_SIZES
 from jaxrl_llm.tools.migrate import migrate
 
 pytestmark = pytest.mark.slow
@@ -30,7 +31,7 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(tmp_path, monkeypatch):
     assert (run_dir / "config.gin.old").read_text() == (OLD / "config.gin").read_text()
     done = tiny_run.launch(run_dir, gin_file=str(run_dir))
     assert done.returncode == 0 and "resuming from step 6" in done.stdout, done.stderr
-    since = {"eval/heldout/prompts"}  # metrics that came since
+    since = {"eval/heldout/prompts", "gap/compared", "gap/differing", *GAP_SIZES}  # metrics that came since
     found = [{name: x for name, x in row.items() if name not in since} for row in tiny_run.rows(run_dir)[7:]]
     assert [row.keys() for row in found] == [row.keys() for row in expected]
     if os.environ.get(EXACT) and jax.__version__ == json.loads((OLD / "run.json").read_text())["jax"]:
