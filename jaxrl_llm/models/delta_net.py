@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.distributed.mesh import Partitioner
+from jaxrl_llm.kernels.delta_rule.api import State, delta_rule
+from jaxrl_llm.kernels.delta_rule.reference import step
 from jaxrl_llm.models import gated_delta
 from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.layers import QUERY, RMSNorm, named, parameter
@@ -120,15 +122,15 @@ class GatedDeltaNet(nnx.Module):
         g: Float[Array, "B T Hv"],
         beta: Float[Array, "B T Hv"],
         segments: Int[Array, "B T"],
-        state: gated_delta.State,
-    ) -> tuple[Float[Array, "B T Hv dv"], gated_delta.State]:
+        state: State,
+    ) -> tuple[Float[Array, "B T Hv dv"], State]:
         """The rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
         if q.shape[1] == 1:
-            out, state = gated_delta.recurrent(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            out, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             return out[:, None], state
         partitioner, heads = self.partitioner, self.sizes.value_heads
         if partitioner.mesh.size == 1:
-            return gated_delta.chunked(q, k, v, g, beta, segments, state)
+            return delta_rule(q, k, v, g, beta, segments, state)
         wanted = (*partitioner.rules["heads"], *partitioner.rules["length"])
         axes = tuple(axis for axis in wanted if partitioner.axis_sizes[axis] > 1)
         ways = math.prod(partitioner.axis_sizes[axis] for axis in axes)
@@ -140,7 +142,7 @@ class GatedDeltaNet(nnx.Module):
         tokens, numbers = PartitionSpec(rows, None, split, None), PartitionSpec(rows, None, split)
         kept = PartitionSpec(rows, split, None, None)
         return jax.shard_map(
-            gated_delta.chunked,
+            delta_rule,
             mesh=partitioner.mesh,
             in_specs=(tokens, tokens, tokens, numbers, numbers, PartitionSpec(rows, None), kept),
             out_specs=(tokens, kept),

@@ -1,137 +1,14 @@
-"""The gated delta rule in chunks equals its recurrence in float64: outputs, state and gradients, alone and in packed rows."""
+"""The causal convolution before a gated delta rule, within segments and from its last inputs."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl_llm.models import gated_delta
 
-ROWS, KEY_HEADS, TIMES, DK, DV = 2, 2, 2, 8, 6
-NAMES = ("q", "k", "v", "g", "beta", "state")
-
-
-def recurrence(q, k, v, g, beta, state):
-    """Token by token in NumPy: outputs [B, T, Hv, dv] and the last state [B, Hv, dk, dv]."""
-    q, k = (np.repeat(x, v.shape[2] // k.shape[2], axis=2) for x in (q, k))
-    state, out = state.copy(), np.zeros(v.shape)
-    for b, t, h in np.ndindex(*v.shape[:3]):
-        decayed = np.exp(g[b, t, h]) * state[b, h]
-        change = beta[b, t, h] * (v[b, t, h] - decayed.T @ k[b, t, h])
-        state[b, h] = decayed + np.outer(k[b, t, h], change)
-        out[b, t, h] = state[b, h].T @ q[b, t, h]
-    return out, state
-
-
-def gradients(q, k, v, g, beta, state, on_out, on_state):
-    """Gradients of sum(out on_out) + sum(last on_state) by the chain rule, token by token backwards, in NumPy."""
-    times = v.shape[2] // k.shape[2]
-    qs, ks = (np.repeat(x, times, axis=2) for x in (q, k))
-    d = {"q": np.zeros(qs.shape), "k": np.zeros(ks.shape), "state": np.zeros(state.shape)}
-    d |= {"v": np.zeros(v.shape), "g": np.zeros(g.shape), "beta": np.zeros(beta.shape)}
-    for b, h in np.ndindex(v.shape[0], v.shape[2]):
-        before = [state[b, h]]
-        for t in range(v.shape[1]):
-            one = [x[b : b + 1, t : t + 1, h : h + 1] for x in (qs, ks, v, g, beta)]
-            before.append(recurrence(*one, before[-1][None, None])[1][0, 0])
-        slope = on_state[b, h].copy()
-        for t in reversed(range(v.shape[1])):
-            kt, strength, factor = ks[b, t, h], beta[b, t, h], np.exp(g[b, t, h])
-            slope += np.outer(qs[b, t, h], on_out[b, t, h])
-            d["q"][b, t, h] = before[t + 1] @ on_out[b, t, h]
-            decayed = factor * before[t]
-            error = v[b, t, h] - decayed.T @ kt
-            of_change = slope.T @ kt
-            d["beta"][b, t, h] = of_change @ error
-            d["v"][b, t, h] = strength * of_change
-            d["k"][b, t, h] = slope @ (strength * error) - decayed @ (strength * of_change)
-            of_decayed = slope - np.outer(kt, strength * of_change)
-            d["g"][b, t, h] = np.sum(of_decayed * decayed)
-            slope = factor * of_decayed
-        d["state"][b, h] = slope
-    for name in ("q", "k"):
-        d[name] = d[name].reshape(*d[name].shape[:2], -1, times, DK).sum(3)
-    return d
-
-
-def inputs(length, seed=0):
-    rng = np.random.default_rng(seed)
-    unit = lambda x: x / np.linalg.norm(x, axis=-1, keepdims=True)  # noqa: E731
-    heads = KEY_HEADS * TIMES
-    q, k = (unit(rng.normal(size=(ROWS, length, KEY_HEADS, DK))) for _ in range(2))
-    v = rng.normal(size=(ROWS, length, heads, DV))
-    g = -np.exp(rng.normal(-2, 2, (ROWS, length, heads)))
-    beta = 1 / (1 + np.exp(-rng.normal(size=g.shape)))
-    # The values of float32, so that only the arithmetic differs.
-    found = (q, k, v, g, beta, rng.normal(size=(ROWS, heads, DK, DV)))
-    return tuple(x.astype(np.float32).astype(np.float64) for x in found)
-
-
-def assert_close(got, want, name, tolerance=1e-5):
-    assert np.abs(np.asarray(got) - want).max() <= tolerance * max(np.abs(want).max(), 1e-3), name
-
-
-def in_float32(*values):
-    return tuple(jnp.asarray(x, jnp.float32) for x in values)
-
-
-@pytest.mark.parametrize("size", [16, 32, 64])
-@pytest.mark.parametrize("length", [1, 3, 63, 64, 65, 200])
-def test_chunks_equal_the_recurrence_in_float64_with_all_six_gradients(size, length):
-    values, segments = inputs(length), jnp.ones((ROWS, length), jnp.int32)
-    out, last = recurrence(*values)
-    rng = np.random.default_rng(1)
-    on_out, on_state = rng.normal(size=out.shape), rng.normal(size=last.shape)
-
-    def objective(*x):
-        found = gated_delta.chunked(*x[:5], segments, x[5], size=size)
-        return jnp.sum(found[0] * in_float32(on_out)[0]) + jnp.sum(found[1] * in_float32(on_state)[0]), found
-
-    run = jax.jit(jax.value_and_grad(objective, argnums=range(6), has_aux=True))
-    (_, found), slopes = run(*in_float32(*values))
-    assert_close(found[0], out, "out")
-    assert_close(found[1], last, "state")
-    for name, slope in zip(NAMES, slopes, strict=True):
-        assert_close(slope, gradients(*values, on_out, on_state)[name], name)
-
-
-def test_the_recurrent_form_takes_one_token_as_the_recurrence_does():
-    *tokens, state = inputs(5)
-    want, last = recurrence(*tokens, state)
-    held, step = in_float32(state)[0], jax.jit(gated_delta.recurrent)
-    for t in range(5):
-        out, held = step(*in_float32(*(x[:, t] for x in tokens)), held)
-        assert_close(out, want[:, t], t)
-    assert_close(held, last, "state")
-
-
-def test_gates_at_their_ends_stay_finite_and_right():
-    """Decays of e^-40 among others near 1, and updates that are left out or whole."""
-    q, k, v, g, beta, state = inputs(150)
-    rng = np.random.default_rng(2)
-    g = np.where(rng.random(g.shape) < 0.3, -40.0, -1e-3).astype(np.float32).astype(np.float64)
-    beta = rng.integers(0, 2, beta.shape).astype(np.float64)
-    values, segments = (q, k, v, g, beta, state), jnp.ones((ROWS, 150), jnp.int32)
-    out, last = recurrence(*values)
-
-    def objective(*x):
-        found = gated_delta.chunked(*x[:5], segments, x[5])
-        return jnp.sum(found[0]) + jnp.sum(found[1]), found
-
-    (_, found), slopes = jax.jit(jax.value_and_grad(objective, argnums=range(6), has_aux=True))(*in_float32(*values))
-    assert_close(found[0], out, "out")
-    assert_close(found[1], last, "state")
-    want = gradients(*values, np.ones(out.shape), np.ones(last.shape))
-    for name, slope in zip(NAMES, slopes, strict=True):
-        assert np.isfinite(slope).all(), name
-        assert_close(slope, want[name], name)
-
-
-# -- packed rows -------------------------------------------------------------------------------------------------------
-
-# Boundaries inside a chunk of 16, inside the reach of the convolution after another, and at a chunk's edge.
+ROWS = 2
+# Boundaries inside the reach of the convolution after another, and padding at the end.
 PARTS = [(0, 21), (21, 23), (23, 48), (48, 70)]
-PACKED = 75  # with padding at the end
+PACKED = 75
 
 
 def packed_segments():
@@ -141,42 +18,8 @@ def packed_segments():
     return jnp.asarray(np.tile(segments, (ROWS, 1)))
 
 
-def packed(*tokens):
-    """Outputs with padding masked as callers do, from a state of 0; q, k, v, g, beta."""
-    segments = packed_segments()
-    q, k, v, g, beta = tokens
-    g, beta = (jnp.where((segments > 0)[..., None], x, 0.0) for x in (g, beta))
-    state = jnp.zeros((ROWS, KEY_HEADS * TIMES, DK, DV))
-    return gated_delta.chunked(q, k, v, g, beta, gated_delta.continued(segments), state, size=16)
-
-
-def test_packed_segments_equal_each_alone_with_their_gradients():
-    *tokens, _ = inputs(PACKED)
-    on_out = np.random.default_rng(3).normal(size=(ROWS, PACKED, KEY_HEADS * TIMES, DV))
-    on_out[:, PARTS[-1][1] :] = 0
-    run = jax.value_and_grad(
-        lambda *x: (jnp.sum(packed(*x)[0] * in_float32(on_out)[0]), packed(*x)), argnums=range(5), has_aux=True
-    )
-    (_, (out, last)), slopes = jax.jit(run)(*in_float32(*tokens))
-    zero = np.zeros((ROWS, KEY_HEADS * TIMES, DK, DV))
-    for start, stop in PARTS:
-        part = [x[:, start:stop] for x in tokens]
-        alone, state = recurrence(*part, zero)
-        assert_close(out[:, start:stop], alone, (start, stop))
-        want = gradients(*part, zero, on_out[:, start:stop], zero)
-        for name, slope in zip(NAMES, slopes):
-            assert_close(slope[:, start:stop], want[name], (name, start))
-    assert_close(last, state, "the state after padding is that of the last token")
-
-
-def test_a_neighbour_changes_no_bit_of_another_segment():
-    *tokens, _ = in_float32(*inputs(PACKED))
-    other = [x.at[:, slice(*PARTS[1])].set(0.7 if i == 4 else -7.0) for i, x in enumerate(tokens)]
-    one, two = (np.asarray(jax.jit(packed)(*x)[0]) for x in (tokens, other))
-    for number in (0, 2, 3):
-        where = slice(*PARTS[number])
-        assert np.array_equal(one[:, where], two[:, where])
-    assert np.abs(one - two)[:, slice(*PARTS[1])].max() > 1e-2
+def in_float32(*values):
+    return tuple(jnp.asarray(x, jnp.float32) for x in values)
 
 
 def test_the_convolution_reaches_back_within_its_segment_alone():

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+from jaxrl_llm.kernels.delta_rule.definition import CHUNK
 from jaxrl_llm.learner.optimizer import decays
 from jaxrl_llm.metrics import flops
-from jaxrl_llm.models import gated_delta
 from jaxrl_llm.models.architecture import Experts, GatedDelta
 from jaxrl_llm.models.lora import AdaptedPolicy, LoRA
 from jaxrl_llm.models.policy import Policy
@@ -69,7 +69,7 @@ def test_a_token_goes_to_its_experts_and_to_the_shared_one():
 
 def test_flops_count_the_rule_in_recurrent_layers_and_pairs_in_the_others():
     """Of Qwen3.5-9B: 0.164 MFLOP for a token and value head, 5.2 MFLOP for a token and layer; 8 layers of 32 attend."""
-    assert flops.rule(NINE) / 32 == pytest.approx(0.164e6, rel=1e-2) and flops.CHUNK == gated_delta.CHUNK
+    assert flops.rule(NINE) / 32 == pytest.approx(0.164e6, rel=1e-2) and flops.CHUNK == CHUNK
     weights = flops.product_weights(NINE) + NINE.vocabulary_size * NINE.width
     by_hand = 4096 * (2 * weights + 24 * 32 * (6 * 128**2 + 4 * 64 * 256)) + 2 * 8 * 4096**2 * 16 * 256
     assert flops.forward(NINE, [4096]) == pytest.approx(by_hand, rel=1e-9)

@@ -1,0 +1,125 @@
+"""What one chunk of the gated delta rule computes, for one row and head: plain functions of matrices, which the backends share.
+
+With G_i the sum of g up to token i of the chunk, S the state before it and D_ij = exp(G_i - G_j) for j <= i, else 0,
+
+    U = (I + A)^-1 [beta_i (v_i - exp(G_i) S^T k_i)]     A_ij = beta_i D_ij <k_i, k_j> for j < i
+    o_i = exp(G_i) S^T q_i + sum_j D_ij <q_i, k_j> U_j     S_next = exp(G_c) S + sum_j exp(G_c - G_j) k_j U_j^T
+
+D and A are 0 between segments, S counts for the segment it belongs to (its owner), and S_next holds the segment of the chunk's last
+token alone. No exponent is above 0. (I + A)^-1 depends on no state, so all chunks' inverses are computed at once.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+CHUNK = 64
+
+
+class Links(NamedTuple):
+    """How the tokens of a chunk hang together.
+
+    Attributes:
+      seen: exp(G_i), the share of the state before the chunk that token i sees; 0 in another segment than the state's.
+      left: D_cj, the share of token j's change that the state after the chunk holds.
+      kept: the share of the state before the chunk that the one after it holds, which is `seen` of the last token.
+      links: A.
+      scores: D_ij <q_i, k_j>.
+    """
+
+    seen: Float[Array, " c"]
+    left: Float[Array, " c"]
+    kept: Float[Array, ""]
+    links: Float[Array, "c c"]
+    scores: Float[Array, "c c"]
+
+
+def dot(a: jax.Array, b: jax.Array, precision: Any, axes: tuple[int, int] = (1, 0)) -> jax.Array:
+    """The product of two matrices, float32, that sums over `axes`."""
+    dimensions = (((axes[0],), (axes[1],)), ((), ()))
+    return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def owners(segments: Int[Array, "B T"], size: int) -> Int[Array, "B chunks"]:
+    """The segment that the state before each chunk of `size` tokens belongs to."""
+    return jnp.concatenate([segments[:, :1], segments[:, size - 1 : -1 : size]], axis=1)
+
+
+def links(
+    qk: tuple[Float[Array, "c dk"], Float[Array, "c dk"]],
+    g: Float[Array, " c"],
+    beta: Float[Array, " c"],
+    segments: Int[Array, " c"],
+    owner: Int[Array, ""],
+    precision: Any,
+) -> Links:
+    """What of a chunk needs no state; `owner` is the segment that the state before it belongs to."""
+    (q, k), size = qk, len(g)
+    row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
+    # g_{j+1} + ... + g_i is summed pair by pair, since differences of long sums lose digits.
+    later = jnp.where(row > column, g[:, None], 0.0)
+    sums = dot(jnp.where(row >= column, 1.0, 0.0), later, precision)
+    together = (segments[:, None] == segments[None, :]) & (row >= column)
+    decay = jnp.exp(jnp.where(together, sums, -jnp.inf))
+    whole = jnp.sum(jnp.where(row >= column, g[None, :], 0.0), axis=1)
+    seen = jnp.exp(jnp.where(segments == owner, whole, -jnp.inf))
+    left = jnp.sum(jnp.where(row == size - 1, decay, 0.0), axis=0)
+    kept = jnp.sum(jnp.where(lax.iota(jnp.int32, size) == size - 1, seen, 0.0))
+    near = jnp.where(row > column, beta[:, None] * decay * dot(k, k, precision, (1, 1)), 0.0)
+    return Links(seen, left, kept, near, decay * dot(q, k, precision, (1, 1)))
+
+
+def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:
+    """(I + A)^-1 for A strictly lower triangular and c a power of 2.
+
+    The inverses of two blocks of the diagonal give that of both, [[X, 0], [-Y A X, Y]], from blocks of one on. No power of A is
+    formed: where keys are alike those grow far beyond the inverse.
+    """
+    size = len(links)
+    row, column = (lax.broadcasted_iota(jnp.int32, links.shape, axis) for axis in (0, 1))
+    found, width = jnp.where(row == column, 1.0, 0.0), 1
+    while width < size:
+        # The rows of the second of two blocks, and the columns of the first.
+        between = (((row ^ column) & -width) == width) & ((row & width) != 0)
+        off = jnp.where(between, links, 0.0)
+        found = found - (off if width == 1 else dot(found, dot(off, found, precision), precision))
+        width *= 2
+    return found
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(3,))
+def solved(
+    links: Float[Array, "c c"], inverted: Float[Array, "c c"], errors: Float[Array, "c d"], precision: Any
+) -> Float[Array, "c d"]:
+    """(I + A)^-1 errors, where the inverse is known; it is differentiated by A, and not through the inverse."""
+    return dot(inverted, errors, precision)
+
+
+def _solved_jvp(precision: Any, values: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    links, inverted, errors = values
+    found = solved(links, inverted, errors, precision)
+    change = tangents[2] - dot(tangents[0], found, precision)
+    return found, dot(inverted, change, precision)
+
+
+solved.defjvp(_solved_jvp)
+
+
+def advance(
+    qkv: tuple[Float[Array, "c dk"], Float[Array, "c dk"], Float[Array, "c dv"]],
+    beta: Float[Array, " c"],
+    found: Links,
+    inverted: Float[Array, "c c"],
+    state: Float[Array, "dk dv"],
+    precision: Any,
+) -> tuple[Float[Array, "c dv"], Float[Array, "dk dv"]]:
+    """The outputs of a chunk, and the state after it, from the state before it."""
+    q, k, v = qkv
+    errors = beta[:, None] * (v - found.seen[:, None] * dot(k, state, precision))
+    updates = solved(found.links, inverted, errors, precision)
+    out = found.seen[:, None] * dot(q, state, precision) + dot(found.scores, updates, precision)
+    return out, found.kept * state + dot(found.left[:, None] * k, updates, precision, (0, 0))
