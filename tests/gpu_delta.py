@@ -5,7 +5,8 @@
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
 that are nearly alike, and prints the relative norms of the errors of outputs, last state and gradients, and whether a second call gives the same
 bits. `time` takes 8 such rows, forward, and forward and backward; `parts` each kernel of the Triton backend. `--how` adds other sizes of its
-kernels: columns, warps of `prepare`, `over` and `gradients`, and precision=bf16x3. A row that fails says how, and the next one
+kernels: columns, warps of `prepare`, `over` and `gradients`, and precision=tf32x3 of all
+but `prepare`. A row that fails says how, and the next one
 runs; exits 1 where a value is wrong or a backend fails.
 """
 
@@ -170,11 +171,11 @@ def parts(name: str, how: triton.How) -> None:
     slopes = (tokens[2], state)
     attempt(f"reverse, {name}", lambda: measured(functools.partial(triton.slopes, call, how), tokens, prepared, slopes))
     back = functools.partial(triton.gradients, call, how)
-    attempt(f"gradients, {name}", lambda: measured(back, tokens, places, prepared[1], states, states, slopes[0]))
+    attempt(f"gradients, {name}", lambda: measured(back, tokens, places, prepared, states, states, slopes[0]))
 
 
 def how_of(text: str) -> triton.How:
-    """The sizes of "columns=32,over=4,precision=bf16x3"."""
+    """The sizes of "columns=32,over=4,precision=tf32x3"."""
     items = dict(item.split("=") for item in text.split(",") if item)
     how = triton.How()
     if "precision" in items:
@@ -192,7 +193,7 @@ def main() -> int:
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     device = jax.devices()[0]
-    say(name="device", kind=device.device_kind, jax=jax.__version__, precision=str(xla.PRECISION))
+    say(name="device", kind=device.device_kind, jax=jax.__version__, how=str(triton.HOW), xla=str(xla.PRECISION))
     names = {f"triton {text}".strip(): ("triton", how_of(text)) for text in ("", *options.how)}
     if "time" in options.only:
         times(names | {"xla": ("xla", triton.How())}, until)

@@ -90,7 +90,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """The layers that hold a recurrent state, by the gated delta rule, in place of attention (models/gated_delta.py).
+    """The layers that hold a recurrent state, by the gated delta rule, in place of attention (kernels/delta_rule).
 
     Attributes:
       key_heads: number of query and key heads.

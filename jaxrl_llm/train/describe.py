@@ -153,7 +153,7 @@ def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_
 
 def better(choice: Choice) -> str | None:
     """The backend that the device has for the call in bfloat16 and, on TPUs, in rows of whole lanes; None where it is used."""
-    changes: dict[str, Any] = {"dtype": "bfloat16"}
+    changes: dict[str, Any] = {"dtype": "bfloat16"} if hasattr(choice.call, "dtype") else {}
     if choice.op == "attention" and choice.call.platform == "tpu" and choice.call.max_segments is not None:
         changes |= dict.fromkeys(("queries", "keys"), choice.call.queries + -choice.call.queries % TPU_LANES)
     call = replace(choice.call, **changes)

@@ -83,7 +83,8 @@ def in_float32(*values):
     return tuple(jnp.asarray(x, jnp.float32) for x in values)
 
 
-INTERPRETED = triton.How(columns=4, precision=jax.lax.Precision.HIGHEST, interpret=True)
+FLOAT32 = jax.lax.Precision.HIGHEST
+INTERPRETED = triton.How(columns=4, inverting=FLOAT32, precision=FLOAT32, interpret=True)
 
 
 @pytest.fixture(params=["xla", "triton"])
