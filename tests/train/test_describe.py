@@ -15,6 +15,7 @@ from jaxrl_llm.data.sorting import Sorting
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
+from jaxrl_llm.kernels.delta_rule import api as delta_rule
 from jaxrl_llm.learner.optimizer import Optimizer
 from jaxrl_llm.learner.packing import Packing
 from jaxrl_llm.metrics import flops
@@ -238,3 +239,9 @@ def test_dry_run_doctor_and_the_run_itself_say_the_same(tmp_path, capsys):
     assert doctor.main([*flags, f"--run_dir={tmp_path}"]) == 0
     shown = [" ".join(line.split()[1:]) for line in capsys.readouterr().out.splitlines()]
     assert {" ".join(line.split()) for line in lines} <= set(shown)
+
+
+def test_a_kernel_whose_calls_have_no_dtype_runs_by_the_best_backend_that_the_device_has():
+    sizes = {"tokens": 64, "size": 64, "key_heads": 2, "value_heads": 2, "key_width": 16, "value_width": 16}
+    call = delta_rule.Call(platform="cpu", rows=1, **sizes)
+    assert describe.better(dispatch.Choice(op="delta_rule", backend="xla", call=call, refused={"triton": "no"})) is None
