@@ -1,13 +1,10 @@
-"""Checks and measures the gated delta rule on a GPU: each backend against float64 token by token, then its time at the shape of a 2B hybrid.
+"""Checks and measures the gated delta rule on a GPU: against float64 token by token, then its time at the shape of a 2B hybrid.
 
-    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time,parts] [--how=columns=32,over=4] [--seconds=150]
+    PYTHONPATH=. python tests/gpu_delta.py [--only=check,time]
 
 prints a JSON line a row. `check` takes a row of 4096 tokens in five segments, 16 heads with states of 128 x 128, keys at random and keys
 that are nearly alike, and prints the relative norms of the errors of outputs, last state and gradients, and whether a second call gives the same
-bits. `time` takes 8 such rows, forward, and forward and backward; `parts` each kernel of the Triton backend. `--how` adds other sizes of its
-kernels: columns, warps of `prepare`, `over` and `gradients`, and precision=tf32x3 of all
-but `prepare`. A row that fails says how, and the next one
-runs; exits 1 where a value is wrong or a backend fails.
+bits. `time` takes 8 such rows, forward, and forward and backward. Exits 1 where a value is wrong or a call fails.
 """
 
 import argparse
@@ -22,17 +19,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.kernels.delta_rule import api, definition, triton, xla
+from jaxrl_llm.kernels.delta_rule import api, xla
 from jaxrl_llm.kernels.timing import timed
 
 HEADS, WIDTH, TOKENS, ROWS = 16, 128, 4096, 8
 ENDS = (700, 701, 1500, 3100, TOKENS)  # of segments: one of a single token, and boundaries within chunks
 LARGEST = 3e-5  # relative norm of an error; one product of TF32 has 5e-4
 NAMES = ("out", "last", "q", "k", "v", "g", "beta", "state")
-PRECISIONS = {
-    "tf32x3": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    "bf16x3": jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-}
 BAD: list[str] = []
 
 
@@ -91,24 +84,12 @@ def exact(tokens: Any, segments: Any, state: Any) -> Any:
     return jnp.moveaxis(out.reshape(-1, *out.shape[2:]), 0, 1), state
 
 
-def backend(name: str, how: triton.How) -> Callable[..., Any]:
-    """The rule by a backend."""
-
-    def rule(tokens: Any, segments: Any, state: Any) -> Any:
-        if name == "triton":
-            return triton.rule(tokens, segments, state, call_of(len(segments)), how)
-        return api.delta_rule(*tokens, segments, state, backend=name)
-
-    return rule
+def rule(tokens: Any, segments: Any, state: Any) -> Any:
+    return api.delta_rule(*tokens, segments, state)
 
 
-def call_of(rows: int) -> api.Call:
-    sizes = {"key_heads": HEADS, "value_heads": HEADS, "key_width": WIDTH, "value_width": WIDTH}
-    return api.Call(platform="gpu", rows=rows, tokens=TOKENS, size=definition.CHUNK, **sizes)
-
-
-def check(names: dict[str, tuple[str, triton.How]]) -> None:
-    """Errors of each backend against float64."""
+def check() -> None:
+    """Errors against float64."""
     for alike in (0.0, 0.9):
         values = arrays(1, alike)
         rng = np.random.default_rng(1)
@@ -118,17 +99,16 @@ def check(names: dict[str, tuple[str, triton.How]]) -> None:
             wide = jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, given)
             want = [np.asarray(x) for x in results(exact)(*wide)]
 
-        def errors(case: tuple[str, triton.How], given: Any = given, want: Any = want) -> dict[str, Any]:
-            run = results(backend(*case))
+        def errors(given: Any = given, want: Any = want, alike: float = alike) -> dict[str, Any]:
+            run = results(rule)
             got, again = run(*given), run(*given)
             far = [float(np.linalg.norm(np.asarray(a, np.float64) - b) / np.linalg.norm(b)) for a, b in zip(got, want)]
             same = all(bool((p == q).all()) for p, q in zip(got, again))
             if not max(far) < LARGEST or not same:
                 raise ValueError(f"errors {dict(zip(NAMES, far))} of their norm, the same bits again: {same}")
-            return {"alike": alike, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}  # noqa: B023
+            return {"alike": alike, "errors": {n: float(f"{x:.2g}") for n, x in zip(NAMES, far)}, "repeats": same}
 
-        for name, case in names.items():
-            attempt(f"check {name}", functools.partial(errors, case))
+        attempt("check", errors)
 
 
 def measured(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
@@ -145,63 +125,21 @@ def measured(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     }
 
 
-def times(names: dict[str, tuple[str, triton.How]], until: float) -> None:
+def times() -> None:
     """Milliseconds of a layer's rule."""
     tokens, segments, state = arrays(ROWS, 0.0)
-    slopes = (tokens[2], state)
-    for name, case in names.items():
-        if time.monotonic() > until:
-            say(name=f"time {name}", left_out="no time left")
-            continue
-        rule = backend(*case)
-        attempt(f"time {name}, forward", lambda: measured(rule, tokens, segments, state))  # noqa: B023
-        attempt(f"time {name}, both", lambda: measured(results(rule), tokens, segments, state, slopes))  # noqa: B023
-
-
-def parts(name: str, how: triton.How) -> None:
-    """Milliseconds of each kernel of the Triton backend."""
-    tokens, segments, state = arrays(ROWS, 0.0)
-    call, places = call_of(ROWS), (segments, definition.owners(segments, definition.CHUNK))
-    attempt(f"prepare, {name}", lambda: measured(functools.partial(triton.prepared, call, how), tokens, places))
-    prepared = jax.jit(functools.partial(triton.prepared, call, how))(tokens, places)
-    for keep in (False, True):
-        run = functools.partial(triton.run, call, how, keep=keep)
-        attempt(f"forward, {name}, states kept: {keep}", lambda: measured(run, tokens, prepared, state))  # noqa: B023
-    states = jax.jit(functools.partial(triton.run, call, how, keep=True))(tokens, prepared, state)[2]
-    slopes = (tokens[2], state)
-    attempt(f"reverse, {name}", lambda: measured(functools.partial(triton.slopes, call, how), tokens, prepared, slopes))
-    back = functools.partial(triton.gradients, call, how)
-    attempt(f"gradients, {name}", lambda: measured(back, tokens, places, prepared, states, states, slopes[0]))
-
-
-def how_of(text: str) -> triton.How:
-    """The sizes of "columns=32,over=4,precision=tf32x3"."""
-    items = dict(item.split("=") for item in text.split(",") if item)
-    how = triton.How()
-    if "precision" in items:
-        how = how._replace(precision=PRECISIONS[items.pop("precision")])
-    if "columns" in items:
-        how = how._replace(columns=int(items.pop("columns")))
-    return how._replace(**{part: (int(warps), 1) for part, warps in items.items()})
+    attempt("time, forward", lambda: measured(rule, tokens, segments, state))
+    attempt("time, both", lambda: measured(results(rule), tokens, segments, state, (tokens[2], state)))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="check,time,parts", help="some of check, time and parts")
-    parser.add_argument("--how", action="append", default=[], help="other sizes of the Triton kernels too")
-    parser.add_argument("--seconds", type=float, default=150, help="start no timing after so many")
+    parser.add_argument("--only", default="check,time", help="check, time or both")
     options = parser.parse_args()
-    until = time.monotonic() + options.seconds
     device = jax.devices()[0]
-    say(name="device", kind=device.device_kind, jax=jax.__version__, how=str(triton.HOW), xla=str(xla.PRECISION))
-    names = {f"triton {text}".strip(): ("triton", how_of(text)) for text in ("", *options.how)}
-    if "time" in options.only:
-        times(names | {"xla": ("xla", triton.How())}, until)
-    if "check" in options.only:
-        check(names | {"xla": ("xla", triton.How())})
-    for name, (_, how) in names.items():
-        if "parts" in options.only and time.monotonic() < until:
-            parts(name, how)
+    say(name="device", kind=device.device_kind, jax=jax.__version__, precision=str(xla.PRECISION))
+    for part in options.only.split(","):
+        {"check": check, "time": times}[part]()
     return int(bool(BAD))
 
 

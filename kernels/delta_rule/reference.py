@@ -40,8 +40,8 @@ def rule(
     def one(
         carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]
     ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-        (state, owner), (*token, segment) = carry, inputs
-        out, state = step(*token, jnp.where((segment == owner)[:, None, None, None], state, 0.0))
+        (state, owner), (q, k, v, g, beta, segment) = carry, inputs
+        out, state = step(q, k, v, g, beta, jnp.where((segment == owner)[:, None, None, None], state, 0.0))
         return (state, segment), out
 
     inputs = tuple(jnp.moveaxis(x, 1, 0) for x in (*tokens, segments))
