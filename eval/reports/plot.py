@@ -20,7 +20,7 @@ from jaxtyping import Float
 
 from jaxrl_llm import command_line
 from jaxrl_llm.eval.viewer.curves import MetricLog
-from jaxrl_llm.metrics.event_files import event_files, records
+from jaxrl_llm.metrics.event_files import event_files, records, tensorboardx
 
 USUAL = ("reward/mean", "response/length", "entropy/mean", "eval/heldout/greedy", "eval/heldout/sampled", "gap/mean")
 # Colours that can be distinguished without red and green.
@@ -93,12 +93,11 @@ def read(folder: Path) -> dict[str, Curve]:
 
 
 def _of_events(files: Sequence[Path]) -> dict[str, Curve]:
-    from tensorboardX.proto.event_pb2 import Event  # this import takes seconds where torch is installed
-
+    event_of = tensorboardx("proto.event_pb2").Event.FromString
     found: dict[str, dict[float, float]] = {}
     for file in files:
         for _, payload in records(file.read_bytes()):
-            event = Event.FromString(payload)
+            event = event_of(payload)
             for value in event.summary.value:
                 if (number := _scalar(value)) is not None:
                     found.setdefault(value.tag, {})[float(event.step)] = number

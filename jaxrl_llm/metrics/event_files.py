@@ -5,11 +5,25 @@ showing texts, such as rollouts, and SummaryWriter writes in a thread of its own
 checkpoint.
 """
 
+import importlib
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+
+def tensorboardx(module: str) -> Any:
+    """Imports a module of tensorboardX without PyTorch, which its writer of models, not used here, would load for seconds."""
+    hidden = "torch" not in sys.modules
+    if hidden:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for a module that is not there
+    try:
+        return importlib.import_module(f"tensorboardX.{module}")
+    finally:
+        if hidden:
+            del sys.modules["torch"]
 
 
 def event_files(folder: Path) -> list[Path]:
@@ -23,9 +37,9 @@ def new_event_file(folder: Path) -> Any:
     With seconds alone in the name, a second writer could overwrite the first one's file. TensorBoard reads files in the order
     of their names, which is the order of their times.
     """
-    from tensorboardX.event_file_writer import EventsWriter  # this import takes seconds where torch is installed
-
-    return EventsWriter(str(folder / "events"), filename_suffix=f".{time.time_ns():020d}")
+    return tensorboardx("event_file_writer").EventsWriter(
+        str(folder / "events"), filename_suffix=f".{time.time_ns():020d}"
+    )
 
 
 def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -49,12 +63,11 @@ def cut_events(path: Path, step: int) -> None:
     A file that has no summary left is deleted; a torn record at the end is dropped.
     """
     from google.protobuf.message import DecodeError
-    from tensorboardX.proto.event_pb2 import Event
 
-    kept, shows = [], False
+    event_of, kept, shows = tensorboardx("proto.event_pb2").Event.FromString, [], False
     try:
         for record, payload in records(path.read_bytes()):
-            event = Event.FromString(payload)
+            event = event_of(payload)
             if event.step <= step or event.HasField("file_version"):
                 kept.append(record)
                 shows |= event.HasField("summary")

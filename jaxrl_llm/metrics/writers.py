@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxrl_llm.metrics.event_files import cut_events, event_files, new_event_file
+from jaxrl_llm.metrics.event_files import cut_events, event_files, new_event_file, tensorboardx
 from jaxrl_llm.metrics.run_folder import append_lines
 from jaxrl_llm.protocols import Writer
 
@@ -203,17 +203,13 @@ class TensorBoardWriter:
     """Writes in the caller's thread, so that what was written before a checkpoint survives a kill after it."""
 
     def __init__(self, folder: Path, rollouts_shown: int) -> None:
-        from tensorboardX import summary  # this import takes seconds where torch is installed
-        from tensorboardX.proto.event_pb2 import Event
-
         # It warns of each value that is no number; the board marks these, and one line a value would bury the console's.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
-        self._summary = summary
-        self._event = Event
+        self._summary, self._event = tensorboardx("summary"), tensorboardx("proto.event_pb2").Event
         self._rollouts_shown = rollouts_shown
         self._file = new_event_file(folder)
         charts = {part: {name: ["Multiline", tags] for name, tags in held.items()} for part, held in DASHBOARD.items()}
-        self._add(0, summary.custom_scalars(charts))
+        self._add(0, self._summary.custom_scalars(charts))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         shown = {GROUPED.get(name, name): float(value) for name, value in values.items()}

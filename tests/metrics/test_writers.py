@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import subprocess
 import sys
 from types import ModuleType
 
@@ -354,3 +355,19 @@ def test_writers_are_what_the_protocol_asks_for(tmp_path, wandb):
         assert isinstance(writer, Writer)
         writer.close()
     assert issubclass(Writers, Writer)
+
+
+WRITES = """
+import importlib.util, pathlib, sys
+from jaxrl_llm.metrics.writers import TensorBoard
+writer = TensorBoard().open(pathlib.Path(sys.argv[1]), None)
+writer.write(1, {"a": 2.0})
+writer.close()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"tensorboardX", "torch"}), importlib.util.find_spec("torch").name)
+"""
+
+
+def test_tensorboard_is_written_without_pytorch_which_can_be_imported_after_it(tmp_path):
+    done = subprocess.run([sys.executable, "-c", WRITES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "['tensorboardX'] torch\n", done.stderr
+    assert scalars(tmp_path / "tensorboard", "a") == [(1, 2.0)]
