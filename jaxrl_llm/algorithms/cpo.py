@@ -8,6 +8,7 @@ same.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from jax import Array
@@ -27,15 +28,12 @@ class CPO(Pairwise):
 
     nll_coef: float = 1.0
     label_smoothing: float = 0.0
+    refers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         components.at_least(self, 0, "nll_coef")
         components.within(self, "[0, 0.5)", "label_smoothing")
-
-    @property
-    def refers(self) -> bool:
-        return False
 
     def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
         margin, eps = self.margin(chosen, rejected), self.label_smoothing

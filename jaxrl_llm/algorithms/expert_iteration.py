@@ -7,6 +7,7 @@ are left out of the loss.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -26,9 +27,7 @@ class ExpertIteration(SFT):
 
     threshold: float = 1.0
 
-    @property
-    def learns_from(self) -> Learns:
-        return "samples"
+    learns_from: ClassVar[Learns] = "samples"
 
     def advantages(self, sequences: Sequences) -> Advantages:
         """Assigns 1 to the tokens of good responses; only these are learned from."""

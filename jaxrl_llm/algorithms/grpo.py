@@ -21,7 +21,7 @@ step, so splitting a batch changes nothing.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -89,6 +89,7 @@ class PolicyGradient(ABC):
     entropy_coef: float = 0.0
     entropy_share: float = 1.0
     overlong: Overlong | None = None
+    learns_from: ClassVar[Learns] = "samples"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kl_by_source", tuple((str(n), float(f)) for n, f in self.kl_by_source))  # hashable
@@ -105,10 +106,6 @@ class PolicyGradient(ABC):
         if self.kl_by_source and self.kl_coef == 0:
             components.refuse(self, "kl_coef", "> 0 where kl_by_source multiplies it")
         components.within(self, "(0, 1]", "entropy_share")
-
-    @property
-    def learns_from(self) -> Learns:
-        return "samples"
 
     @property
     def needs(self) -> frozenset[str]:

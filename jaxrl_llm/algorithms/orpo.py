@@ -6,6 +6,7 @@ https://arxiv.org/abs/2403.07691 (lambda there is beta here); no reference polic
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,7 @@ class ORPO(Pairwise):
 
     beta: float = 0.1
 
-    @property
-    def refers(self) -> bool:
-        return False
+    refers: ClassVar[bool] = False
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
         return log_odds(chosen.mean) - log_odds(rejected.mean)

@@ -10,6 +10,7 @@ train.Packing.row_tokens long. Prompts are learned from as responses are, and a 
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from jaxrl_llm.algorithms.sft import SFT
 from jaxrl_llm.protocols import Learns
@@ -19,6 +20,4 @@ from jaxrl_llm.protocols import Learns
 class PackedSFT(SFT):
     """Imitation of whole documents."""
 
-    @property
-    def learns_from(self) -> Learns:
-        return "documents"
+    learns_from: ClassVar[Learns] = "documents"

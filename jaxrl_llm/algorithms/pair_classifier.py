@@ -8,7 +8,7 @@ model. The weights are the paper's N / N_k times a factor that makes their mean 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -30,13 +30,10 @@ class PairClassifier(Objective):
     """
 
     similar_share: float = 0.5
+    learns_from: ClassVar[Learns] = "pairs"
 
     def __post_init__(self) -> None:
         components.within(self, "(0, 1)", "similar_share")
-
-    @property
-    def learns_from(self) -> Learns:
-        return "pairs"
 
     @property
     def needs(self) -> frozenset[str]:

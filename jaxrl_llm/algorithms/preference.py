@@ -9,7 +9,7 @@ invalid is left out whole.
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,7 @@ class Preference(Objective):
 
     beta: float = 0.1
     answers_of: Literal["data", "policy"] = "data"
+    refers: ClassVar[bool] = True  # whether the loss has a reference policy
 
     def __post_init__(self) -> None:
         components.choices(self)
@@ -85,11 +86,6 @@ class Preference(Objective):
     @property
     def learns_from(self) -> Learns:
         return "pairs" if self.answers_of == "data" else "samples"
-
-    @property
-    def refers(self) -> bool:
-        """Whether the loss has a reference policy."""
-        return True
 
     @property
     def needs(self) -> frozenset[str]:

@@ -9,7 +9,7 @@ its mask.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +32,10 @@ class RewardModel(Objective):
     """
 
     center_coef: float = 0.0
+    learns_from: ClassVar[Learns] = "pairs"
 
     def __post_init__(self) -> None:
         components.at_least(self, 0, "center_coef")
-
-    @property
-    def learns_from(self) -> Learns:
-        return "pairs"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
@@ -25,14 +25,11 @@ class SFT(Objective):
 
     aggregation: Aggregation = "token-mean"
     constant_length: int = 1024
+    learns_from: ClassVar[Learns] = "demonstrations"
 
     def __post_init__(self) -> None:
         components.choices(self)
         components.at_least(self, 1, "constant_length")
-
-    @property
-    def learns_from(self) -> Learns:
-        return "demonstrations"
 
     @property
     def constant(self) -> float:

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2405.14734.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 from jax import Array
@@ -24,14 +25,11 @@ class SimPO(Pairwise):
 
     beta: float = 2.0
     gamma: float = 1.0
+    refers: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         components.at_least(self, 0, "gamma")
-
-    @property
-    def refers(self) -> bool:
-        return False
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
         return self.beta * (chosen.mean - rejected.mean)
