@@ -49,12 +49,14 @@ class Finding:
 Check = Callable[[], Iterator[Finding]]
 
 
+def judged(check: str, good: bool, found: str, advice: str, bad: Literal["WARN", "FAIL"] = "FAIL") -> Finding:
+    """The finding of a check that is OK where it is `good`, and has the advice elsewhere."""
+    return Finding(status="OK" if good else bad, check=check, found=found, advice="" if good else advice)
+
+
 def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
     found, least = ".".join(map(str, version)), ".".join(map(str, PYTHON_LEAST))
-    if version < PYTHON_LEAST:
-        yield Finding(status="FAIL", check="Python", found=found, advice=f"use Python {least} or newer")
-    else:
-        yield Finding(status="OK", check="Python", found=found)
+    yield judged("Python", version >= PYTHON_LEAST, found, f"use Python {least} or newer")
 
 
 def requirements() -> list[str]:
@@ -90,11 +92,10 @@ def check_packages(required: Sequence[str] | None = None) -> Iterator[Finding]:
 def check_gin() -> Iterator[Finding]:
     """Checks that `import gin` finds gin-config: where that is absent, Python imports any folder named gin."""
     spec = importlib.util.find_spec("gin")
-    if spec is None or spec.origin is None:
+    good, where = spec is not None and spec.origin is not None, "gin-config"
+    if not good:
         where = "nothing" if spec is None else f"the folder {next(iter(spec.submodule_search_locations or []), 'gin')}"
-        yield Finding(status="FAIL", check="gin", found=f"import gin finds {where}", advice="pip install gin-config")
-    else:
-        yield Finding(status="OK", check="gin", found="import gin finds gin-config")
+    yield judged("gin", good, f"import gin finds {where}", "pip install gin-config")
 
 
 def check_devices() -> Iterator[Finding]:
@@ -129,11 +130,9 @@ def check_compile() -> Iterator[Finding]:
     # Entries of 1/16 make every sum exact, at any precision of the product.
     values = [float(program(jax.device_put(jnp.full((256, 256), 1 / 16), device))) for device in jax.devices()]
     seconds = time.perf_counter() - begin
-    if all(value == 256.0**3 / 256 + salt for value in values):
-        yield Finding(status="OK", check="jit", found=f"compiled and ran on {len(values)} device(s) in {seconds:.1f} s")
-    else:
-        advice = "reinstall jax and the accelerator's driver so that their versions match"
-        yield Finding(status="FAIL", check="jit", found=f"wrong result: {values}", advice=advice)
+    good = all(value == 256.0**3 / 256 + salt for value in values)
+    found = f"compiled and ran on {len(values)} device(s) in {seconds:.1f} s" if good else f"wrong result: {values}"
+    yield judged("jit", good, found, "reinstall jax and the accelerator's driver so that their versions match")
 
 
 def check_disk(run_dir: Path) -> Iterator[Finding]:
@@ -182,12 +181,9 @@ def check_server(url: str, timeout_s: float = 10.0) -> Iterator[Finding]:
         yield Finding(status="FAIL", check="vLLM", found=f"{url}: {error}", advice=advice)
         return
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    if VLLM_LEAST <= numbers <= VLLM_NEWEST:
-        yield Finding(status="OK", check="vLLM", found=f"{url}: version {version}")
-    else:
-        least, newest = (".".join(map(str, v)) for v in (VLLM_LEAST, VLLM_NEWEST))
-        advice = f"versions {least} to {newest} are known to work"
-        yield Finding(status="WARN", check="vLLM", found=f"{url}: version {version}", advice=advice)
+    least, newest = (".".join(map(str, v)) for v in (VLLM_LEAST, VLLM_NEWEST))
+    advice, good = f"versions {least} to {newest} are known to work", VLLM_LEAST <= numbers <= VLLM_NEWEST
+    yield judged("vLLM", good, f"{url}: version {version}", advice, "WARN")
 
 
 def check_model(folder: Path) -> Iterator[Finding]:
@@ -212,19 +208,13 @@ def check_model(folder: Path) -> Iterator[Finding]:
         counted += f"{architecture.experts.count} experts in {sum(architecture.sparse)} of {architecture.layers} layers"
     yield Finding(status="OK", check="parameters", found=counted)
     weights = list(folder.glob("*.safetensors"))
-    if weights:
-        size = sum(file.stat().st_size for file in weights)
-        yield Finding(status="OK", check="weights", found=f"{len(weights)} safetensors file(s), {size / 1e9:.2f} GB")
-    else:
-        advice = "save the model with safe_serialization=True"
-        yield Finding(status="FAIL", check="weights", found="no *.safetensors", advice=advice)
+    size = sum(file.stat().st_size for file in weights)
+    found = f"{len(weights)} safetensors file(s), {size / 1e9:.2f} GB" if weights else "no *.safetensors"
+    yield judged("weights", bool(weights), found, "save the model with safe_serialization=True")
     tokenizer = PretrainedTokenizer(path=str(folder)).load()
-    found = f"{len(tokenizer)} tokens"
-    if tokenizer.chat_template:
-        yield Finding(status="OK", check="tokenizer", found=f"{found}, with a chat template")
-    else:
-        advice = "set tokenizer.PretrainedTokenizer.chat_template, or use a data template that gives plain text"
-        yield Finding(status="WARN", check="tokenizer", found=f"{found}, no chat template", advice=advice)
+    found = f"{len(tokenizer)} tokens, {'with a' if tokenizer.chat_template else 'no'} chat template"
+    advice = "set tokenizer.PretrainedTokenizer.chat_template, or use a data template that gives plain text"
+    yield judged("tokenizer", bool(tokenizer.chat_template), found, advice, "WARN")
 
 
 def check_logits(folder: Path) -> Iterator[Finding]:
@@ -273,14 +263,11 @@ def check_logits(folder: Path) -> Iterator[Finding]:
     with jax.default_matmul_precision("highest"):
         apart = np.abs(np.asarray(ours(params)) - _transformers_log_probs(folder, tokens)).max(axis=(0, 2))
     found = f"at most {apart.max():.1e} from transformers, of {length} tokens in float32"
-    if apart.max() <= MOST_APART:
-        yield Finding(status="OK", check="log-probs", found=found)
-    else:
-        advice = f"up to {MOST_APART:g} is rounding; more, as {np.sum(apart > MOST_APART)} tokens have, is an error of this project: "
-        advice += "report it with the folder's config.json"
-        if architecture.experts is not None:
-            advice += ". A near tie between two experts moves one token and those after it, by chance"
-        yield Finding(status="FAIL", check="log-probs", found=found, advice=advice)
+    advice = f"up to {MOST_APART:g} is rounding; more, as {np.sum(apart > MOST_APART)} tokens have, is an error of this project: "
+    advice += "report it with the folder's config.json"
+    if architecture.experts is not None:
+        advice += ". A near tie between two experts moves one token and those after it, by chance"
+    yield judged("log-probs", bool(apart.max() <= MOST_APART), found, advice)
 
 
 def _transformers_log_probs(folder: Path, tokens: Any) -> Any:
