@@ -22,7 +22,7 @@ from jaxrl_llm.samplers.requests import Draft, Request, check
 from jaxrl_llm.samplers.vllm.answers import Ask, Piece, Refused, ServerFault
 from jaxrl_llm.samplers.vllm.autoscale import Autoscale, Scaler, load_of
 from jaxrl_llm.samplers.vllm.fleet import Fleet
-from jaxrl_llm.samplers.vllm.publisher import Publisher
+from jaxrl_llm.samplers.vllm.publisher import Publisher, still_there
 from jaxrl_llm.samplers.vllm.server_update import Published
 
 _log = logging.getLogger(__name__)
@@ -192,9 +192,8 @@ class VllmClient:
             _log.warning("version %d is published %s, because every server refused it: %s", version, way, refusal)
             try:
                 self.publisher = make()
-                if _still_there(params):
-                    published = self._write(params, version)
-                    published = await self._finished(published)
+                if still_there(params):
+                    published = await self._finished(self._write(params, version))
                 elif self.publisher is not first:
                     break
                 await self._fleet.publish_again(published)
@@ -398,9 +397,3 @@ class VllmClient:
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens)
-
-
-def _still_there(params: Params) -> bool:
-    """Returns whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
-    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
-    return jax.process_count() == 1 and not any(leaf.is_deleted() for leaf in leaves)

@@ -329,3 +329,9 @@ def scored(
         )  # fmt: skip
         found.append(stats["logprob"].reshape(rows, -1)[0])
     return found[0], likely, found[1], jnp.std(logits, axis=-1)
+
+
+def still_there(params: Params) -> bool:
+    """Returns whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
+    return jax.process_count() == 1 and not any(leaf.is_deleted() for leaf in leaves)
