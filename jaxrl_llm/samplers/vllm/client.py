@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxrl_llm.experience import Completion, SamplingParams, seed_of
