@@ -212,5 +212,5 @@ def test_what_does_not_fit_is_refused_with_what_would():
         delta_rule(q, k, v, g, beta, one, state, size=24)
     with pytest.raises(ValueError, match="4 value heads cannot share 3 key heads"):
         delta_rule(q[:, :, [0, 1, 1]], k[:, :, [0, 1, 1]], v, g, beta, one, state)
-    with pytest.raises(ValueError, match="xla, reference"):
+    with pytest.raises(ValueError, match=r"use one of .'xla', 'reference'"):
         delta_rule(q, k, v, g, beta, one, state, backend="triton")

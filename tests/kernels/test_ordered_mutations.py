@@ -119,7 +119,9 @@ def test_attention_to_blocks_in_another_order_is_seen_on_gpus(monkeypatch):
     def attended():
         rows = attention_gpu.packed(*arrays, jnp.asarray(SEGMENTS * 0 + 1), call_of("gpu", "bfloat16"), interpret=True)
         at = jnp.arange(T, dtype=jnp.int32)
-        return wide(rows)[0], wide(attention_gpu.decoded(q, k, v, jnp.int32(0), at, window=None, interpret=True))
+        return wide(rows)[0], wide(
+            attention_gpu.decoded.__wrapped__(q, k, v, jnp.int32(0), at, window=None, interpret=True)
+        )
 
     packed, decoded = attended()
     assert np.array_equal(packed, decoded)
@@ -144,7 +146,7 @@ def test_a_product_in_pieces_of_another_depth_is_seen(monkeypatch):
     def product(x, **sizes):
         monkeypatch.setattr(hopper, "tiles_of", lambda rows, columns: product_tiles(**sizes))
         with interpreter():
-            return wide(jax.block_until_ready(hopper.product(x, w)))
+            return wide(jax.block_until_ready(hopper.product.__wrapped__(x, w)))
 
     found = product(x)
     # Neither company, nor the rows of a block, nor the stages change a bit.
@@ -162,7 +164,7 @@ def test_rows_summed_in_other_parts_are_seen(monkeypatch, kernel):
     targets, head = jnp.arange(37, dtype=jnp.int32) % 11, normal(16, 11, 384, dtype=jnp.bfloat16)
     # Numbers of float32 leave the norms' last bits to be seen.
     kernels = {
-        "norms": lambda x, _: hopper._norms(x.astype(jnp.float32), scale, 1e-6, interpret=True),
+        "norms": lambda x, _: hopper._norms.__wrapped__(x.astype(jnp.float32), scale, 1e-6, interpret=True),
         "chosen": lambda x, targets: hopper.chosen_logits(x, head, targets, interpret=True),
     }
     found = kernels[kernel](x, targets)

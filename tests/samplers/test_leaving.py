@@ -15,7 +15,7 @@ from fleet_cases import checked, running, until
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.samplers.vllm import fleet as fleets
 from jaxrl_llm.samplers.vllm.local_server import free_port
-from jaxrl_llm.samplers.vllm_proxy import TOKEN_VARIABLE
+from jaxrl_llm.serving import TOKEN_VARIABLE
 
 TOKEN = "a token of more than sixteen letters"
 ROOT = Path(__file__).parent.parent.parent

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import jax
 import numpy as np
@@ -29,8 +30,8 @@ class StorePublisher(Publisher):
     """Writes versions to object storage.
 
     Attributes:
-      address: the folder of versions there, or a "file://" address of `folder`; whatever versions an earlier run left in it are removed at the
-        first one.
+      address: the folder of versions there, which a "file://" address names on this host; whatever versions an earlier run left in it are
+        removed at the first one.
       relayed: list the digests of all blocks, for relays.
       wait_s: most seconds that process 0, once its own shards are written, waits for those of the others.
       process: the number of this process.
@@ -97,7 +98,8 @@ class StorePublisher(Publisher):
 
     def place(self, version: int) -> str:
         """Returns where samplers find a version."""
-        return str(self._path(version)) if self.address.startswith("file://") else self.source(version)
+        source = self.source(version)
+        return unquote(urlsplit(source).path) if source.startswith("file://") else source
 
     def source(self, version: int) -> str:
         """Returns where relays find a version."""
