@@ -37,7 +37,7 @@ def attempt(name: str, run: Callable[[], dict[str, Any]]) -> None:
     """Prints the row of `run`, or how it failed."""
     try:
         say(name=name, **run())
-    except Exception as error:  # one backend's failure must not hide the others' rows
+    except Exception as error:  # one failure must not hide the other rows
         BAD.append(name)
         say(name=name, failed=f"{type(error).__name__}: {error}"[:1500])
 

@@ -107,19 +107,3 @@ def _solved_jvp(precision: Any, values: Any, tangents: Any) -> tuple[jax.Array, 
 
 
 solved.defjvp(_solved_jvp)
-
-
-def advance(
-    qkv: tuple[Float[Array, "c dk"], Float[Array, "c dk"], Float[Array, "c dv"]],
-    beta: Float[Array, " c"],
-    found: Links,
-    inverted: Float[Array, "c c"],
-    state: Float[Array, "dk dv"],
-    precision: Any,
-) -> tuple[Float[Array, "c dv"], Float[Array, "dk dv"]]:
-    """The outputs of a chunk, and the state after it, from the state before it."""
-    q, k, v = qkv
-    errors = beta[:, None] * (v - found.seen[:, None] * dot(k, state, precision))
-    updates = solved(found.links, inverted, errors, precision)
-    out = found.seen[:, None] * dot(q, state, precision) + dot(found.scores, updates, precision)
-    return out, found.kept * state + dot(found.left[:, None] * k, updates, precision, (0, 0))
