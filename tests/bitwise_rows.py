@@ -10,6 +10,8 @@ import numpy as np
 
 from jaxrl_llm.kernels.attention.api import attention
 from jaxrl_llm.kernels.decode_attention.api import decode_attention
+from jaxrl_llm.kernels.token_stats.api import token_stats
+from jaxrl_llm.models.policy import Policy
 
 
 def differing(one: Any, other: Any) -> int:
@@ -39,6 +41,25 @@ def rows_of(rng: np.random.Generator, lengths: np.ndarray, row: int) -> tuple[np
             cut = np.s_[b, first : first + lengths[i]]
             positions[cut], segments[cut], owner[cut] = np.arange(lengths[i]), number, i
     return positions, segments, owner
+
+
+def learned(policy: Policy, params: Any, sequences: Sequence[np.ndarray], row: int) -> list[np.ndarray]:
+    """The learner's log-prob of each token of the sequences but the first, from packed rows of so many tokens."""
+    positions, segments, owner = rows_of(np.random.default_rng(0), np.array([len(s) - 1 for s in sequences]), row)
+    table = np.stack([np.pad(s, (0, row + 1 - len(s))) for s in sequences])
+    used = owner >= 0
+    tokens, targets = np.where(used, table[owner, positions], 0), np.where(used, table[owner, positions + 1], -1)
+    most = int(segments.max())
+
+    @jax.jit
+    def read(params: Any, tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
+        hidden = policy.hidden(params, tokens, positions, segments, max_segments=most)
+        own = (hidden.reshape(-1, hidden.shape[-1]), policy.head(params), targets.reshape(-1))
+        return token_stats(*own, outputs=("logprob",), backend="ordered" if policy.bitwise else None)["logprob"]
+
+    found = np.asarray(read(params, tokens, positions, segments, targets))
+    order = [np.flatnonzero(owner == i) for i in range(len(sequences))]  # a sequence lies in one row, in its order
+    return [found[at] for at in order]
 
 
 def spread(values: Sequence[np.ndarray], positions: np.ndarray, owner: np.ndarray) -> jax.Array:
