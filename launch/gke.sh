@@ -19,6 +19,8 @@
 #                    fewest of GPU_GB gigabytes (80) that hold the model, of a node's SAMPLER_GPUS (8), by the config.json of the folder MODEL_CONFIG
 #                    of this host; 1 without that
 #   SAMPLERS         how many samplers (2)
+#   RELAY_PORT       starts a relay in each sampler's pod, at this port, by which pods pass weights on (none); RELAY_FOLDER in the pod's memory,
+#                    which then holds two versions of the model (/dev/shm/jaxrl_llm_relay)
 #   SPOT             1 takes preemptible nodes for the samplers
 #   SANDBOXES        how many pods run the programs of gin/rewards/code.gin (0), from the learner's image built with EXTRA=tpu,serve;
 #                    the learner is told where they are, unless --gin="SANDBOX='http://NAME-sandbox.NAMESPACE.svc:8001'" tells an agent's tool
@@ -32,7 +34,7 @@ set -euo pipefail
 actions "apply show scale status logs restart delete" "$@"
 set -- "${ARGUMENTS[@]}"
 
-NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
+NAME=${NAME:-jaxrl} NAMESPACE=${NAMESPACE:-default} CHIPS=${CHIPS:-4} TPU_SLICES=${TPU_SLICES:-1} GPUS=${GPUS:-} RELAY_PORT=${RELAY_PORT:-} RELAY_FOLDER=${RELAY_FOLDER:-} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
 SAMPLERS=${SAMPLERS:-2} SPOT=${SPOT:-} SANDBOXES=${SANDBOXES:-0} SAVE_S=${SAVE_S:-300}
 need_tools kubectl python3
 need NAME "a name for the run"
@@ -45,7 +47,7 @@ filled() {
   shopt -u patsub_replacement 2>/dev/null || true # "&" is a letter like others
   text=$(<"$1")
   for name in NAME NAMESPACE LEARNER_IMAGE SAMPLER_IMAGE CLAIM MODEL TPU_ACCELERATOR TPU_TOPOLOGY HOSTS CHIPS TPU_SLICES \
-    GPU_ACCELERATOR GPUS SAMPLERS SANDBOXES SAVE_S SPOT_NODES; do
+    GPU_ACCELERATOR GPUS SAMPLERS SANDBOXES SAVE_S SPOT_NODES RELAY_PORT RELAY_FOLDER; do
     text=${text//"\${$name}"/${!name}}
   done
   # shellcheck disable=SC2154
@@ -72,6 +74,7 @@ prepare() {
   for name in HOSTS CHIPS TPU_SLICES GPUS SAVE_S; do need_number "$name" 1; done
   need_number SAMPLERS 0
   need_number SANDBOXES 0
+  relay_variables
   # shellcheck disable=SC2034
   case $SPOT in
     "") SPOT_NODES= ;;
@@ -87,6 +90,11 @@ prepare() {
   fi
   # JSON is YAML, and json.dumps quotes whatever an argument holds; Kubernetes itself would read $(NAME).
   arguments=$(python3 -c 'import json, sys; print(json.dumps(sys.argv[1:]).replace("$(", "$$("))' "${FLAGS[@]}" "$@" --gin_file=gin/samplers/vllm.gin)
+}
+
+# samplers: the manifest of the samplers, with relays where there are to be some.
+samplers() {
+  if [ -n "$RELAY_PORT" ]; then filled "$LAUNCH/gke/samplers.yaml"; else filled "$LAUNCH/gke/samplers.yaml" | sed '/^ *# relay: /,/^ *# end of relay$/d'; fi
 }
 
 # sandbox: the manifest of the sandbox, where there is to be one.
@@ -121,13 +129,13 @@ case $action in
     prepare "$@"
     read_token
     if [ -n "$DRY_RUN" ]; then say "the Secret $NAME-token is applied first"; else token | create; fi
-    filled "$LAUNCH/gke/samplers.yaml" | create
+    samplers | create
     if [ "$SANDBOXES" -gt 0 ]; then sandbox | create; fi
     learner
     ;;
   show)
     prepare "$@"
-    filled "$LAUNCH/gke/samplers.yaml"
+    samplers
     echo ---
     sandbox
     if [ "$SANDBOXES" -gt 0 ]; then echo ---; fi

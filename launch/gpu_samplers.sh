@@ -31,7 +31,7 @@ actions "setup start status tail stop run scale" "$@"
 set -- "${ARGUMENTS[@]}"
 
 SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3} PORT=${PORT:-9000} VLLM_PORT=${VLLM_PORT:-8000}
-READY_S=${READY_S:-1200} SAMPLER_GPUS=${SAMPLER_GPUS:-8} RELAY_FOLDER=${RELAY_FOLDER:-/dev/shm/jaxrl_llm_relay}
+READY_S=${READY_S:-1200} SAMPLER_GPUS=${SAMPLER_GPUS:-8}
 need_tools ssh git curl
 [ -n "${SAMPLER_HOSTS:-}" ] || die "set SAMPLER_HOSTS: what ssh calls the hosts, separated by blanks"
 read -ra hosts <<<"$SAMPLER_HOSTS"
@@ -51,12 +51,7 @@ case $action in
 esac
 choose_split
 servers_of_host
-relays=()
-if [ -n "${RELAY_PORT:-}" ]; then
-  need_number RELAY_PORT 1
-  plain RELAY_FOLDER
-  relays=("RELAY_PORT=$RELAY_PORT" "RELAY_FOLDER=$RELAY_FOLDER")
-fi
+relay_variables
 case $action in
   setup | status | run | scale) read_token ;;
 esac
@@ -105,7 +100,7 @@ start() {
 start_one() {
   local i=$(($1 / SERVERS)) number=$(($1 % SERVERS)) variables
   variables=("MODEL=$MODEL" "LISTEN=${addresses[i]}" "PORT=$PORT" "VLLM_PORT=$VLLM_PORT" "TENSOR_PARALLEL=$TENSOR_PARALLEL"
-    "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$number" "${relays[@]}")
+    "SAMPLER_PYTHON=$SAMPLER_PYTHON" "NUMBER=$number" "${RELAY[@]}")
   on "${hosts[i]}" "$(quoted env "${variables[@]}" jaxrl_llm/launch/background.sh start "sampler-$number" jaxrl_llm/launch/sampler.sh "${more[@]}")"
 }
 
@@ -159,7 +154,6 @@ run() {
   else
     sampler_flags "$(url_list "${urls[@]}")"
   fi
-  if [ -n "${RELAY_PORT:-}" ]; then FLAGS+=("--gin=VLLM_RELAY_PORT=$RELAY_PORT"); fi
   step "$LAUNCH/learner.sh" "${FLAGS[@]}" "$@" --gin_file=gin/samplers/vllm.gin
 }
 

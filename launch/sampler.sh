@@ -7,7 +7,7 @@
 #   JAXRL_LLM_TOKEN  what learners must carry, at least 16 characters; without it the file ~/.jaxrl_llm_token is read
 #   LISTEN           address of a private network that the proxy listens on (127.0.0.1), PORT its port (9000)
 #   SAMPLER_PYTHON   the Python that has vLLM (python3)
-#   ONLY             "vllm" or "proxy": that one alone, where each has a container of its own; "check": neither, only what can be
+#   ONLY             "vllm", "proxy" or "relay": that one alone, where each has a container of its own; "check": none, only what can be
 #                    checked beforehand
 #   VLLM_PORT        vLLM's own port on loopback (8000)
 #   TENSOR_PARALLEL  GPUs of the server (1); refused where the model's config.json says that it cannot be split over so many
@@ -73,6 +73,7 @@ vllm=("$SAMPLER_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL" -
 proxy=("$SAMPLER_PYTHON" -m jaxrl_llm.samplers.vllm_proxy --server "http://127.0.0.1:$VLLM_PORT" --host "$LISTEN" --port "$PORT")
 
 relay=()
+if [ "${ONLY:-}" = relay ]; then need RELAY_PORT "the port of the host's relay"; fi
 if [ -n "${RELAY_PORT:-}" ] && [ "${NUMBER:-0}" -eq 0 ]; then
   need_number RELAY_PORT 1
   relay=("$SAMPLER_PYTHON" -m jaxrl_llm.publication.relays.server --folder "${RELAY_FOLDER:-/dev/shm/jaxrl_llm_relay}" --host "$LISTEN"
@@ -93,6 +94,8 @@ if [ "${ONLY:-}" = vllm ]; then
   exec "${serving[@]}"
 elif [ "${ONLY:-}" = proxy ]; then
   exec "${proxy[@]}"
+elif [ "${ONLY:-}" = relay ]; then
+  exec "${relay[@]}"
 fi
 # vLLM has a process group of its own, which a signal to this one's does not reach.
 children=() beside=()

@@ -7,6 +7,7 @@
 #                                 that hold the model, by the config.json of MODEL, or of the folder MODEL_CONFIG where MODEL is not seen here
 #   MODEL, SAMPLER_PYTHON         as launch/sampler.sh takes them
 #   PUBLICATION                   folder of a shared file system for weights; without it RUN_ROOT/publication
+#   RELAY_PORT                    starts a relay on each sampler node, at this port, by which nodes pass weights on; RELAY_FOLDER as launch/sampler.sh takes it
 #   RUN_ROOT                      folder of a shared file system for logs (runs/slurm below the source)
 #   JOB_NAME (jaxrl_llm), TIME (24:00:00), PARTITION, SAMPLER_PARTITION, ACCOUNT, QOS
 #   SAVE_S                        seconds before the end of TIME, or of a preemption, at which the run is told to save (300)
@@ -44,6 +45,8 @@ samplers=()
 if [ "$SAMPLER_NODES" -gt 0 ]; then
   export MODEL PUBLICATION=${PUBLICATION:-$RUN_ROOT/publication} SAMPLER_PYTHON=${SAMPLER_PYTHON:-python3}
   plain PUBLICATION
+  relay_variables
+  if [ ${#RELAY[@]} -gt 0 ]; then export RELAY_PORT RELAY_FOLDER; fi
   # A model that this host does not see is checked by launch/sampler.sh.
   if [ -r "$MODEL/config.json" ]; then
     need_tools python3

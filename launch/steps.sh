@@ -170,11 +170,24 @@ sampler_answers() {
     curl --silent --fail --max-time 5 --output /dev/null --noproxy '*' --config - "$1/health"
 }
 
-# sampler_flags BINDING: sets FLAGS to launch's flags for a learner whose samplers BINDING says, behind their proxies.
+# sampler_flags BINDING: sets FLAGS to launch's flags for a learner whose samplers BINDING says, behind their proxies, with relays at RELAY_PORT.
 sampler_flags() {
   # shellcheck disable=SC2034
   FLAGS=(--gin="VLLM_SPAWN=False" --gin="$1" --gin="PUBLICATION='$PUBLICATION'"
     --gin="vllm.VllmSampler.proxied=True" --gin="vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'")
+  if [ -n "${RELAY_PORT:-}" ]; then FLAGS+=(--gin="VLLM_RELAY_PORT=$RELAY_PORT"); fi
+}
+
+# relay_variables: sets RELAY to the variables by which launch/sampler.sh starts a host's relay; to nothing where RELAY_PORT is not set.
+relay_variables() {
+  # shellcheck disable=SC2034
+  RELAY=()
+  [ -n "${RELAY_PORT:-}" ] || return 0
+  need_number RELAY_PORT 1
+  RELAY_FOLDER=${RELAY_FOLDER:-/dev/shm/jaxrl_llm_relay}
+  plain RELAY_FOLDER
+  # shellcheck disable=SC2034
+  RELAY=("RELAY_PORT=$RELAY_PORT" "RELAY_FOLDER=$RELAY_FOLDER")
 }
 
 # url_list URL...: the binding of a list of samplers.

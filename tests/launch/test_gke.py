@@ -254,6 +254,34 @@ def test_a_tool_s_sandbox_is_named_by_its_macro_alone(machine):
     assert address in learner["args"] and not any("service.Service" in word for word in learner["args"])
 
 
+def test_a_relay_in_each_pod_is_reached_by_learners_and_samplers_alone(machine, shown):
+    """It lies in the memory that vLLM sees too, reads /shared alone, and the learner is told its port."""
+    done = machine.run("gke.sh", "show", *GIN, RELAY_PORT="9100")
+    assert done.returncode == 0, done.stderr
+    found = manifests(done.stdout)
+    assert "${" not in done.stdout and "relay" not in str(shown)
+    vllm, _, relay = pods(found)["sampler"]["spec"]["containers"]
+    variables = {entry["name"]: entry.get("value") for entry in relay["env"]}
+    assert (
+        variables["ONLY"] == "relay"
+        and variables["RELAY_PORT"] == "9100"
+        and relay["ports"][0]["containerPort"] == 9100
+    )
+    mounts = {m["mountPath"]: m["name"] for m in relay["volumeMounts"]}
+    assert mounts == {m["mountPath"]: m["name"] for m in vllm["volumeMounts"]} and "/dev/shm" in mounts
+    assert variables["RELAY_FOLDER"].startswith("/dev/shm/")
+    assert relay["securityContext"] == vllm["securityContext"]
+    proxies, relays = found["NetworkPolicy/trial-samplers"]["spec"]["ingress"]
+    assert proxies == shown["NetworkPolicy/trial-samplers"]["spec"]["ingress"][0]
+    assert relays["ports"] == [{"protocol": "TCP", "port": 9100}]
+    components = at(relays, "from.podSelector.matchLabels")
+    assert [labels["app.kubernetes.io/component"] for labels in components] == ["learner", "sampler"]
+    assert {labels["app.kubernetes.io/instance"] for labels in components} == {"trial"}
+    (job,) = found["JobSet/trial-learner"]["spec"]["replicatedJobs"]
+    assert "--gin=VLLM_RELAY_PORT=9100" in job["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert "RELAY_PORT must be an integer" in machine.run("gke.sh", "show", *GIN, RELAY_PORT="any").stderr
+
+
 def test_restarting_and_removing_leave_the_claim(machine):
     kubectl = ["kubectl", "--namespace=lab"]
     gone = [*kubectl, "delete", "jobset", "trial-learner", "--ignore-not-found", "--wait=true"]

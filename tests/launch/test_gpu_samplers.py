@@ -248,6 +248,8 @@ def test_each_host_has_one_relay_that_ends_with_its_first_server(machine):
     """The first server of a host starts it, and the learner is told its port; a relay that fails ends nothing."""
     given = {"RELAY_PORT": "9100", "NUMBER": "0", "LISTEN": "10.0.0.5"}
     (_, _, relay) = commands(machine.run("sampler.sh", "--dry_run", **given).stdout)
+    alone = machine.run("sampler.sh", **given | {"ONLY": "relay", "RELAY_PORT": ""})
+    assert alone.returncode == 2 and "RELAY_PORT" in alone.stderr
     assert relay == [
         "vllm-python", "-m", "jaxrl_llm.publication.relays.server", "--folder", "/dev/shm/jaxrl_llm_relay", "--host", "10.0.0.5",
         "--port", "9100",

@@ -31,7 +31,7 @@ def machine(tmp_path) -> Machine:
     made = Machine(home=tmp_path)
     made.tool(
         "sbatch",
-        'env | grep -E "^(LEARNER_NODES|SAMPLER_NODES|MODEL|PUBLICATION|SERVERS|TENSOR_PARALLEL)=" | sort >"$HOME/handed"',
+        'env | grep -E "^(LEARNER_NODES|SAMPLER_NODES|MODEL|PUBLICATION|SERVERS|TENSOR_PARALLEL|RELAY_PORT)=" | sort >"$HOME/handed"',
     )
     made.tool("scontrol", 'if [ "$2" = hostnames ]; then printf "%s\\n" "${3%%[*}1" "${3%%[*}2"; fi')
     made.tool("curl", "grep -q 'Bearer 0123456789abcdef'")
@@ -101,6 +101,21 @@ def test_an_allocation_starts_samplers_waits_for_them_and_starts_the_learner(mac
         "--gin=vllm.VllmSampler.api_key_variable='JAXRL_LLM_TOKEN'", *GIN, "--gin_file=gin/samplers/vllm.gin",
     ]  # fmt: skip
     assert (machine.home / "jax").read_text().split() == ["JAX_COORDINATOR_ADDRESS=l1:20007", "JAX_NUM_PROCESSES=2"]
+
+
+def test_a_relay_on_each_sampler_node_is_started_and_told_to_the_learner(machine):
+    run_root = str(machine.home / "runs")
+    done = machine.run("slurm.sh", *GIN, SAMPLER_NODES="1", MODEL="/nfs/model", RUN_ROOT=run_root, RELAY_PORT="9100")
+    assert done.returncode == 0, done.stderr
+    assert "RELAY_PORT=9100" in (machine.home / "handed").read_text().split(), "sbatch hands its environment on"
+    done = machine.run("slurm.sbatch", *GIN, **INSIDE, RELAY_PORT="9100", RELAY_FOLDER="/tmp/relay")
+    assert done.returncode == 0, done.stderr
+    serve, *_, learn = sorted(machine.calls("srun"), key=lambda call: str(LAUNCH / "learner.sh") in call)
+    server = f"exec env TENSOR_PARALLEL=2 PORT=9000 RELAY_PORT=9100 RELAY_FOLDER=/tmp/relay {LAUNCH / 'sampler.sh'}"
+    assert serve[-1] == f"LISTEN=$SLURMD_NODENAME NUMBER=$SLURM_LOCALID {server}"
+    assert "--gin=VLLM_RELAY_PORT=9100" in learn
+    refused = machine.run("slurm.sh", *GIN, SAMPLER_NODES="1", MODEL="/nfs/model", RUN_ROOT=run_root, RELAY_PORT="0")
+    assert refused.returncode == 2 and "RELAY_PORT must be an integer >= 1 (got 0)" in refused.stderr
 
 
 @pytest.mark.parametrize(("code", "again"), [("0", False), ("1", False), ("75", True), ("76", True), ("143", True)])
