@@ -1,7 +1,10 @@
-"""How much time the gateway takes: `python -m tests.agents.time_gateway [--sessions 64] [--turns 8] [--delay_s 0]`.
+"""How much time the gateway takes: `python -m tests.agents.time_gateway [--sessions 64] [--turns 8] [--delay_s 0] [--model FOLDER]`.
 
 A scripted sampler answers in `delay_s`, so that all the rest is the gateway. The agents are in a process of their own, as real ones
 are; each session is a conversation whose every turn adds an answer of `tokens` tokens and a message of `words` words.
+
+With --model the sampler is the embedded one, which holds that Hugging Face folder: the sessions are played --times times through the gateway and
+the same calls as often without it, by the token service in this process; `overhead` is how much longer the medians of the former are.
 """
 
 import argparse
@@ -9,6 +12,7 @@ import asyncio
 import gc
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -24,7 +28,9 @@ from agents.gateways import SETTINGS, rendering
 from agents.scripted import Scripted
 
 from jaxrl_llm.agents.gateway import Gateway
+from jaxrl_llm.agents.rendering import Rendering
 from jaxrl_llm.agents.service import TokenService
+from jaxrl_llm.experience import Branch, SamplingParams
 
 
 async def lags(late: list[float], busy: list[float], every_s: float = 0.005) -> None:
@@ -36,12 +42,17 @@ async def lags(late: list[float], busy: list[float], every_s: float = 0.005) -> 
         busy.append(time.thread_time() - before)
 
 
-async def served(given: argparse.Namespace) -> dict[str, Any]:
-    """Opens the sessions, lets another process play them, and returns what both measured."""
+async def scripted(given: argparse.Namespace) -> dict[str, Any]:
     made = rendering()
     said = [*made.tokenizer("number " * given.tokens, add_special_tokens=False)["input_ids"][: given.tokens - 1]]
     sampler = Scripted(lambda *_: [*said, made.stop_token_ids[0]], delay_s=given.delay_s)
-    service = TokenService(sampler, SETTINGS)
+    return (await served(given, TokenService(sampler, SETTINGS), made))[0]
+
+
+async def served(
+    given: argparse.Namespace, service: TokenService, made: Rendering
+) -> tuple[dict[str, Any], list[Branch]]:
+    """Opens the sessions, lets another process play them, and returns what both measured, and the conversations."""
     gateway = await Gateway().start(service, made)
     points = [gateway.endpoint(service.open(seed=i)) for i in range(given.sessions)]
     late, busy = list[float](), list[float]()
@@ -68,14 +79,17 @@ async def served(given: argparse.Namespace) -> dict[str, Any]:
     branches = [session.branches() for session in service.sessions]
     assert all(len(b) == 1 and len(b[0].turns) == given.turns for b in branches), "a conversation is not one branch"
     await gateway.close()
+    for session in service.sessions:
+        session.close()
     times = np.asarray(found["seconds"]) - given.delay_s  # [sessions, turns]
     calls = given.sessions * given.turns
-    return {
+    drawn = sum(turn.end - turn.start for b in branches for turn in b[0].turns)
+    measured = {
         "sessions": given.sessions,
         "turns": given.turns,
         "prompt_tokens_last_turn": int(len(branches[0][0].prefix) + len(branches[0][0].tokens) - given.tokens),
         "calls_per_s": round(calls / found["wall_s"], 1),
-        "tokens_per_s": round(calls * given.tokens / found["wall_s"]),
+        "tokens_per_s": round(drawn / found["wall_s"]),
         "gateway_cpu_ms_per_call": round(1e3 * cpu / calls, 2),
         "latency_ms_p50": round(1e3 * float(np.median(times)), 1),
         "latency_ms_p99": round(1e3 * float(np.quantile(times, 0.99)), 1),
@@ -85,7 +99,57 @@ async def served(given: argparse.Namespace) -> dict[str, Any]:
         "loop_busy_ms_p99": round(1e3 * float(np.quantile(busy, 0.99)), 1),
         "loop_lag_ms_p99": round(1e3 * float(np.quantile(late, 0.99)), 1),
         "wall_s": round(wall, 2),
+        "played_s": round(found["wall_s"], 3),
     }
+    return measured, [b[0] for b in branches]
+
+
+async def continued(service: TokenService, branches: list[Branch]) -> float:
+    """Seconds of the same calls without a gateway: each turn's prompt is given by its ids, and as many tokens are drawn."""
+
+    async def one(seed: int, branch: Branch) -> None:
+        session, begin = service.open(seed=seed), len(branch.prefix)
+        ids = np.concatenate([branch.prefix, branch.tokens])
+        for turn in branch.turns:
+            await service.continue_(session, ids[: begin + turn.start], max_tokens=turn.end - turn.start)
+        session.close()
+
+    begin = time.perf_counter()
+    await asyncio.gather(*(one(i, branch) for i, branch in enumerate(branches)))
+    return time.perf_counter() - begin
+
+
+async def embedded(given: argparse.Namespace) -> dict[str, Any]:
+    """The embedded sampler through the gateway and without it."""
+    import jax
+    from transformers import AutoTokenizer
+
+    from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
+    from jaxrl_llm.models import hf_weights
+    from jaxrl_llm.models.policy import Policy
+    from jaxrl_llm.samplers.embedded.sampler import EmbeddedSampler
+
+    tokenizer = AutoTokenizer.from_pretrained(given.model)
+    partitioner = Partitioner.create(MeshConfig(), jax.devices()[:1])
+    policy = Policy(hf_weights.architecture(given.model), partitioner, given.dtype)
+    length = 64 + given.turns * (given.tokens + given.words + 32)
+    sampler = EmbeddedSampler(slots=given.sessions).start(policy, tokenizer, max_length=length)
+    await sampler.publish(hf_weights.load(policy, given.model), 0)
+    service = TokenService(sampler, SamplingParams(max_tokens=given.tokens), at_once=given.sessions)
+    with_it, without = [], []
+    for _ in range(given.times + 1):  # the first compiles
+        measured, branches = await served(given, service, Rendering(tokenizer))
+        with_it.append(measured["played_s"])
+        without.append(await continued(service, branches))
+    await service.close()
+    await sampler.close()
+    medians = [statistics.median(seconds[1:]) for seconds in (with_it, without)]
+    rows = {
+        "device": jax.devices()[0].device_kind,
+        "with_gateway_s": with_it,
+        "without_s": [round(x, 3) for x in without],
+    }
+    return measured | rows | {"overhead": round(medians[0] / medians[1] - 1, 4)}
 
 
 async def play(turns: int, words: int) -> dict[str, Any]:
@@ -121,12 +185,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=100, help="of an answer")
     parser.add_argument("--words", type=int, default=50, help="of a message")
     parser.add_argument("--delay_s", type=float, default=0.0, help="that the sampler takes")
+    parser.add_argument("--model", type=Path, help="a Hugging Face folder, which the embedded sampler holds")
+    parser.add_argument("--dtype", default="bfloat16", help="of the model's computation")
+    parser.add_argument("--times", type=int, default=3, help="with --model")
     parser.add_argument("--play", action="store_true", help="be the agents")
     given = parser.parse_args()
     if given.play:
         print(json.dumps(asyncio.run(play(given.turns, given.words))))
         return
-    print(json.dumps(asyncio.run(served(given)) | {"cpus": os.cpu_count()}, indent=1))
+    found = asyncio.run(embedded(given) if given.model else scripted(given))
+    print(json.dumps(found | {"cpus": os.cpu_count()}, indent=1))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import chaos_checkpoints
 import chaos_folders
 import chaos_outages
+import chaos_relays
 import chaos_runs
 import chaos_samplers
 import chaos_sandbox
@@ -16,6 +17,7 @@ FAULTS: dict[str, tuple[Fault, int, int]] = {
     "sampler hung": (chaos_samplers.hung, 2, 40),
     "sampler answers garbage": (chaos_samplers.garbage, 3, 60),
     "weights behind a wrong label": (chaos_samplers.mislabelled, 3, 60),
+    "relay of a chain killed, hung or lying": (chaos_relays.broken_chain, 3, 30),
     "canary sabotage": (chaos_weights.sabotaged, 7, 140),
     "clock jumps by days": (chaos_samplers.clock_jump, 2, 40),
     "learner killed at a random moment": (chaos_runs.learner_killed, 0, 3),

@@ -55,6 +55,7 @@ class Process:
 
     def __init__(self, folder: Path, host: int, port: int, *options: str) -> None:
         self.url, self.folder = f"http://127.0.0.{host}:{port}", folder
+        self._made = (folder, host, port, *options)
         command = [sys.executable, "-m", "jaxrl_llm.publication.relays.server", "--folder", str(folder)]
         self.child = subprocess.Popen(
             [*command, "--host", f"127.0.0.{host}", "--port", str(port), *options], cwd=ROOT, stdout=subprocess.PIPE, text=True,
@@ -66,6 +67,11 @@ class Process:
         line = self.child.stdout.readline()
         assert "Running on" in line, line
         return self
+
+    def again(self) -> "Process":
+        """The same relay, started once more after it ended."""
+        self.end()
+        return Process(*self._made).ready()
 
     def end(self) -> None:
         self.child.kill()
