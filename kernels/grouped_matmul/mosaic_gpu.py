@@ -2,7 +2,8 @@
 
 Both are one stream of tiles on a persistent grid of clusters that take items in turn. In a block one warpgroup moves
 pieces of both operands to shared memory by TMA (the second one's once for a cluster), two multiply them by wgmma, rows x
-columns float32 in registers each, and write a finished tile by way of shared memory while the next pieces arrive.
+columns float32 in registers each, and write a finished tile by way of shared memory while the next pieces arrive. Of few rows a block
+may have one warpgroup that multiplies.
 
     products   an item is a block of the buffer's rows, which one expert has, and some columns; the items of a block
                follow each other, so that its rows and its expert's weights are in the L2 cache. W^T is W read
@@ -42,7 +43,8 @@ class Tiles:
     """Sizes of the kernels' tiles.
 
     Attributes:
-      rows: rows of a warpgroup's tile of the result; a block has two, one above the other.
+      rows: rows of a warpgroup's tile of the result.
+      warpgroups: those of a block that multiply, 1 or 2; their tiles are one above the other.
       columns: columns of a tile.
       depth: entries of the contracted axis that are moved and multiplied at once.
       stages: pieces of `depth` on their way or in use.
@@ -53,6 +55,7 @@ class Tiles:
     """
 
     rows: int = 64
+    warpgroups: int = 2
     columns: int = 256
     depth: int = 64
     stages: int = 4
@@ -65,17 +68,24 @@ class Tiles:
         """Refuses tiles that wgmma cannot take or shared memory cannot hold."""
         if self.rows % 64 or self.columns not in (128, 256) or self.rows * self.columns > 2**14:
             raise ValueError(f"rows must be a multiple of 64, columns 128 or 256, both at most 16384 (got {self})")
-        if self.cluster not in (1, 2) or self.depth % 64 or self.slice_bytes not in (32, 64, 128):
-            raise ValueError(f"cluster must be 1 or 2, depth a multiple of 64, slice_bytes 32 to 128 (got {self})")
-        stage = 2 * self.depth * (2 * self.rows + self.columns)
-        used = self.stages * stage + 2 * self.buffers * self.rows * self.slice_bytes + 1024
+        if not {self.cluster, self.warpgroups} <= {1, 2} or self.depth % 64 or self.slice_bytes not in (32, 64, 128):
+            raise ValueError(
+                f"cluster and warpgroups must be 1 or 2, depth a multiple of 64, slice_bytes 32 to 128 (got {self})"
+            )
+        stage = 2 * self.depth * (self.height + self.columns)
+        used = self.stages * stage + self.buffers * self.height * self.slice_bytes + 1024
         if used > SHARED_BYTES:
             raise ValueError(f"{self} needs {used} bytes of shared memory of {SHARED_BYTES}: use fewer stages")
 
     @property
+    def height(self) -> int:
+        """Rows of the result that a block makes at once."""
+        return self.warpgroups * self.rows
+
+    @property
     def block(self) -> int:
         """Rows of the result that a cluster makes at once."""
-        return self.cluster * 2 * self.rows
+        return self.cluster * self.height
 
     @property
     def clusters(self) -> int:
@@ -172,7 +182,7 @@ def products(
         def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
             e, row, n, *_ = of
             depth = pl.ds(k * tiles.depth, tiles.depth)
-            mine = x.at[pl.ds(row + rank * (2 * tiles.rows), 2 * tiles.rows), depth], stream[0].at[slot], False
+            mine = x.at[pl.ds(row + rank * tiles.height, tiles.height), depth], stream[0].at[slot], False
             if gate:
                 sides = [(w.at[e, depth, pl.ds(i * (columns // 2) + n * half, half)], i) for i in (0, 1)]
                 return [mine, *((part, stream[1].at[slot, i], True) for part, i in sides)]
@@ -206,7 +216,7 @@ def products(
     shapes = [columns // 2, *([columns] if keep else [])] if gate else [columns]
     out_types = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in shapes]
     second = (2, tiles.depth, half) if gate else (tiles.depth, tiles.columns)
-    pieces = (2 * tiles.rows, tiles.depth), second[::-1] if transposed else second
+    pieces = (tiles.height, tiles.depth), second[::-1] if transposed else second
     leaving = _leaving(tiles, half * (3 if keep else 1) if gate else tiles.columns, x.dtype)
     run = _kernel(body, out_types, tiles, (*pieces, leaving), copies=3 if gate else 2)
     return list(run(blocks.expert, jnp.reshape(blocks.used, 1), x, w))
@@ -227,7 +237,7 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
 
         def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
             depth = pl.ds(of[3] + k * tiles.depth, tiles.depth)
-            mine = x.at[depth, pl.ds(of[1] + rank * (2 * tiles.rows), 2 * tiles.rows)]
+            mine = x.at[depth, pl.ds(of[1] + rank * tiles.height, tiles.height)]
             part = dy.at[depth, pl.ds(of[2] * tiles.columns, tiles.columns)]
             return [(mine, stream[0].at[slot], False), (part, stream[1].at[slot], True)]
 
@@ -245,7 +255,7 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
         _stream(tiles, experts * across * count, stream[2:], work)
 
     out_type = [jax.ShapeDtypeStruct((experts, x.shape[1], dy.shape[1]), dtype)]
-    pieces = (tiles.depth, 2 * tiles.rows), (tiles.depth, tiles.columns)
+    pieces = (tiles.depth, tiles.height), (tiles.depth, tiles.columns)
     leaving = _leaving(tiles, tiles.columns, dtype)
     return _kernel(body, out_type, tiles, (*pieces, leaving), copies=2)(blocks.first, blocks.sizes, x, dy)[0]
 
@@ -257,7 +267,7 @@ def _leaving(tiles: Tiles, columns: int, dtype: Any) -> tuple[int, int, int, int
     """
     wide = tiles.slice_bytes // jnp.dtype(dtype).itemsize
     buffers = next(n for n in range(tiles.buffers, 0, -1) if columns // wide % n == 0)
-    return 2, buffers, tiles.rows, wide
+    return tiles.warpgroups, buffers, tiles.rows, wide
 
 
 class _Leave:
@@ -304,7 +314,7 @@ def _kernel(
         _swizzled(shapes[-1], dtype),
         *(_swizzled((tiles.stages, *shape), jnp.bfloat16) for shape in shapes[:-1]),
         plgpu.Barrier(num_arrivals=copies, num_barriers=tiles.stages),
-        free(num_arrivals=2, num_barriers=tiles.stages),
+        free(num_arrivals=tiles.warpgroups, num_barriers=tiles.stages),
     ]
     run: Callable[..., Any] = plgpu.kernel(
         body,
@@ -314,7 +324,7 @@ def _kernel(
         grid_names=("clusters",),
         cluster=(tiles.cluster,) if shared else (),
         cluster_names=("block",) if shared else (),
-        num_threads=3,
+        num_threads=tiles.warpgroups + 1,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )
@@ -350,21 +360,24 @@ def _stream(tiles: Tiles, items: Any, barriers: Any, work: _Work) -> None:
     def over_items(run: Callable[..., Any]) -> Any:
         return lax.fori_loop(0, mine, lambda i, step: run(work.item(cluster + i * tiles.clusters), step), jnp.int32(0))
 
-    @pl.when(wg < 2)
+    @pl.when(wg < tiles.warpgroups)
     def _compute() -> None:
-        plgpu.set_max_registers(232, action="increase")
+        # Two warpgroups have registers enough as they are.
+        if tiles.warpgroups > 1:
+            plgpu.set_max_registers(232, action="increase")
 
         def one(of: Any, step: Any) -> Any:
             z = _multiply(step, of[-1], wg, tiles, (work, full, free))
-            work.finish(z, of, rank * (2 * tiles.rows) + wg * tiles.rows, wg)
+            work.finish(z, of, rank * tiles.height + wg * tiles.rows, wg)
             return step + of[-1]
 
         over_items(one)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(wg == 2)
+    @pl.when(wg == tiles.warpgroups)
     def _move() -> None:
-        plgpu.set_max_registers(40, action="decrease")
+        if tiles.warpgroups > 1:
+            plgpu.set_max_registers(40, action="decrease")
 
         def one(of: Any, step: Any) -> Any:
             return lax.fori_loop(0, of[-1], lambda k, step: _load(step, of, k, work.pieces, state), step)

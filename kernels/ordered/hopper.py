@@ -2,7 +2,9 @@
 
 A product is `grouped_matmul`'s stream of tiles with one group: a tile of the result walks K in pieces of one depth, in order, into one
 float32 sum, by an instruction (64 rows x the tile's columns x 16 of K) which the weights' shape alone chooses. Rows are filled up to
-whole tiles; how many of them a block has, and which blocks share the weights' pieces, goes by the number of rows and changes no bit.
+whole tiles; how many of them a block has, and which blocks share the weights' pieces, goes by the number of rows and changes no bit:
+an instruction of wgmma has 64 rows whatever the block, each of which it multiplies alone, so that a block of 256 rows takes four of them
+for each piece of K where one of 64 takes one.
 Norms and sums of rows are Triton programs whose blocks go by the row's width.
 """
 
@@ -18,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.grouped_matmul import mosaic_gpu as grouped
 from jaxrl_llm.kernels.grouped_matmul.definition import Blocks
 from jaxrl_llm.kernels.grouped_matmul.mosaic_gpu import Tiles
@@ -28,16 +31,30 @@ NARROW_FEW = Tiles(rows=64, columns=128, stages=6)
 WIDE_FROM = 4096  # columns of weights whose tiles are WIDE
 MANY_FROM = 8192  # rows of narrow products whose blocks have 256 of them
 TOGETHER = 512  # rows from which two blocks share the weights' pieces
+LOW = 5 / 8  # of the time of a block of two tiles of rows, for one of a single tile
 BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
 
 
 def tiles_of(rows: int, columns: int) -> Tiles:
-    """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone."""
+    """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone.
+
+    Of few rows a block has one tile, where that keeps more multiprocessors busy.
+    """
     if columns >= WIDE_FROM and columns % WIDE.columns == 0:
         tiles = WIDE
+    elif rows >= MANY_FROM:
+        return NARROW_MANY
     else:
-        tiles = NARROW_MANY if rows >= MANY_FROM else NARROW_FEW
-    return tiles if rows >= TOGETHER else replace(tiles, cluster=1)
+        tiles = NARROW_FEW
+    turns = [_turns(replace(tiles, warpgroups=count), rows, columns) for count in (1, 2)]
+    count = 1 if turns[0] * LOW <= turns[1] else 2
+    return replace(tiles, warpgroups=count, cluster=2 if rows >= TOGETHER else 1)
+
+
+def _turns(tiles: Tiles, rows: int, columns: int) -> int:
+    """Returns the most blocks of a product that one multiprocessor makes."""
+    chip = tiles.multiprocessors or dispatch.device().core_count
+    return pl.cdiv(pl.cdiv(rows, tiles.height) * pl.cdiv(columns, tiles.columns), chip)
 
 
 @functools.partial(jax.jit, static_argnames=("turned",))

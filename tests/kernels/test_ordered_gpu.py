@@ -67,9 +67,31 @@ def test_a_product_is_right_in_the_interpreter_in_widths_that_are_filled_up(monk
 
 def test_instructions_of_a_product_go_by_the_weights_alone():
     for columns, rows in ((1536, 64), (8960, 64), (200, 64)):
-        found = {(t.columns, t.depth) for t in (hopper.tiles_of(n, columns) for n in (1, 100, 600, 9000, 10**6))}
-        assert len(found) == 1
-        assert all(hopper.tiles_of(n, columns).rows % rows == 0 for n in (1, 10**6))
+        with dispatch.target(Gpu("9.0")):
+            tiles = [hopper.tiles_of(n, columns) for n in (1, 100, 600, 9000, 10**6)]
+        assert len({(t.columns, t.depth) for t in tiles}) == 1
+        assert all(t.rows % rows == 0 for t in tiles)
+
+
+def test_few_rows_are_made_in_lower_blocks_where_more_multiprocessors_work_on_them():
+    with dispatch.target(Gpu("9.0")):
+        assert [hopper.tiles_of(n, 896).block for n in (64, 512, 1024, 2048, 16384)] == [64, 128, 128, 256, 512]
+        assert [hopper.tiles_of(n, 8960).block for n in (64, 512, 16384)] == [64, 128, 256]
+
+
+@pytest.mark.slow
+def test_a_block_of_one_tile_of_rows_has_the_bits_of_one_of_two(monkeypatch):
+    x, w = drawn(70, 192), drawn(192, 128)
+
+    def product(**sizes):
+        tiles = hopper.Tiles(columns=128, stages=2, cluster=1, multiprocessors=1, **sizes)
+        monkeypatch.setattr(hopper, "tiles_of", lambda rows, columns: tiles)
+        with interpreter():
+            return wide(jax.block_until_ready(hopper.product.__wrapped__(x, w)))
+
+    low = product(warpgroups=1)
+    np.testing.assert_allclose(low, wide(x) @ wide(w), atol=2.0**-8 * np.abs(low).max())
+    assert np.array_equal(low, product(warpgroups=2))
 
 
 @pytest.mark.parametrize("width", [384, 64])
