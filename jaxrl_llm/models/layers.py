@@ -36,7 +36,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import biased, gated_linear, linear, pinned, rounded, written
+from jaxrl_llm.models.linear import biased, gated_linear, linear, linears, pinned, rounded, written
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
@@ -164,8 +164,8 @@ class Projection(nnx.Module):
         bias = nnx.Param(jnp.zeros(shape[1:], jnp.float32), axes=(axis, "head_width"))
         self.bias = bias if architecture.qkv_bias else None
 
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T heads C"]:
-        y = linear(x, self.kernel[...])
+    def of(self, y: Float[Array, "B T heads C"]) -> Float[Array, "B T heads C"]:
+        """The projection whose product is `y`."""
         return y if self.bias is None else biased(y, self.bias[...])
 
 
@@ -187,7 +187,8 @@ class Attention(nnx.Module):
         self, x: Float[Array, "B T D"], rotation: Rope
     ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T K C"], Float[Array, "B T K C"], jax.Array | None]:
         """Rotated queries, rotated keys, values, and the gate of the heads' outputs, [B, T, H, C], where there is one."""
-        q, k, v, gate = self.query(x), self.key(x), self.value(x), None
+        maps, gate = (self.query, self.key, self.value), None
+        q, k, v = (part.of(y) for part, y in zip(maps, linears(x, [part.kernel[...] for part in maps])))
         if self.gated:
             q, gate = q[..., : self.head_width], q[..., self.head_width :]
         if self.query_norm is not None and self.key_norm is not None:
@@ -211,6 +212,5 @@ class MLP(nnx.Module):
         self.down = parameter(rngs, (mlp_width, width), ("mlp", "embed"), std)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        x = written(x)
-        gate = named(linear(x, self.gate[...]), GATE)
-        return gated_linear(gate, linear(x, self.up[...]), self.down[...])
+        gate, up = linears(written(x), [self.gate[...], self.up[...]])
+        return gated_linear(named(gate, GATE), up, self.down[...])

@@ -147,6 +147,27 @@ def linear(
     return _product(x, weights, inputs, stored)
 
 
+def linears(x: Float[Array, "B T D"], weights: Sequence[Any]) -> list[Float[Array, "B T ..."]]:
+    """Returns the `linear` of each of the weights; in ordered programs those of a single token a row, a sampler's, are one kernel's."""
+    if dispatch.ordered() and x.shape[1] == 1 and not any(isinstance(w, Adapted | Quantized | Spread) for w in weights):
+        return _products(x, weights)
+    return [linear(x, w) for w in weights]
+
+
+@jax.custom_vjp
+def _products(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
+    return arithmetic.linears(x, weights)
+
+
+def _products_backward(saved: tuple[jax.Array, Sequence[jax.Array]], gs: list[jax.Array]) -> tuple[jax.Array, Any]:
+    x, weights = saved
+    found = [_backward(1, None, (x, w), g) for w, g in zip(weights, gs)]
+    return sum(dx for dx, _ in found), type(weights)(dw for _, dw in found)
+
+
+_products.defvjp(lambda x, weights: (_products(x, weights), (x, weights)), _products_backward)
+
+
 def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
     return (weights.weights, weights.stored) if isinstance(weights, Spread) else (weights, None)
 

@@ -5,7 +5,7 @@ pieces of both operands to shared memory by TMA (the second one's once for a clu
 columns float32 in registers each, and write a finished tile by way of shared memory while the next pieces arrive. Of few rows a block
 may have one warpgroup that multiplies.
 
-    products   an item is a block of the buffer's rows, which one expert has, and some columns; the items of a block
+    products   an item is a block of the buffer's rows, which one expert has, and some columns of one of the weights; the items of a block
                follow each other, so that its rows and its expert's weights are in the L2 cache. W^T is W read
                transposed from shared memory. With `gated` a tile has the same columns of g and of u, and silu(g) u
                leaves with them.
@@ -16,10 +16,11 @@ Time follows the blocks in use, not the buffer. Nothing is summed across items: 
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -136,7 +137,7 @@ def product(
 ) -> Float[Array, "P B"]:
     """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
     columns = w.shape[1 if transposed else 2]
-    (y,) = products(x, w, blocks, tiles_of(call).fitting(columns), transposed=transposed)
+    (y,) = products(x, [w], blocks, tiles_of(call).fitting(columns), transposed=transposed)
     return y
 
 
@@ -144,7 +145,7 @@ def gated(
     x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
 ) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
     """Returns silu(g) u, and g and u side by side where `keep`."""
-    out = products(x, gate_up, blocks, tiles_of(call), gate=True, keep=keep)
+    out = products(x, [gate_up], blocks, tiles_of(call), gate=True, keep=keep)
     return out[0], out[1] if keep else None
 
 
@@ -158,7 +159,7 @@ def weight_gradient(
 
 def products(
     x: jax.Array,
-    w: jax.Array,
+    weights: Sequence[jax.Array],
     blocks: Blocks,
     tiles: Tiles,
     *,
@@ -166,28 +167,40 @@ def products(
     gate: bool = False,
     keep: bool = False,
 ) -> list[jax.Array]:
-    """Returns [x W], or of W = [Wg, Wu] with `gate` [silu(x Wg) (x Wu)] and, where `keep`, [x Wg, x Wu] side by side."""
+    """Returns x W of each of the weights, or of one W = [Wg, Wu] with `gate` [silu(x Wg) (x Wu)] and, where `keep`, [x Wg, x Wu] side by side."""
     rows, width = x.shape
-    columns = w.shape[1 if transposed else 2]
-    steps, count = width // tiles.depth, columns // tiles.columns
-    half = tiles.columns // 2
+    columns = [w.shape[1 if transposed else 2] for w in weights]
+    # The weights' tiles of columns follow each other.
+    ends = list(itertools.accumulate(n // tiles.columns for n in columns))
+    steps, count, half = width // tiles.depth, ends[-1], tiles.columns // 2
 
-    def body(expert: Any, used: Any, x: Any, w: Any, *rest: Any) -> None:
+    def column(n: Any) -> list[tuple[Any, Any]]:
+        """Of each of the weights, whether tile n is one of its own, and that tile's first column."""
+        firsts = [0, *ends]
+        mine = [True] if len(weights) == 1 else [(n >= i) & (n < j) for i, j in zip(firsts, ends)]
+        return [(here, (n - first) * tiles.columns) for here, first in zip(mine, firsts)]
+
+    def body(expert: Any, used: Any, x: Any, *rest: Any) -> None:
+        weights, rest = rest[: len(ends)], rest[len(ends) :]
         outputs, out, stream = rest[: len(shapes)], rest[len(shapes)], rest[len(shapes) + 1 :]
 
         def item(index: Any) -> tuple[Any, ...]:
             block = lax.div(index, count)
             return expert[block], block * tiles.block, lax.rem(index, count), 0, steps
 
-        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
+        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[_Piece]:
             e, row, n, *_ = of
             depth = pl.ds(k * tiles.depth, tiles.depth)
-            mine = x.at[pl.ds(row + rank * tiles.height, tiles.height), depth], stream[0].at[slot], False
+            mine = x.at[pl.ds(row + rank * tiles.height, tiles.height), depth]
+            found = [_Piece(mine, stream[0].at[slot], False)]
             if gate:
-                sides = [(w.at[e, depth, pl.ds(i * (columns // 2) + n * half, half)], i) for i in (0, 1)]
-                return [mine, *((part, stream[1].at[slot, i], True) for part, i in sides)]
-            part = pl.ds(n * tiles.columns, tiles.columns)
-            return [mine, (w.at[e, part, depth] if transposed else w.at[e, depth, part], stream[1].at[slot], True)]
+                sides = [weights[0].at[e, depth, pl.ds(i * (columns[0] // 2) + n * half, half)] for i in (0, 1)]
+                return found + [_Piece(side, stream[1].at[slot, i], True) for i, side in enumerate(sides)]
+            for w, (here, first) in zip(weights, column(n)):
+                part = pl.ds(first, tiles.columns)
+                source = w.at[e, part, depth] if transposed else w.at[e, depth, part]
+                found.append(_Piece(source, stream[1].at[slot], True, here))
+            return found
 
         def operands(slot: Any, wg: Any) -> tuple[Any, list[Any]]:
             mine = stream[0].at[slot, pl.ds(wg * tiles.rows, tiles.rows)]
@@ -199,27 +212,33 @@ def products(
         def finish(z: Any, of: Any, row: Any, wg: Any) -> None:
             n, leave = of[2], _Leave(out, wg, pl.ds(of[1] + row, tiles.rows))
             wide = out.shape[-1]
-            for j in range(0, z[0].shape[1], wide):
-                if not gate:
-                    leave(z[0][:, j : j + wide], outputs[0], n * tiles.columns + j)
-                    continue
+
+            def whole(to: Any, first: Any) -> None:
+                for j in range(0, tiles.columns, wide):
+                    leave(z[0][:, j : j + wide], to, first + j)
+
+            if not gate:
+                for to, (here, first) in zip(outputs, column(n)):
+                    _where(here, functools.partial(whole, to, first))
+                return
+            for j in range(0, half, wide):
                 g, u = (side[:, j : j + wide] for side in z)
                 leave(g * u / (1 + jnp.exp2(g * -LOG2E)), outputs[0], n * half + j)
                 if keep:
                     leave(g, outputs[1], n * half + j)
-                    leave(u, outputs[1], columns // 2 + n * half + j)
+                    leave(u, outputs[1], columns[0] // 2 + n * half + j)
 
         widths = (half, half) if gate else (tiles.columns,)
         work = _Work(item=item, pieces=pieces, operands=operands, finish=finish, widths=widths)
         _stream(tiles, used[0] * count, stream[2:], work)
 
-    shapes = [columns // 2, *([columns] if keep else [])] if gate else [columns]
+    shapes = [columns[0] // 2, *(columns if keep else [])] if gate else columns
     out_types = [jax.ShapeDtypeStruct((rows, n), x.dtype) for n in shapes]
     second = (2, tiles.depth, half) if gate else (tiles.depth, tiles.columns)
     pieces = (tiles.height, tiles.depth), second[::-1] if transposed else second
     leaving = _leaving(tiles, half * (3 if keep else 1) if gate else tiles.columns, x.dtype)
     run = _kernel(body, out_types, tiles, (*pieces, leaving), copies=3 if gate else 2)
-    return list(run(blocks.expert, jnp.reshape(blocks.used, 1), x, w))
+    return list(run(blocks.expert, jnp.reshape(blocks.used, 1), x, *weights))
 
 
 def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: Any) -> jax.Array:
@@ -235,11 +254,11 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
             steps = lax.div(sizes[e] + tiles.depth - 1, tiles.depth)
             return e, (within - n * across) * tiles.block, n, first[e] * size, steps
 
-        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[tuple[Any, Any, bool]]:
+        def pieces(of: Any, k: Any, rank: Any, slot: Any) -> list[_Piece]:
             depth = pl.ds(of[3] + k * tiles.depth, tiles.depth)
             mine = x.at[depth, pl.ds(of[1] + rank * tiles.height, tiles.height)]
             part = dy.at[depth, pl.ds(of[2] * tiles.columns, tiles.columns)]
-            return [(mine, stream[0].at[slot], False), (part, stream[1].at[slot], True)]
+            return [_Piece(mine, stream[0].at[slot], False), _Piece(part, stream[1].at[slot], True)]
 
         def operands(slot: Any, wg: Any) -> tuple[Any, list[Any]]:
             mine = stream[0].at[slot, :, pl.ds(wg * tiles.rows, tiles.rows)]
@@ -331,13 +350,33 @@ def _kernel(
     return run
 
 
+class _Piece(NamedTuple):
+    """A copy of a part of an operand to a buffer of the stream, which the blocks of a cluster make together where it is `shared`.
+
+    `here` says whether it is made.
+    """
+
+    source: Any
+    buffer: Any
+    shared: bool
+    here: Any = True
+
+
+def _where(here: Any, run: Callable[[], Any]) -> None:
+    """Runs `run` where `here` holds, which is True itself where that is known."""
+    if here is True:
+        run()
+    else:
+        pl.when(here)(run)
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Work:
     """What a kernel does with its stream of pieces.
 
     Attributes:
       item: item(index) gives a tuple whose last entry is its number of pieces.
-      pieces: pieces(item, k, rank, slot) gives (source, buffer, shared) of each copy of piece k.
+      pieces: pieces(item, k, rank, slot) gives the copies of piece k.
       operands: operands(slot, wg) gives the left operand of a product and the right ones that lie side by side.
       finish: finish(z, item, row, wg) takes the tiles of an item, whose first row is `row` from the item's own.
       widths: columns of the tile of each right operand.
@@ -431,7 +470,8 @@ def _load(step: Any, of: Any, k: Any, pieces: Callable[..., Any], state: Any) ->
     def _wait() -> None:
         plgpu.barrier_wait(free.at[slot])
 
-    for source, buffer, shared in pieces(of, k, rank, slot):
-        together = "block" if shared and tiles.cluster > 1 else None
-        plgpu.copy_gmem_to_smem(source, buffer, full.at[slot], collective_axes=together)
+    for piece in pieces(of, k, rank, slot):
+        together = "block" if piece.shared and tiles.cluster > 1 else None
+        copy = functools.partial(plgpu.copy_gmem_to_smem, piece.source, piece.buffer, full.at[slot])
+        _where(piece.here, functools.partial(copy, collective_axes=together))
     return step + 1

@@ -18,7 +18,7 @@ On a GPU, products and norms are the kernels of `hopper`; pins and roundings are
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -149,6 +149,18 @@ def _linear(x: jax.Array, weights: jax.Array, *, inputs: int) -> jax.Array:
     w = widened(weights, x.dtype).reshape(width, -1)
     y = matmul(x.reshape(-1, width).astype(jnp.float32), w)
     return rounded(y.reshape(*x.shape[: x.ndim - inputs], *weights.shape[inputs:]), x.dtype)
+
+
+def linears(x: Float[Array, "*rows D"], weights: Sequence[Float[Array, "D ..."]]) -> list[Float[Array, "..."]]:
+    """Returns the `linear` of each of the weights, whose first axis is contracted; on a GPU by one kernel, which has no gradient."""
+    if not on_gpu():
+        return [linear(x, w, 1) for w in weights]
+    from jaxrl_llm.kernels.ordered import hopper
+
+    rows = split(x.shape[0])
+    weights = [w if w.dtype == x.dtype else rounded(w, x.dtype) for w in weights]
+    found: list[jax.Array] = by_rows(hopper.linears, (rows, WHOLE), rows)(x, weights)
+    return found
 
 
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*rows D"]:

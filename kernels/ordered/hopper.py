@@ -10,6 +10,7 @@ Norms and sums of rows are Triton programs whose blocks go by the row's width.
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +36,10 @@ LOW = 5 / 8  # of the time of a block of two tiles of rows, for one of a single 
 BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
 
 
-def tiles_of(rows: int, columns: int) -> Tiles:
+def tiles_of(rows: int, columns: int, beside: int = 0) -> Tiles:
     """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone.
 
-    Of few rows a block has one tile, where that keeps more multiprocessors busy.
+    Of few rows a block has one tile, where that keeps more multiprocessors busy; the kernel has `beside` columns of other weights too.
     """
     if columns >= WIDE_FROM and columns % WIDE.columns == 0:
         tiles = WIDE
@@ -46,7 +47,7 @@ def tiles_of(rows: int, columns: int) -> Tiles:
         return NARROW_MANY
     else:
         tiles = NARROW_FEW
-    turns = [_turns(replace(tiles, warpgroups=count), rows, columns) for count in (1, 2)]
+    turns = [_turns(replace(tiles, warpgroups=count), rows, columns + beside) for count in (1, 2)]
     count = 1 if turns[0] * LOW <= turns[1] else 2
     return replace(tiles, warpgroups=count, cluster=2 if rows >= TOGETHER else 1)
 
@@ -60,17 +61,37 @@ def _turns(tiles: Tiles, rows: int, columns: int) -> int:
 @functools.partial(jax.jit, static_argnames=("turned",))
 def product(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = False) -> Float[Array, "M N"]:
     """Returns x @ w for `w` [K, N], or x @ w.T for a `turned` one [N, K], of bfloat16 with float32 sums, rounded once."""
-    (rows, width), columns = x.shape, w.shape[0 if turned else 1]
-    tiles = tiles_of(rows, columns)
-    more = -rows % tiles.block, -width % tiles.depth, -columns % tiles.columns
-    x = jnp.pad(x, ((0, more[0]), (0, more[1])))
-    w = jnp.pad(w, ((0, more[2]), (0, more[1])) if turned else ((0, more[1]), (0, more[2])))
+    tiles = tiles_of(len(x), w.shape[0 if turned else 1])
+    (y,) = _joined(x, [w], tiles, turned)
+    return y
+
+
+@jax.jit
+def products(x: Float[Array, "M K"], weights: Sequence[Float[Array, "K _"]]) -> list[Float[Array, "M _"]]:
+    """Returns the `product` of x and each of the weights; those of one instruction are one kernel's."""
+    kernels: dict[int, list[int]] = {}
+    for i, w in enumerate(weights):
+        kernels.setdefault(tiles_of(len(x), w.shape[1]).columns, []).append(i)
+    found: dict[int, jax.Array] = {}
+    for own in kernels.values():
+        first, *others = (weights[i].shape[1] for i in own)
+        found |= zip(own, _joined(x, [weights[i] for i in own], tiles_of(len(x), first, sum(others)), False))
+    return [found[i] for i in range(len(weights))]
+
+
+def _joined(x: jax.Array, weights: Sequence[jax.Array], tiles: Tiles, turned: bool) -> list[jax.Array]:
+    """Returns the products of x and each of the weights by one kernel; rows, depth and columns are filled up to whole tiles."""
+    (rows, width), columns = x.shape, [w.shape[0 if turned else 1] for w in weights]
+    deeper = 0, -width % tiles.depth
+    x = jnp.pad(x, ((0, -rows % tiles.block), deeper))
+    wider = [(0, -n % tiles.columns) for n in columns]
+    filled = [jnp.pad(w, (more, deeper) if turned else (deeper, more))[None] for w, more in zip(weights, wider)]
     count = x.shape[0] // tiles.block
     one = Blocks(
         expert=jnp.zeros(count, jnp.int32), first=jnp.array([0, count], jnp.int32), sizes=jnp.array([rows], jnp.int32)
     )
-    (y,) = grouped.products(x, w[None], one, tiles, transposed=turned)
-    return y[:rows, :columns]
+    found = grouped.products(x, filled, one, tiles, transposed=turned)
+    return [y[:rows, :n] for y, n in zip(found, columns)]
 
 
 def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
@@ -78,6 +99,12 @@ def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs
     width = math.prod(weights.shape[:inputs])
     y = product(x.reshape(-1, width), weights.astype(x.dtype).reshape(width, -1))
     return y.reshape(*x.shape[: x.ndim - inputs], *weights.shape[inputs:])
+
+
+def linears(x: Float[Array, "*rows D"], weights: Sequence[Float[Array, "D ..."]]) -> list[Float[Array, "..."]]:
+    """Returns the `linear` of each of the weights."""
+    found = products(x.reshape(-1, x.shape[-1]), [w.astype(x.dtype).reshape(len(w), -1) for w in weights])
+    return [y.reshape(*x.shape[:-1], *w.shape[1:]) for y, w in zip(found, weights)]
 
 
 # -- rows ------------------------------------------------------------------------------------------------------------

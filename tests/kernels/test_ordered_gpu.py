@@ -94,6 +94,35 @@ def test_a_block_of_one_tile_of_rows_has_the_bits_of_one_of_two(monkeypatch):
     assert np.array_equal(low, product(warpgroups=2))
 
 
+@pytest.mark.slow
+def test_products_of_several_weights_by_one_kernel_have_the_bits_of_each_alone(monkeypatch):
+    tiles = hopper.Tiles(columns=128, stages=2, warpgroups=1, cluster=1, multiprocessors=2)
+    monkeypatch.setattr(hopper, "tiles_of", lambda *sizes: tiles)
+    x, weights = drawn(70, 100), [drawn(100, 3, 64), drawn(100, 128), drawn(100, 260)]
+    with interpreter():
+        together = jax.block_until_ready(hopper.linears(x[:, None], weights))
+        alone = jax.block_until_ready([hopper.linear(x[:, None], w, 1) for w in weights])
+    for one, other, w in zip(together, alone, weights):
+        assert one.shape == (70, 1, *w.shape[1:]) and np.array_equal(wide(one), wide(other))
+        want = wide(x) @ wide(w).reshape(100, -1)
+        np.testing.assert_allclose(wide(one).reshape(70, -1), want, atol=2.0**-8 * np.abs(want).max())
+
+
+def test_kernels_of_several_weights_are_of_one_instruction_each(monkeypatch):
+    seen = []
+
+    def joined(x, weights, tiles, turned):
+        seen.append((tiles.columns, [w.shape[1] for w in weights]))
+        return [x @ w for w in weights]
+
+    monkeypatch.setattr(hopper, "_joined", joined)
+    x, weights = drawn(3, 16), [drawn(16, n) for n in (4096, 128, 8192, 384)]
+    with dispatch.target(Gpu("9.0")):
+        found = hopper.products.__wrapped__(x, weights)
+    assert seen == [(256, [4096, 8192]), (128, [128, 384])]
+    assert all(np.array_equal(wide(y), wide(x @ w)) for y, w in zip(found, weights))
+
+
 @pytest.mark.parametrize("width", [384, 64])
 def test_norms_and_chosen_logits_are_those_of_float64_and_of_a_row_alone(width):
     x, scale, head = drawn(37, width), jnp.asarray(RNG.normal(size=width), jnp.float32), drawn(11, width)
