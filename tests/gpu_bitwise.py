@@ -1,12 +1,13 @@
 """Checks and measures the bitwise mode on one Hopper GPU.
 
-    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode,update]
+    PYTHONPATH=. python tests/gpu_bitwise.py [--only=products,stats,norms,attention,model,run,time,decode_parts,decode_steps,decode,update]
 
 prints a JSON line a row, and exits 1 where a bit differs, a value is wrong or a part fails. `products`, `stats`, `norms` and `attention` compute
 rows among others and alone, permuted, and in calls of 1 to 16,384 of them, count the numbers that differ in any bit (expected 0), and compare with
 float64; another order of each sum must be seen. `model` draws tokens from a shallow model of 1.5B's width and reads them again as a learner does. `run` trains for 20 steps (gpu_bitwise.gin;
 MODEL=folder names other weights) and prints gap, ratio and KL of each. `time` sets each product, the head and attention beside the default ones at 1.5B's
-shapes; `decode` and `update` run `bench` with and without the mode.
+shapes; `decode_parts` and `decode_steps` time the products, attention and head of a sampler's token at 0.5B's, by each choice of blocks, whose bits
+must be the same, and whole steps; `decode` and `update` run `bench` with and without the mode.
 """
 
 import argparse
@@ -27,6 +28,8 @@ import numpy as np
 
 sys.path.insert(0, __file__.rpartition("/")[0])
 
+import bitwise_decode
+from bitwise_decode import CALLS, looped, normal
 from bitwise_rows import attention_of, differing, rows_of, wide
 
 from jaxrl_llm.kernels.attention import ordered_gpu as attention_gpu
@@ -37,8 +40,19 @@ from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.kernels.token_stats.api import token_stats
 
-PARTS = ("products", "stats", "norms", "attention", "model", "time", "run", "decode", "update")
-CALLS = 20
+PARTS = (
+    "products",
+    "stats",
+    "norms",
+    "attention",
+    "model",
+    "time",
+    "run",
+    "decode_parts",
+    "decode_steps",
+    "decode",
+    "update",
+)
 DECODE, UPDATE = ("--repeats=1", "--response_tokens=256"), ("--repeats=3", "--segments=4")
 WEIGHTS = (
     (1536, 1536, False),
@@ -62,10 +76,6 @@ def expect(row: dict[str, Any], **limits: float) -> None:
     wrong = [name for name, most in limits.items() if not row[name] <= most]
     BAD.extend(f"{row['part']}: {name}" for name in wrong)
     say(**row, wrong=wrong)
-
-
-def normal(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
-    return (jax.random.normal(jax.random.key(seed), shape, jnp.float32) * scale).astype(jnp.bfloat16)
 
 
 def among_others(run: Callable[..., Any], rows: Sequence[jax.Array], counts: Sequence[int]) -> dict[str, int]:
@@ -195,15 +205,7 @@ def _with_keys(keys: int, run: Callable[..., Any], *arrays: Any, **more: Any) ->
 
 def seconds(run: Callable[..., Any], *arrays: Any) -> float:
     """Seconds of a call among CALLS of one program, each of which waits for the one before."""
-
-    @jax.jit
-    def calls(first: Any, *rest: Any) -> Any:
-        def one(_: Any, x: Any) -> Any:
-            out = jax.lax.optimization_barrier(jax.tree.leaves(run(x, *rest))[0])
-            return x.at[(0,) * x.ndim].set(out[(0,) * out.ndim].astype(x.dtype))
-
-        return jax.lax.fori_loop(0, CALLS, one, first)
-
+    calls = jax.jit(looped(run))
     return timed(lambda: calls(*arrays), jax.block_until_ready, 3) / CALLS
 
 
@@ -231,15 +233,8 @@ def times() -> None:
             seconds(jax.jit(functools.partial(attention, **places, max_segments=many, backend=b)), *arrays)
             for b in ("ordered", "cudnn")
         ]
-        say(
-            part="time",
-            kernel="attention",
-            rows=rows,
-            row=row,
-            segments=many,
-            ms=both[0] * 1e3,
-            share=both[1] / both[0],
-        )
+        share = both[1] / both[0]
+        say(part="time", kernel="attention", rows=rows, row=row, segments=many, ms=both[0] * 1e3, share=share)
     cached = [normal(i, 2, 1024, 640, 2, 128) for i in (5, 6)]
     at = jnp.asarray(np.random.default_rng(0).integers(128, 640, 1024), jnp.int32)
     both = [
@@ -359,8 +354,24 @@ def benched(work: str, *more: str) -> None:
         raise RuntimeError(done.stderr[-1500:])
 
 
+def decode_parts() -> None:
+    for row in bitwise_decode.parts():
+        expect({"part": "decode_parts", "differing": 0} | row, differing=0)
+
+
+def decode_steps() -> None:
+    for row in bitwise_decode.steps():
+        say(part="decode_steps", **row)
+
+
 SPEEDS = functools.partial(benched, "sample", *DECODE), functools.partial(benched, "update", *UPDATE)
-RUNS = dict(zip(PARTS, (products, stats, norms, attentions, model, times, trained, *SPEEDS), strict=True))
+RUNS = dict(
+    zip(
+        PARTS,
+        (products, stats, norms, attentions, model, times, trained, decode_parts, decode_steps, *SPEEDS),
+        strict=True,
+    )
+)
 
 
 def main() -> None:
