@@ -18,7 +18,7 @@ from bitwise_rows import differing
 
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.kernels.decode_attention.api import decode_attention
-from jaxrl_llm.kernels.ordered import hopper
+from jaxrl_llm.kernels.ordered import arithmetic, hopper
 from jaxrl_llm.kernels.timing import timed
 from jaxrl_llm.kernels.token_stats import ordered
 from jaxrl_llm.models.policy import Policy
@@ -46,8 +46,8 @@ def looped(run: Callable[..., Any]) -> Callable[..., Any]:
 
     def calls(first: Any, *rest: Any) -> Any:
         def one(_: Any, x: Any) -> Any:
-            out = jax.lax.optimization_barrier(jax.tree.leaves(run(x, *rest))[0])
-            return x.at[(0,) * x.ndim].set(out[(0,) * out.ndim].astype(x.dtype))
+            outs = jax.lax.optimization_barrier(jax.tree.leaves(run(x, *rest)))
+            return x.at[(0,) * x.ndim].set(sum(out[(0,) * out.ndim] for out in outs).astype(x.dtype))
 
         return jax.lax.fori_loop(0, CALLS, one, first)
 
@@ -97,7 +97,17 @@ def parts() -> Iterator[dict[str, Any]]:
             "choice": f"{tiles.height} rows x {tiles.cluster}",
             "differing": count,
         }
+    yield _norms()
     yield from _others()
+
+
+def _norms() -> dict[str, Any]:
+    """Of how many numbers the bits of a sum and its norm in one pass are not those of two."""
+    x, y, scale = normal(8, 1024, SIZE.width), normal(9, 1024, SIZE.width), jnp.linspace(0.5, 2, SIZE.width)
+    total = jax.jit(arithmetic.added)(x, y)
+    wanted = total, jax.jit(partial(hopper.rms_norm, epsilon=1e-6))(total, scale)
+    count = sum(differing(a, b) for a, b in zip(hopper.added_norm(x, y, scale, 1e-6), wanted, strict=True))
+    return {"kernel": "sum and norm", "differing": count}
 
 
 def _products(x: jax.Array, weights: list[jax.Array], *, tiles: hopper.Tiles) -> list[jax.Array]:

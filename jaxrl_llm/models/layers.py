@@ -36,7 +36,7 @@ from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.linear import biased, gated_linear, linear, linears, pinned, rounded, written
+from jaxrl_llm.models.linear import added, biased, gated_linear, linear, linears, pinned, rounded, written
 
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
@@ -147,12 +147,21 @@ class RMSNorm(nnx.Module):
         self.epsilon, self.centred = epsilon, centred
 
     def __call__(self, x: Float[Array, "*shape D"]) -> Float[Array, "*shape D"]:
-        scale = 1.0 + self.scale[...] if self.centred else self.scale[...]
         if dispatch.ordered():
-            return arithmetic.rms_norm(x, scale, self.epsilon)
+            return arithmetic.rms_norm(x, self._scale(), self.epsilon)
         x32 = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + self.epsilon)
-        return (x32 * inverse * scale).astype(x.dtype)
+        return (x32 * inverse * self._scale()).astype(x.dtype)
+
+    def of_sum(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], name: str) -> tuple[jax.Array, jax.Array]:
+        """Returns x + y, known to the policies by `name`, and its norm; in ordered programs those of a single token a row, a sampler's, in one pass."""
+        if dispatch.ordered() and x.shape[1] == 1:
+            return arithmetic.added_norm(x, y, self._scale(), self.epsilon)
+        total = named(added(x, y), name)
+        return total, self(total)
+
+    def _scale(self) -> Float[Array, " D"]:
+        return 1.0 + self.scale[...] if self.centred else self.scale[...]
 
 
 class Projection(nnx.Module):

@@ -106,8 +106,7 @@ class Layer(nnx.Module):
         x = named(x, INPUT)
         attn_in = self.attention_norm(x)
         attn_out, extra = mix(self.delta if hasattr(self, "delta") else self.attention, attn_in)
-        middle = named(added(x, attn_out), MIDDLE)
-        mlp_in = self.mlp_norm(middle)
+        middle, mlp_in = self.mlp_norm.of_sum(x, attn_out, MIDDLE)
         mlp_out, report = self.mlp(mlp_in, routed) if isinstance(self.mlp, ExpertMLP) else (self.mlp(mlp_in), None)
         found = (x, attn_in, attn_out, mlp_in, mlp_out, added(middle, mlp_out))
         return dict(zip(SITES, found, strict=True)), extra, report

@@ -179,6 +179,21 @@ def _rms_norm(x: jax.Array, scale: jax.Array, *, epsilon: float) -> jax.Array:
     return rounded(x32 * inverse_rms(x32, epsilon) * scale, x.dtype)
 
 
+def added_norm(
+    x: Float[Array, "*rows D"], y: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Returns `added(x, y)` and its `rms_norm`; on a GPU by one kernel, which has no gradient."""
+    if not on_gpu():
+        total = added(x, y)
+        return total, rms_norm(total, scale, epsilon)
+    from jaxrl_llm.kernels.ordered import hopper
+
+    rows = split(x.shape[0])
+    run = by_rows(partial(hopper.added_norm, epsilon=epsilon), (rows, rows, WHOLE), (rows, rows))
+    found: tuple[jax.Array, jax.Array] = run(x, y, scale)
+    return found
+
+
 def inverse_rms(x: Float[Array, "*rows D"], epsilon: float) -> Float[Array, "*rows 1"]:
     """Returns 1 / sqrt(mean(x^2) + epsilon) over the last axis, float32."""
     width = x.shape[-1]

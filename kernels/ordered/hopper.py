@@ -146,7 +146,40 @@ def _norms(x: Float[Array, "M D"], scale: Float[Array, " D"], epsilon: float, in
             values = values * inverse * triton.load(scale.at[part])
             triton.store(out.at[at.index, part], values.astype(out.dtype))
 
-    return _over_rows(body, (x, scale), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
+    found: jax.Array = _over_rows(body, (x, scale), jax.ShapeDtypeStruct(x.shape, x.dtype), interpret)
+    return found
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def added_norm(
+    x: Float[Array, "*rows D"],
+    y: Float[Array, "*rows D"],
+    scale: Float[Array, " D"],
+    epsilon: float,
+    interpret: bool = False,
+) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
+    """Returns x + y, rounded to their dtype, and its `rms_norm`, which have the bits of two operations; it has no gradient."""
+
+    def body(x: Any, y: Any, scale: Any, total: Any, out: Any, *, at: "_Rows") -> None:
+        def added(part: Any) -> Any:
+            both = (triton.load(ref.at[at.index, part]).astype(jnp.float32) for ref in (x, y))
+            return sum(both).astype(total.dtype)
+
+        def squares(part: Any) -> Any:
+            values = added(part).astype(jnp.float32)
+            return values * values
+
+        inverse = lax.rsqrt(at.summed(squares) / at.width + epsilon)[:, None]
+        for part in at.parts:
+            values = added(part)
+            triton.store(total.at[at.index, part], values)
+            values = values.astype(jnp.float32) * inverse * triton.load(scale.at[part])
+            triton.store(out.at[at.index, part], values.astype(out.dtype))
+
+    rows = x.reshape(-1, x.shape[-1])
+    shape = jax.ShapeDtypeStruct(rows.shape, x.dtype)
+    found = _over_rows(body, (rows, y.reshape(rows.shape), scale), (shape, shape), interpret)
+    return found[0].reshape(x.shape), found[1].reshape(x.shape)
 
 
 def chosen_logits(
@@ -165,7 +198,8 @@ def chosen_logits(
         triton.store(out.at[at.row], at.summed(products))
 
     shape = jax.ShapeDtypeStruct(hidden.shape[:1], jnp.float32)
-    return _over_rows(body, (hidden, head, targets), shape, interpret)
+    found: jax.Array = _over_rows(body, (hidden, head, targets), shape, interpret)
+    return found
 
 
 class _Rows:
@@ -186,8 +220,8 @@ class _Rows:
         return jnp.sum(total, axis=1)
 
 
-def _over_rows(body: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStruct, interpret: bool) -> jax.Array:
-    """Runs `body(*arrays, out, at=rows)` over blocks of the first array's rows."""
+def _over_rows(body: Any, arrays: tuple[jax.Array, ...], out: Any, interpret: bool) -> Any:
+    """Runs `body(*arrays, *out, at=rows)` over blocks of the first array's rows."""
     rows, width = arrays[0].shape
     columns = min(width & -width, BLOCK // 4)
     block = min(BLOCK // columns, 32)
@@ -199,5 +233,4 @@ def _over_rows(body: Any, arrays: tuple[jax.Array, ...], out: jax.ShapeDtypeStru
         program, out_shape=out, grid=(-(-rows // block),), interpret=interpret,
         compiler_params=triton.CompilerParams(num_warps=4, num_stages=1),
     )  # fmt: skip
-    found: jax.Array = run(*arrays)
-    return found
+    return run(*arrays)

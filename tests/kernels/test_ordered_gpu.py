@@ -136,6 +136,18 @@ def test_norms_and_chosen_logits_are_those_of_float64_and_of_a_row_alone(width):
     assert np.array_equal(hopper.chosen_logits(x[5:8], head, targets[5:8], interpret=True), logits[5:8])
 
 
+@pytest.mark.parametrize("width", [384, 896])
+def test_a_sum_and_its_norm_in_one_pass_have_the_bits_of_two(width):
+    # Sums that are exact: compiled for CPUs, the interpreter's program leaves the rounding between them and the norm out.
+    x, y = (jnp.asarray(RNG.integers(-64, 64, (37, 1, width)) / 8, jnp.bfloat16) for _ in range(2))
+    scale = jnp.asarray(RNG.normal(size=width), jnp.float32)
+    total, norm = hopper.added_norm(x, y, scale, 1e-6, True)
+    assert np.array_equal(wide(total), wide(arithmetic.added(x, y)))
+    assert np.array_equal(wide(norm)[:, 0], wide(hopper._norms(total[:, 0], scale, 1e-6, True)))
+    alone = hopper.added_norm(x[5:6], y[5:6], scale, 1e-6, True)
+    assert all(np.array_equal(wide(a), wide(b)[5:6]) for a, b in zip(alone, (total, norm)))
+
+
 def test_the_norms_gradient_is_that_of_float64(monkeypatch):
     norms = hopper._norms
     monkeypatch.setattr(hopper, "_norms", lambda *arrays: norms(*arrays, interpret=True))
