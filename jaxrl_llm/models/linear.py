@@ -11,7 +11,7 @@ the MLP's input, are written once: their compiler would compute them again insid
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -150,19 +150,21 @@ def linear(
 def linears(x: Float[Array, "B T D"], weights: Sequence[Any]) -> list[Float[Array, "B T ..."]]:
     """Returns the `linear` of each of the weights; in ordered programs those of a single token a row, a sampler's, are one kernel's."""
     if dispatch.ordered() and x.shape[1] == 1 and not any(isinstance(w, Adapted | Quantized | Spread) for w in weights):
-        return _products(x, weights)
+        return _products(x, list(weights))
     return [linear(x, w) for w in weights]
 
 
 @jax.custom_vjp
-def _products(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
+def _products(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
     return arithmetic.linears(x, weights)
 
 
-def _products_backward(saved: tuple[jax.Array, Sequence[jax.Array]], gs: list[jax.Array]) -> tuple[jax.Array, Any]:
+def _products_backward(
+    saved: tuple[jax.Array, list[jax.Array]], gs: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
     x, weights = saved
     found = [_backward(1, None, (x, w), g) for w, g in zip(weights, gs)]
-    return sum(dx for dx, _ in found), type(weights)(dw for _, dw in found)
+    return reduce(jnp.add, (dx for dx, _ in found)), [dw for _, dw in found]
 
 
 _products.defvjp(lambda x, weights: (_products(x, weights), (x, weights)), _products_backward)

@@ -162,8 +162,8 @@ def added_norm(
 
     def body(x: Any, y: Any, scale: Any, total: Any, out: Any, *, at: "_Rows") -> None:
         def added(part: Any) -> Any:
-            both = (triton.load(ref.at[at.index, part]).astype(jnp.float32) for ref in (x, y))
-            return sum(both).astype(total.dtype)
+            one, other = (triton.load(ref.at[at.index, part]).astype(jnp.float32) for ref in (x, y))
+            return (one + other).astype(total.dtype)
 
         def squares(part: Any) -> Any:
             values = added(part).astype(jnp.float32)
