@@ -4,15 +4,17 @@ The gin file binds RUN to a component with a `run(config)` method.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm import command_line
-from jaxrl_llm.distributed import compilation_cache, out_of_memory, topology, xla_flags
+from jaxrl_llm.distributed import allocator, compilation_cache, out_of_memory, topology, xla_flags
 from jaxrl_llm.protocols import Down
 
 _log = logging.getLogger(__name__)
@@ -53,7 +55,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def prepare(target: str | None = None) -> None:
-    """Sets up the process for a run, before JAX is imported: XLA's flags, the compilation cache, and what the console shows of the log.
+    """Sets up the process for a run, before JAX is imported: XLA's flags, memory, the compilation cache, and what the console shows of the log.
 
     Args:
       target: what programs are compiled for, as `topology.prepare` takes it; None is this machine.
@@ -64,6 +66,8 @@ def prepare(target: str | None = None) -> None:
     """
     if target is None:
         xla_flags.apply()
+        if xla_flags.on_cpu():
+            allocator.keep()
     else:
         topology.prepare(target)
     compilation_cache.keep()
@@ -71,6 +75,23 @@ def prepare(target: str | None = None) -> None:
     console = logging.StreamHandler()
     console.setLevel(logging.WARNING)  # messages of lower levels go to the run's log
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[console])
+
+
+@contextlib.contextmanager
+def _uncollected(alone: bool) -> Iterator[None]:
+    """Collects no garbage while modules are imported and a run is built, where the process is `alone`.
+
+    What they leave is there until the process ends, so that later collections need not look at it.
+    """
+    if not alone:
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _carry_out(run: Any, config: str, distributed: bool) -> int:
@@ -148,8 +169,10 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         if arguments.topology is not None and not arguments.dry_run:
             raise ValueError("--topology compiles for devices that are not here: add --dry_run, or leave it out to run")
         prepare(arguments.topology)
-        run, config = built(arguments.gin_file, arguments.gin, arguments.distributed)
-        if (alone or argv is None) and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
+        alone = alone or argv is None
+        with _uncollected(alone):
+            run, config = built(arguments.gin_file, arguments.gin, arguments.distributed)
+        if alone and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
             # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         if arguments.resume_as_new:

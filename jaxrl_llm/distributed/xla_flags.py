@@ -80,6 +80,12 @@ def tpus(devices: Path = Path("/dev")) -> int:
     return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
 
 
+def on_cpu() -> bool:
+    """Whether JAX will find no accelerator here, without starting it."""
+    named = os.environ.get("JAX_PLATFORMS", "")
+    return named.split(",")[0] == "cpu" or not (gpus() or tpus())
+
+
 def _host_gb() -> int:
     """The host's memory in units of 10^9 bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9

@@ -67,7 +67,8 @@ def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 def _flags(words: Sequence[str], *, cpu: bool) -> list[str]:
     """The arguments of `launch` and of other commands that take gin files, which mean the same as the words."""
-    from jaxrl_llm.interface.composition import compose, on_cpu
+    from jaxrl_llm.distributed.xla_flags import on_cpu
+    from jaxrl_llm.interface.composition import compose
 
     files, settings = _given(words)
     if not files and not {"run_dir", "RUN_DIR"} & settings.keys():

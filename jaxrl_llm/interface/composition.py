@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm.command_line import PACKAGE
-from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.interface import several_rewards
 from jaxrl_llm.interface.several_rewards import FUNCTION, REFERENCE
 
@@ -205,12 +204,6 @@ def _model(value: Any) -> Composition:
     if (own := _own(value, "models")) is not None:
         return own
     return Composition(files=[PRETRAINED], bindings={"PRETRAINED": os.fspath(value)})
-
-
-def on_cpu() -> bool:
-    """Whether JAX will find no accelerator here, without starting it."""
-    named = os.environ.get("JAX_PLATFORMS", "")
-    return named.split(",")[0] == "cpu" or not (xla_flags.gpus() or xla_flags.tpus())
 
 
 def _tokenizer(value: Any) -> Composition:

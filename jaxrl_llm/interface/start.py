@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import launch
+from jaxrl_llm.distributed.xla_flags import on_cpu
 from jaxrl_llm.interface import kept_functions, several_rewards
-from jaxrl_llm.interface.composition import compose, names, on_cpu
+from jaxrl_llm.interface.composition import compose, names
 
 if TYPE_CHECKING:
     from jaxrl_llm.interface.python_run import PythonRun

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm import command_line
+from jaxrl_llm.distributed import xla_flags
 from jaxrl_llm.interface import composition
 from jaxrl_llm.interface.commands import _given as given
 from jaxrl_llm.interface.composition import Composition, compose, literal, value
@@ -114,9 +115,9 @@ def test_a_pretrained_model_brings_its_tokenizer_unless_another_is_named(tokeniz
 )
 def test_what_counts_as_a_cpu(monkeypatch, platforms, gpus, tpus, cpu):
     monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.setattr(composition.xla_flags, "gpus", lambda: gpus)
-    monkeypatch.setattr(composition.xla_flags, "tpus", lambda: tpus)
-    assert composition.on_cpu() is cpu
+    monkeypatch.setattr(xla_flags, "gpus", lambda: gpus)
+    monkeypatch.setattr(xla_flags, "tpus", lambda: tpus)
+    assert xla_flags.on_cpu() is cpu
 
 
 def test_a_run_without_files_needs_a_model_and_data():
