@@ -244,6 +244,8 @@ def _reward(value: Any) -> Composition:
         return Composition(bindings={"REWARD": value})
     if isinstance(value, str) and FUNCTION.fullmatch(value) and not Path(value).is_file():
         return Composition(files=["gin/rewards/function.gin"], bindings={"REWARD_FUNCTION": value})
+    if isinstance(value, str) and value.endswith(".py"):
+        raise ValueError(f"reward={value} names no function of the file: give {value}:NAME")
     return _own(value, "rewards") or Composition(files=[gin_file(value, "rewards")])
 
 

@@ -119,7 +119,9 @@ def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone
 def _sides(row: Prompt, alone: bool) -> dict[int, str]:
     """{1: preferred response, -1: rejected response} of a row, or one of the two."""
     if row.response is None:
-        raise ValueError(f"row {row.id!r} has no response: preferences need Prompt.response")
+        raise ValueError(
+            f"row {row.id!r} has no response: preferences need Prompt.response, such as rows with the columns prompt, chosen and rejected"
+        )
     if "rejected" in row.extra:
         rejected = str(row.extra["rejected"])
         if rejected == row.response:

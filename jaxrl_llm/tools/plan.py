@@ -79,6 +79,8 @@ def _lines(arguments: argparse.Namespace, chips: Sequence[str]) -> Iterable[str]
     run, config = command_line.build(arguments.gin_file, arguments.gin)
     if arguments.fit:
         return fit.fitted(run, config, fit.named(arguments.device))
+    if arguments.device:
+        raise ValueError("--device is the device that --fit fits the run to: add --fit, or leave it out")
     counts = [int(n) for n in arguments.counts.split(",")]
     return fleets.fleets(run, chips, counts, arguments.response_tokens, arguments.grow)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.distributed.preemption import STOPPED, Preemption
 from jaxrl_llm.distributed.processes import Hosts, Processes
@@ -67,6 +68,7 @@ class Run:
         ):
             if not hasattr(value, method):
                 raise ValueError(f"{name} must be a component such as {example} (got {value!r})")
+        components.at_least(self, 0, "seed")
         if not self.stages:
             raise ValueError("a run needs at least one stage: set train.Run.stages")
         names = [s.name for s in self.stages]

@@ -68,6 +68,8 @@ def test_a_file_that_is_not_there_is_told_with_the_nearest(tmp_path, monkeypatch
         composition.gin_file("quikstart")
     with pytest.raises(ValueError, match=r"gps.*gin/algorithms/gps\.gin.*gpg"):
         compose(["quickstart"], {"algorithm": "gps"})
+    with pytest.raises(ValueError, match=r"reward=mine\.py names no function.*mine\.py:NAME"):
+        compose(["quickstart"], {"reward": "mine.py"})
     with pytest.raises(ValueError, match=r"mathz.*maths"):
         compose(["quickstart"], {"reward": "mathz"})
 

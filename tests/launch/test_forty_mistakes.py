@@ -95,6 +95,7 @@ MISTAKES: dict[str, Mistake] = {
     "rows too short for a sequence": Mistake(("ROW_TOKENS=20",), ("set train.Packing.row_tokens >= 27",)),
     "a mesh that does not fit": Mistake(("train.MeshConfig.tensor=3",), ("3", "devices")),
     "rows by a word": Mistake(("ROWS='many'",), ("a whole number >= 1, or 'auto'",)),
+    "a seed below zero": Mistake(("SEED=-1",), ("train.Run.seed", ">= 0", "-1")),
     "an architecture that is not supported, and no tokenizer": Mistake((*FOLDER, "TOKENIZER=@tokenizer.PretrainedTokenizer()", "tokenizer.PretrainedTokenizer.path='model'"), ("MixtralForCausalLM is not supported", "Qwen3ForCausalLM"), model=CONFIG),
     "a model folder that does not exist": Mistake((FOLDER[0], "sources.PolicySource.pretrained='modle'"), ("'modle'", "set sources.PolicySource.pretrained")),
     "a run that does not fit the device": Mistake(("ROWS=8192", "ROW_TOKENS=65536", "qwen3.Qwen3.width=512", "PROMPTS_PER_STEP=64"), ("does not fit", "these settings fit: ROWS = ")),
