@@ -230,11 +230,19 @@ def test_noise_has_the_expectation_of_the_uniform_log_prob_without_the_target():
 
 def test_checked_mode_reports_a_target_outside_the_vocabulary():
     hidden, head = arrays()
-    checked = checkify.checkify(jax.jit(lambda t: token_stats(hidden, head, t)["logprob"]), errors=checkify.user_checks)
+    stats = jax.jit(lambda t: token_stats(hidden, head, t, checked=True)["logprob"])
+    checked = checkify.checkify(stats, errors=checkify.user_checks)
     error, _ = checked(jnp.asarray(TARGETS))
     assert error.get() is None
     error, _ = checked(jnp.full(T, V))
     assert f"outside [0, {V})" in error.get()
+
+
+def test_a_program_is_the_same_whatever_was_traced_before_it():
+    """So that a resumed run, which traces fewer programs, finds those that are kept."""
+    hidden, head = arrays()
+    text = lambda: jax.jit(lambda t: token_stats(hidden, head, t)["logprob"]).lower(jnp.asarray(TARGETS)).as_text()  # noqa: E731
+    assert text() == text()
 
 
 def test_the_dispatcher_takes_the_first_backend_that_supports_the_call():
