@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import forked
+
 from jaxrl_llm import launch as launcher
 
 ROOT = Path(__file__).parent.parent
@@ -39,15 +41,8 @@ def environment(devices: int = 1) -> dict[str, str]:
 
 
 def launch(run_dir: Path, gin_file: str = GIN_FILE, devices: int = 1, **more: Any) -> subprocess.CompletedProcess[str]:
-    """Runs the command to its end."""
-    return subprocess.run(
-        command(run_dir, gin_file, **more),
-        cwd=ROOT,
-        env=environment(devices),
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    """Runs the command to its end, in a fork of a process that has imported the package."""
+    return forked.launch(arguments(run_dir, gin_file, **more), environment(devices), timeout=500)
 
 
 def refused(run_dir: Path, gin_file: str = GIN_FILE, **more: Any) -> str:
