@@ -1,5 +1,6 @@
 """The tests' process: eight simulated CPU devices, a kept compilation cache, checked shape annotations, a fresh gin."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 # Programs that run for milliseconds are compiled with fewer optimisations; test_whole_runs.py compiles as users do.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Tracing makes objects by the million: at the collector's own thresholds its passes take up to a quarter of a test's time.
+gc.set_threshold(50_000, 10, 10)
 
 import pytest
 from jaxtyping import install_import_hook

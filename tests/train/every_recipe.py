@@ -5,8 +5,10 @@ splits and columns that their preparation commands write. FOLDER takes all of it
 """
 
 import contextlib
+import gc
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -178,14 +180,15 @@ def dry_run(name: str, bindings: Sequence[str]) -> tuple[int, float, str]:
     return code, time.perf_counter() - start, said.getvalue()
 
 
-def lowered_only(program: Any, resident: int = 0) -> Any:
-    """The account of a lowered program's arguments and results alone."""
+def traced_only(program: Any, resident: int = 0) -> Any:
+    """The account of a traced program's arguments and results alone."""
     import jax
 
     from jaxrl_llm.tools.memory import Account
 
     held = [
-        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) for tree in (program.in_avals, program.out_info)
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        for tree in (program.args_info, program.out_info)
     ]
     return Account(resident=resident, arguments=held[0], outputs=held[1], temporary=0)
 
@@ -223,12 +226,14 @@ def main(folder: Path, names: Mapping[str, Sequence[str]]) -> None:
     from jaxrl_llm.tools import fit, memory
 
     # Whether a run fits, and what XLA makes of a program, are other tests' subjects: the device has room for all runs, and programs
-    # are traced and lowered with their full shapes and not compiled, which takes a hundred times as long.
+    # are traced with their full shapes, neither lowered nor compiled, which takes a hundred times as long.
     fit.here = lambda: fit.Device("a device of 64 TiB", 2.0**46)
-    memory.account = lowered_only
-    # Files whose learners or samplers are equal have the same programs, which are lowered once.
+    jax.stages.Traced.lower = lambda traced, **_: traced
+    memory.account = traced_only
+    # Files whose learners or samplers are equal have the same programs, which are traced once.
     memory.of_learner = once(memory.of_learner, programs_of)
     decode.lowered = once(decode.lowered, lambda *arguments: jax.tree.flatten(arguments))
+    gc.disable()  # tracing makes objects by the million, and the collector's passes would take a quarter of the time
     results = {}
     for name, bindings in names.items():
         results[name] = dry_run(name, bindings)
