@@ -16,22 +16,25 @@ from jaxrl_llm.train.stage import Stage
 MESH = {"train.MeshConfig.data": 2, "train.MeshConfig.fsdp": 2}
 
 
+# The 16 sequences of a step fill seven to nine rows: one micro-batch of 16 rows, so that gradient and update are one program; or one or two
+# of 8 rows, so that both kinds of update are made.
 @pytest.mark.slow
-@pytest.mark.parametrize("devices, mesh, count", [(1, {}, 20), (4, MESH, 10)])
-def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatch, devices, mesh, count):
+@pytest.mark.parametrize("devices, mesh, rows, count", [(1, {}, 16, 20), (4, MESH, 8, 10)])
+def test_no_token_of_a_run_has_a_gap_and_every_ratio_is_one(tmp_path, monkeypatch, devices, mesh, rows, count):
     monkeypatch.delenv("JAX_DISABLE_MOST_OPTIMIZATIONS")
-    steps = {"STEPS": count, "MINIBATCHES": 1, "EVALUATE_EVERY": 100, "SAVE_EVERY": 100, "LEARNING_RATE": 1e-3}
+    steps = {"STEPS": count, "MINIBATCHES": 1, "SAVE_EVERY": 100, "LEARNING_RATE": 1e-3, "ROWS": rows}
+    steps["rl/train.Stage.evaluations"] = "()"
     done = tiny_run.launch(tmp_path / "run", devices=devices, **tiny_run.RL_ALONE, **steps, **mesh, BITWISE=True)
     assert done.returncode == 0, done.stderr
-    rows = [row for row in tiny_run.rows(tmp_path / "run") if "gap/max" in row]
-    assert len(rows) == count
-    compared = sum(int(row["gap/compared"]) for row in rows)
+    found = [row for row in tiny_run.rows(tmp_path / "run") if "gap/max" in row]
+    assert len(found) == count and {row["batch/microbatches"] for row in found} <= {1, 16 // rows}
+    compared = sum(int(row["gap/compared"]) for row in found)
     assert compared > 100 * count and f"tokens compared {compared}, differing 0" in done.stdout
-    for row in rows:
+    for row in found:
         assert row["gap/max"] == row["gap/mean"] == row["gap/k3"] == row["kl/k3_to_old"] == 0, row
         assert row["ratio/mean"] == 1 and row["gap/differing"] == 0, row
-    assert all(row["grad_norm/policy"] > 0 for row in rows)
-    assert len({row["logprob/mean"] for row in rows}) == count
+    assert all(row["grad_norm/policy"] > 0 for row in found)
+    assert len({row["logprob/mean"] for row in found}) == count
 
 
 def stage(**fields):
