@@ -100,9 +100,9 @@ def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 
 
 def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
-    """Cosine and sine of each rotation, float32."""
+    """Cosine and sine of each rotation, float32; on TPUs computed once, and not in each layer."""
     angles = pinned(positions[..., None].astype(jnp.float32) * _known_frequencies(architecture))
-    return pinned(jnp.cos(angles)), pinned(jnp.sin(angles))
+    return written(pinned(jnp.cos(angles))), written(pinned(jnp.sin(angles)))
 
 
 def _known_frequencies(architecture: Architecture) -> Float[Array, " half"]:
@@ -114,17 +114,20 @@ def _known_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 @jax.custom_vjp
 def rotate(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array, "B T heads C"]:
     """Rotates the pairs (i, i + C/2) of each head; angles have no gradient, and that of `x` is rotated back."""
+    return _turned(x, rotation, -1.0)
+
+
+def _turned(x: jax.Array, rotation: Rope, sign: float) -> jax.Array:
     # Written without a concatenation, which XLA would not join to what comes before and after it.
     cos, sin = (part[:, :, None, None, :] for part in rotation)
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
-    signs = jnp.array([-1.0, 1.0])[:, None]
+    signs = jnp.array([sign, -sign])[:, None]
     turned = pinned(halves * cos) + pinned(jnp.flip(halves, -2) * (signs * sin))
     return rounded(turned.reshape(x.shape), x.dtype)
 
 
 def _rotate_back(rotation: Rope, g: Float[Array, "B T heads C"]) -> tuple[Float[Array, "B T heads C"], None]:
-    cos, sin = rotation
-    return rotate(g, (cos, -sin)), None
+    return _turned(g, rotation, 1.0), None
 
 
 rotate.defvjp(lambda x, rotation: (rotate(x, rotation), rotation), _rotate_back)

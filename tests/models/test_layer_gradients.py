@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.kernels import dispatch
 from jaxrl_llm.models.architecture import Architecture
-from jaxrl_llm.models.layers import Projection, rotate
+from jaxrl_llm.models.layers import Projection, rope, rotate
 from jaxrl_llm.models.linear import Spread, Stored, gated_linear, linear, written
 
 
@@ -113,6 +113,26 @@ def test_a_sum_of_which_two_devices_hold_parts_is_rounded_once(backward):
     np.testing.assert_array_equal(np.asarray(found, np.float32), rounded(exact))
 
 
+def test_heads_are_one_dimension_of_the_products_whose_gradients_devices_sum():
+    mesh = Partitioner.create(MeshConfig(fsdp=2), jax.devices()[:2]).mesh
+    stored = Stored(mesh, ("fsdp", None), PartitionSpec("fsdp"))
+    x, weights, g = (whole_numbers(key, *shape) for key, shape in enumerate(((2, 8, 4), (4, 3, 5), (2, 8, 3, 5))))
+
+    def run(x, weights, g):
+        y, pull = jax.vjp(lambda x, w: linear(x, Spread(w, stored)), x, weights)
+        return y, *pull(g)
+
+    run = jax.jit(run)
+    y, dx, dw = run(x, weights.astype(jnp.float32), g)
+    x, weights, g = (np.asarray(value, np.int64) for value in (x, weights, g))
+    np.testing.assert_array_equal(np.asarray(y, np.float32), rounded(np.einsum("btd,dhc->bthc", x, weights)))
+    np.testing.assert_array_equal(np.asarray(dx, np.float32), rounded(np.einsum("bthc,dhc->btd", g, weights)))
+    np.testing.assert_array_equal(dw, np.einsum("btd,bthc->dhc", x, g))
+    text = run.lower(*(jnp.asarray(value, jnp.bfloat16) for value in (x, weights, g))).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3 and not any("x3x5x" in line for line in products)
+
+
 BIASED = Architecture(
     vocabulary_size=8, width=16, layers=1, heads=4, kv_heads=2, head_width=8, mlp_width=8, qkv_bias=True
 )
@@ -157,3 +177,10 @@ def test_rotation_is_a_product_with_complex_numbers_and_its_gradient_one_with_th
     turn = np.exp(1j * np.asarray(angles, np.float64))[:, :, None, :]
     np.testing.assert_allclose(pairs(y), pairs(x) * turn, atol=2e-6)
     np.testing.assert_allclose(pairs(pull(g)[0]), pairs(g) * turn.conj(), atol=2e-6)
+
+
+def test_angles_of_rotations_are_computed_once_on_tpus():
+    lowered = lambda: jax.jit(lambda p: rope(BIASED, p)).lower(jnp.arange(10).reshape(2, 5)).as_text()  # noqa: E731
+    assert "optimization_barrier" not in lowered()
+    with dispatch.target(Tpu()):
+        assert lowered().count("optimization_barrier") == 2
