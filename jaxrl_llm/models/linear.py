@@ -143,14 +143,14 @@ def linear(
     if isinstance(weights, Adapted):
         low = _product(_product(x, weights.a, inputs, None), weights.b, 1, None)
         return _product(x, weights.weights, inputs, None) + weights.scale * low
-    weights, stored = _unwrapped(weights)
+    kernel, stored = _unwrapped(weights)
     if inputs > 1 or stored is None or stored.rows is None or any(stored.spec[1:]) or dispatch.ordered():
-        return _product(x, weights, inputs, stored)
+        return _product(x, kernel, inputs, stored)
     # Heads and their width are one dimension here: TPU's compiler takes nearly twice the cycles for the gradients' products over both, since
     # a head of 128 is half as wide as a matrix unit.
-    flat = weights.reshape(weights.shape[0], -1)
+    flat = kernel.reshape(kernel.shape[0], -1)
     y = _product(x, flat, 1, replace(stored, spec=PartitionSpec(*stored.spec[:1], None)))
-    return y.reshape(*y.shape[:-1], *weights.shape[1:])
+    return y.reshape(*y.shape[:-1], *kernel.shape[1:])
 
 
 def linears(x: Float[Array, "B T D"], weights: Sequence[Any]) -> list[Float[Array, "B T ..."]]:
