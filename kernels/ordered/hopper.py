@@ -32,14 +32,15 @@ NARROW_FEW = Tiles(rows=64, columns=128, stages=6)
 WIDE_FROM = 4096  # columns of weights whose tiles are WIDE
 MANY_FROM = 8192  # rows of narrow products whose blocks have 256 of them
 TOGETHER = 512  # rows from which two blocks share the weights' pieces
-LOW = 5 / 8  # of the time of a block of two tiles of rows, for one of a single tile
+LOW = 0.6  # of the time of a block of two tiles of rows, for one of a single tile; of one H200 (tests/bitwise_decode.py)
 BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
 
 
 def tiles_of(rows: int, columns: int, beside: int = 0) -> Tiles:
     """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone.
 
-    Of few rows a block has one tile, where that keeps more multiprocessors busy; the kernel has `beside` columns of other weights too.
+    Of few rows a block has one tile, where that keeps more multiprocessors busy; the kernel has `beside` columns of other weights too. Such
+    a block of narrow tiles waits for no other: what a cluster spares of the weights' reads costs more there.
     """
     if columns >= WIDE_FROM and columns % WIDE.columns == 0:
         tiles = WIDE
@@ -49,7 +50,8 @@ def tiles_of(rows: int, columns: int, beside: int = 0) -> Tiles:
         tiles = NARROW_FEW
     turns = [_turns(replace(tiles, warpgroups=count), rows, columns + beside) for count in (1, 2)]
     count = 1 if turns[0] * LOW <= turns[1] else 2
-    return replace(tiles, warpgroups=count, cluster=2 if rows >= TOGETHER else 1)
+    together = rows >= TOGETHER and (count == 2 or tiles is WIDE)
+    return replace(tiles, warpgroups=count, cluster=2 if together else 1)
 
 
 def _turns(tiles: Tiles, rows: int, columns: int) -> int:

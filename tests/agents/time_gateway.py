@@ -141,6 +141,7 @@ async def embedded(given: argparse.Namespace) -> dict[str, Any]:
         measured, branches = await served(given, service, Rendering(tokenizer))
         with_it.append(measured["played_s"])
         without.append(await continued(service, branches))
+        print(f"{with_it[-1]:.3f} s through the gateway, {without[-1]:.3f} s without it", file=sys.stderr, flush=True)
     await service.close()
     await sampler.close()
     medians = [statistics.median(seconds[1:]) for seconds in (with_it, without)]

@@ -75,7 +75,7 @@ def test_instructions_of_a_product_go_by_the_weights_alone():
 
 def test_few_rows_are_made_in_lower_blocks_where_more_multiprocessors_work_on_them():
     with dispatch.target(Gpu("9.0")):
-        assert [hopper.tiles_of(n, 896).block for n in (64, 512, 1024, 2048, 16384)] == [64, 128, 128, 256, 512]
+        assert [hopper.tiles_of(n, 896).block for n in (64, 512, 1024, 2048, 16384)] == [64, 64, 64, 256, 512]
         assert [hopper.tiles_of(n, 8960).block for n in (64, 512, 16384)] == [64, 128, 256]
 
 
