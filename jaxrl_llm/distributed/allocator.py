@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 # The options of mallopt(3): glibc's malloc.h numbers them.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 MMAP_LIMIT = 32 * 2**20  # bytes; the highest threshold of every version
-BLOCK = (
-    256 * 2**20
-)  # bytes; larger blocks cost more to compute than to fill, and go back to the system when they are free
+# Bytes: larger blocks cost more to compute than to fill, and go back to the system when they are free.
+BLOCK = 256 * 2**20
 FREE = 2**30  # bytes at the heap's end that stay when they are free
 OPTIONS = ((ARENA_MAX, 1), (TRIM_THRESHOLD, FREE), (MMAP_THRESHOLD, MMAP_LIMIT), (MMAP_THRESHOLD, BLOCK))
 
