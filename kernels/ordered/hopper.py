@@ -32,7 +32,7 @@ NARROW_FEW = Tiles(rows=64, columns=128, stages=6)
 WIDE_FROM = 4096  # columns of weights whose tiles are WIDE
 MANY_FROM = 8192  # rows of narrow products whose blocks have 256 of them
 TOGETHER = 512  # rows from which two blocks share the weights' pieces
-LOW = 0.6  # of the time of a block of two tiles of rows, for one of a single tile; of one H200 (tests/bitwise_decode.py)
+LOW = 0.6  # of two tiles' time, for a block of one tile of rows; of one H200 (tests/bitwise_decode.py)
 BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
 
 
