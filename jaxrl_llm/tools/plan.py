@@ -49,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("give --gin_file, --compare or --publication, one of the three")
     if arguments.topology and arguments.compare:
         parser.error("--topology compiles the programs of a run: give --gin_file")
+    if arguments.device and not arguments.fit:
+        parser.error("--device is the device that --fit fits the run to: add --fit, or leave it out")
     chips = arguments.chips.split(",")
     if unknown := set(chips) - set(CHIPS):
         parser.error(f"unknown chips {sorted(unknown)}: use some of {', '.join(CHIPS)}")
@@ -79,8 +81,6 @@ def _lines(arguments: argparse.Namespace, chips: Sequence[str]) -> Iterable[str]
     run, config = command_line.build(arguments.gin_file, arguments.gin)
     if arguments.fit:
         return fit.fitted(run, config, fit.named(arguments.device))
-    if arguments.device:
-        raise ValueError("--device is the device that --fit fits the run to: add --fit, or leave it out")
     counts = [int(n) for n in arguments.counts.split(",")]
     return fleets.fleets(run, chips, counts, arguments.response_tokens, arguments.grow)
 

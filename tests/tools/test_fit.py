@@ -8,7 +8,7 @@ import tiny_run
 
 from jaxrl_llm import command_line, launch
 from jaxrl_llm.distributed.mesh import Partitioner
-from jaxrl_llm.tools import fit, programs
+from jaxrl_llm.tools import fit, plan, programs
 from jaxrl_llm.tools.planning import run_plan
 
 MIB = 2**20
@@ -74,6 +74,12 @@ def test_the_lines_are_bindings_that_the_run_takes(tmp_path: Path) -> None:
         MemoryError, match=r"does not fit: it takes 0.4 GiB before any activation a device, and none has .*fsdp"
     ):
         list(fit.fitted(run, config, fit.Device("none", 50 * MIB)))
+
+
+def test_a_device_without_fit_is_refused_before_the_run_is_built(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        plan.main(["--gin_file=there_is_no_such_file.gin", "--device=h200"])
+    assert "--device is the device that --fit fits the run to: add --fit" in capsys.readouterr().err
 
 
 def launched(run_dir: Path, *flags: str, **more: Any) -> int:
