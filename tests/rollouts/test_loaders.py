@@ -94,7 +94,7 @@ def test_a_row_without_a_rejected_response_and_pairs_that_do_not_fit_are_refused
         pairs(encoder(max_response_tokens=2), [row("a", "b", rejected="ccc")])
     with pytest.raises(ValueError, match="row 'a' prefers a response to itself: both sides are 'b'"):
         pairs(encoder(), [row("a", "b", rejected="b")])
-    with pytest.raises(ValueError, match="row 'a' has no response: .* columns prompt, chosen and rejected"):
+    with pytest.raises(ValueError, match=r"row 'a' has no response: .* columns prompt, chosen and rejected"):
         pairs(encoder(), [row("a", rejected="b")])
 
 
