@@ -22,6 +22,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Tracing makes objects by the million: at the collector's own thresholds its passes take up to a quarter of a test's time.
 gc.set_threshold(50_000, 10, 10)
 
+_MOST_MAPS = 20_000
+
 import pytest
 from jaxtyping import install_import_hook
 
@@ -37,6 +39,18 @@ def fresh_gin() -> Iterator[None]:
     gin.clear_config(clear_constants=True)
     yield
     gin.clear_config(clear_constants=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forgotten_programs() -> Iterator[None]:
+    """Compiled programs leave a process that has many: Linux ends one with over 65,530 memory maps, and each program takes some."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        import jax
+
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

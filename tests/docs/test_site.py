@@ -22,11 +22,24 @@ def build(config: Path, out: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=config.parent, capture_output=True, text=True, timeout=500)
 
 
-@needs_mkdocs
-def test_a_block_is_titled_by_its_file_or_by_what_it_needs():
+@pytest.fixture
+def hooks():
     found = importlib.util.spec_from_file_location("hooks", DOCS / "hooks.py")
-    hooks = importlib.util.module_from_spec(found)
-    found.loader.exec_module(hooks)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+@needs_mkdocs
+def test_a_name_in_a_cell_breaks_after_its_dots_and_underscores_alone(hooks):
+    page = "<p><code>a.b_c</code></p><td>1.5 <code>a.b_c</code> x_y</td>\n<td align=left><code>p/q.</code></td>"
+    assert hooks.on_page_content(page) == (
+        "<p><code>a.b_c</code></p><td>1.5 <code>a.<wbr>b_<wbr>c</code> x_y</td>\n<td align=left><code>p/<wbr>q.</code></td>"
+    )
+
+
+@needs_mkdocs
+def test_a_block_is_titled_by_its_file_or_by_what_it_needs(hooks):
     page = "<!-- file: a.py -->\n```python\nx\n```\n<!-- needs: a GPU -->\n```bash\ny\n```\n<!-- ci: 9 => 2 -->\n```bash\n9\n```\n"
     assert hooks.titled(page) == (
         '```python title="a.py"\nx\n```\n```bash title="needs a GPU"\ny\n```\n<!-- ci: 9 => 2 -->\n```bash\n9\n```\n'
