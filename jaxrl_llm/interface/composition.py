@@ -22,6 +22,9 @@ EVALUATED = 256  # prompts that an evaluation answers where nothing else is said
 SETTING = re.compile(r"(?P<name>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
 PRETRAINED = "gin/models/pretrained.gin"
 OWN = "tokenizer.PretrainedTokenizer"  # what reads a pretrained model's own tokenizer
+LIMITS = ("PROMPT_LIMIT", "RESPONSE_LIMIT")
+LIMIT = 512  # tokens, of both in gin/base.gin
+ON_CPU = 1024  # positions of a micro-batch
 FLOAT32 = {"sources.PolicySource.compute_dtype": "float32"}
 
 
@@ -53,7 +56,8 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
     Args:
       files: names or paths of gin files, or a run folder; without any, gin/base.gin with the embedded sampler and GRPO.
       given: words, macros and bindings with their values; a word whose value is None counts as not given.
-      cpu: whether a pretrained model that a word names computes in float32, since CPUs emulate bfloat16.
+      cpu: whether the run is for a CPU: a pretrained model that a word names computes in float32, since CPUs emulate bfloat16, and a run
+        without gin files has rows no longer than a sequence may be.
 
     Raises:
       ValueError: a file or a component is not there.
@@ -67,6 +71,7 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
             raise ValueError('no data is given: give data="FILE.jsonl", or the name of a file in gin/data')
         words = {"sampler": "embedded", "algorithm": "grpo", **words}
         composed = Composition(files=["gin/base.gin"], bindings={} if "reward" in words else {"REWARD": None})
+        composed.bindings |= _short_rows(given) if cpu else {}
     for word, choose in WORDS.items():  # in this order: what comes later overrides
         if word in words:
             composed.add(choose(words[word]))
@@ -91,6 +96,15 @@ def evaluation(files: Sequence[str], given: Mapping[str, Any]) -> Composition:
     paths = {"model": "MODEL_PATH", "data": "DATA_PATH"}
     bindings = {paths.get(name) or binding_name(name): value for name, value in given.items()}
     return Composition(files=[gin_file(name, "eval") for name in files], bindings=bindings)
+
+
+def _short_rows(given: Mapping[str, Any]) -> dict[str, int]:
+    """The shape of a micro-batch for a CPU, where attention costs the square of a row, and an empty row as much as a filled one."""
+    limits = [next((x for name, x in given.items() if binding_name(name) == limit), LIMIT) for limit in LIMITS]
+    if "packed_sft" in str(given.get("algorithm")) or not all(isinstance(limit, int) for limit in limits):
+        return {}  # chunks of documents are as long as rows; a reference has no value yet
+    tokens = max(sum(limits), 1)
+    return {"ROW_TOKENS": tokens, "ROWS": max(ON_CPU // tokens, 1)}
 
 
 def _evaluated(composed: Composition, words: Mapping[str, Any]) -> dict[str, Any]:

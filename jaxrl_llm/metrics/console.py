@@ -125,8 +125,8 @@ class Console:
 
 
 class Course:
-    """What the whole run came to: the steps, their seconds, how rewards and held-out results moved, and of how many tokens the sampler's
-    log-prob was compared with the learner's, and differed in any bit."""
+    """What the whole run came to: the steps, their seconds, how rewards and held-out results moved, and how far the sampler's log-probs were
+    from the learner's: by the largest gap of a token, or, where no bit of any differed, of how many tokens that holds."""
 
     def __init__(self, resume_step: int | None, total: str) -> None:
         self._resumed, self._total = resume_step is not None, total
@@ -136,6 +136,7 @@ class Course:
         self._rewards: list[float] = []
         self._held_out: dict[str, list[tuple[int, float]]] = {}
         self._gaps: Counter[str] = Counter()
+        self._largest_gap = 0.0
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
         """Takes a step's metrics."""
@@ -146,6 +147,7 @@ class Course:
         if math.isfinite(reward := values.get("reward/mean", math.nan)):
             self._rewards.append(reward)
         self._gaps.update({name: int(values[name]) for name in ("gap/compared", "gap/differing") if name in values})
+        self._largest_gap = max(self._largest_gap, values.get("gap/max", 0.0))
         for name, value in values.items():
             if HELD_OUT.fullmatch(name):
                 self._held_out.setdefault(name, []).append((step, value))
@@ -161,8 +163,10 @@ class Course:
             tenth = len(self._rewards) // 10
             first, last = self._rewards[:tenth], self._rewards[-tenth:]
             said.append(f"reward {short(sum(first) / tenth)} -> {short(sum(last) / tenth)}")
-        if self._gaps:
-            said.append(f"tokens compared {self._gaps['gap/compared']}, differing {self._gaps['gap/differing']}")
+        if self._gaps["gap/differing"]:
+            said.append(f"largest gap between sampler and learner {short(self._largest_gap)}")
+        elif self._gaps:
+            said.append(f"tokens compared {self._gaps['gap/compared']}, differing 0")
         for name, found in self._held_out.items():
             if len(found) > 1:
                 best_step, best = max(found, key=lambda pair: pair[1])

@@ -87,10 +87,28 @@ def test_component_words_are_the_gin_files_and_bindings_that_mean_the_same():
 def test_a_pretrained_model_computes_in_float32_on_a_cpu_alone():
     words = {"model": "owner/name", "data": "sums"}
     on_cpu, elsewhere = (compose([], words, cpu=cpu).bindings for cpu in (True, False))
-    assert on_cpu == elsewhere | {"sources.PolicySource.compute_dtype": "float32"}
+    assert on_cpu == elsewhere | {"sources.PolicySource.compute_dtype": "float32", "ROW_TOKENS": 1024, "ROWS": 1}
     assert elsewhere["PRETRAINED"] == "owner/name" and elsewhere["tokenizer.PretrainedTokenizer.path"] == "%PRETRAINED"
     asked = {"sources.PolicySource.compute_dtype": "bfloat16"}
     assert compose([], words | asked, cpu=True).bindings["sources.PolicySource.compute_dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("given", "shape"),
+    [
+        ({"prompt_limit": 32, "RESPONSE_LIMIT": 32}, (64, 16)),
+        ({"response_limit": 700}, (1212, 1)),
+        ({"response_limit": 88, "rows": 3}, (600, 3)),
+        ({"prompt_limit": "%RESPONSE_LIMIT"}, (None, None)),
+        ({"response_limit": 32, "algorithm": "packed_sft"}, (None, None)),
+    ],
+)
+def test_rows_are_no_longer_than_a_sequence_on_a_cpu_alone(given, shape):
+    words = {"model": "tiny", "data": "sums", "reward": "exact"} | given
+    found = compose([], words, cpu=True).bindings
+    assert (found.get("ROW_TOKENS"), found.get("ROWS")) == shape
+    assert "ROW_TOKENS" not in compose([], words, cpu=False).bindings
+    assert "ROW_TOKENS" not in compose(["gin/quickstart.gin"], given, cpu=True).bindings
 
 
 @pytest.mark.parametrize(

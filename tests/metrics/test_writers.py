@@ -255,14 +255,18 @@ def test_the_end_says_what_rewards_and_held_out_results_became(capsys, tmp_path)
     ]
 
 
-def test_the_end_says_how_many_tokens_were_compared_with_the_learners(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("differing", "said"),
+    [(0.0, "tokens compared 1500, differing 0"), (3.0, "largest gap between sampler and learner 0.500")],
+)
+def test_the_end_says_how_far_the_samplers_log_probs_were_from_the_learners(capsys, tmp_path, differing, said):
     writer = Console(bar=False, every=100).open(tmp_path, None, None)
-    for step, gaps in enumerate(
-        ({"gap/compared": 1000.0, "gap/differing": 0.0}, {}, {"gap/compared": 500.0, "gap/differing": 3.0})
-    ):
+    first = {"gap/compared": 1000.0, "gap/differing": differing, "gap/max": differing / 6}
+    second = {"gap/compared": 500.0, "gap/differing": 0.0, "gap/max": 0.0}
+    for step, gaps in enumerate((first, {}, second)):
         writer.write(step + 1, {"loss/total": 1.0, **gaps})
     writer.close()
-    assert capsys.readouterr().out.splitlines()[-2] == "trained to step 3; tokens compared 1500, differing 3"
+    assert capsys.readouterr().out.splitlines()[-2] == f"trained to step 3; {said}"
 
 
 def test_a_bar_goes_on_from_the_restored_step_and_keeps_evaluations(monkeypatch, tmp_path):
