@@ -316,7 +316,7 @@ class Observation:
     """An environment's answer to a reset or a step.
 
     Attributes:
-      messages: what is appended to the dialogue, of the roles "tool" and "user".
+      messages: messages that are appended to the dialogue, of the roles "tool" and "user".
       done: whether the episode ended; the messages of the last observation are not shown to the policy.
       reward: reward of this step; None for none.
       info: further facts, JSON-like.

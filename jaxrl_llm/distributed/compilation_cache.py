@@ -158,5 +158,5 @@ def trim(base: Path, now: float) -> None:
     own = machine()
     for folder in base.iterdir():
         if folder.name != own and folder.is_dir():
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()

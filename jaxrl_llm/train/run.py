@@ -29,16 +29,16 @@ class Run:
     Attributes:
       run_dir: the run's folder: configuration, metrics, rollouts, checkpoints, TensorBoard.
       seed: seed of initial weights, data order and sampling.
-      policy: where the policy's weights come from.
-      tokenizer: where the tokenizer comes from.
+      policy: source of the policy's weights.
+      tokenizer: source of the tokenizer.
       sampler: starts the sampler, which generates rollouts.
       stages: the stages, in the order in which they run.
       stop_after_s: seconds of training after which the process saves and ends; the same command resumes it. None runs to the end.
       stop_limit_s: seconds from SIGTERM or the first SIGINT within which the process saves and ends; after them it ends by force.
       mesh: sizes of the mesh axes.
-      hosts: how processes of several hosts wait for each other.
+      hosts: time limits of the waits between processes of several hosts.
       checkpoints: when to save and what to keep.
-      writers: where metrics go.
+      writers: writers of metrics, such as the console and TensorBoard.
       profile_steps: steps that are traced for TensorBoard's profile tab.
       watch: the watchdog: where the run's health is written, and when a stalled run is reported or stopped.
       resume_as_new: whether a resume takes up changed settings that affect what is learned; `launch --resume_as_new` sets it for one start.

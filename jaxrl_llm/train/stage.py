@@ -45,7 +45,7 @@ class Stage:
       gap_every: number of steps between measurements of the policy's own output in a phase that reads another view; the first step has one.
       data: the dataset.
       optimizer: optimizer of the policy, or of the reward model where the algorithm trains one.
-      critic: where the critic comes from, for an algorithm that needs one; others ignore it.
+      critic: source of the critic, for an algorithm that needs one; others ignore it.
       critic_optimizer: optimizer of the critic.
       reward_model: source of the reward model, for an algorithm that trains one, by `optimizer`; the policy stays as it is.
       teacher: the model that a distilling algorithm learns from; frozen.
@@ -55,14 +55,14 @@ class Stage:
       group_size: number of rollouts of a prompt.
       minibatches: number of minibatches of whole groups that a step is split into; each gives one update per epoch.
       epochs: number of passes over a step's groups.
-      settings: how training samples are drawn, which must be from the plain tempered softmax.
+      settings: sampling settings of training samples, which must be drawn from the plain tempered softmax.
       reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
       curriculum: draws prompts that were all right lately less often; None draws all alike.
       pairing: prefers and rejects samples of a prompt, for a loss of preferences that learns from samples; None for other algorithms.
       environment: answers the policy between turns; None for a single turn.
       agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
-      episodes: how rollouts of an environment or an agent are played.
+      episodes: settings of rollouts that an environment or an agent plays.
       max_turns: largest number of turns of the policy with an environment.
       branches_kept: largest number of branches of a rollout that are learned from, the last ones; the tokens of others are counted. None keeps all.
       marker: names ranges of a response's tokens, such as its thought; None names none.

@@ -66,7 +66,7 @@ class Trainer:
         self.progress = Progress(self.watching)
         self.bases: dict[str, Any] = {}
         self.auxiliary: list[AuxiliaryModel] = []
-        self.players: list[Player] = []  # of environments and agents, which stages add
+        self.players: list[Player] = []  # players of environments and agents, which stages add
         self.writers = Writers.open((), run_dir, None, 0)
         self.state: Any = None  # a TrainState, from the first stage on
         self.best: float | None = None

@@ -237,7 +237,7 @@ def _filter(calls: list[str]) -> tuple[Any, Any, int]:
     for call, place, values in (("fcntl", 1, FCNTLS), ("ioctl", 1, IOCTLS), ("prctl", 0, PRCTLS)):
         for value in values:
             _add(made, allow, call, arg(place, kept.EQ, value))
-    for call in ("prlimit64", "sched_setaffinity"):  # of this process alone
+    for call in ("prlimit64", "sched_setaffinity"):  # for this process alone
         _add(made, allow, call, arg(0, kept.EQ, 0))
     # Shared memory without a file would be memory that no process of a run seems to hold.
     for refused, value in ((SHARED | HUGE, 0), (SHARED | ANONYMOUS | HUGE, SHARED)):

@@ -59,7 +59,7 @@ class Outcome(NamedTuple):
       status: "passed", "failed" (an assertion), "error" (an exception, or an early end), "timeout", "memory", "output"
         (too much of it), "cancelled".
       detail: the error as text.
-      seconds: how long it took.
+      seconds: duration of the run in seconds.
       stdout: the text printed to standard output.
       stderr: the text printed to standard error.
     """
@@ -118,7 +118,7 @@ class Sandbox:
         self.turns = Turns(workers)
         self._guards = [Guard() for _ in range(workers)]
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="guards")
-        self.close = weakref.finalize(self, _end, self._guards, self._threads)  # at the latest when it is garbage
+        self.close = weakref.finalize(self, _end, self._guards, self._threads)  # at the latest when it is collected
 
     async def prepare(self) -> Isolation:
         """Finds an isolation and an interpreter that work here, by trying them; returns the isolation.

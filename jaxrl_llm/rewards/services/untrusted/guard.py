@@ -204,7 +204,7 @@ class Run:
             return "memory"
         if process_tree.tasks(tree) > self.job["processes"] + 1:
             return "processes"
-        if self.job["isolation"] != "namespaces":  # there the disk has a size
+        if self.job["isolation"] != "namespaces":  # with namespaces the disk has a size
             size, files = process_tree.on_disk(self.job["folder"])
             return "disk" if size > self.job["disk"] or files > MOST_FILES else ""
         return ""
