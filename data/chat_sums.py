@@ -28,7 +28,7 @@ class ChatSums:
 
     Attributes:
       sums: the problems.
-      called_share: share of the demonstrations that call the calculator; the others answer directly, with `sums.noise`.
+      called_share: share of the demonstrations that call the calculator; the others answer directly, with errors by `sums.noise`.
       call: how the model calls a tool, with {sum} for the problem.
       heard: what the chat template writes between a call and the next turn of the assistant, with {result} for the result.
     """

@@ -50,7 +50,7 @@ def _said(role: str, text: str) -> Messages | None:
 
 
 def _transcript(text: str) -> Messages | None:
-    """The turns, stripped of white space; None where a turn is empty or the speakers do not alternate."""
+    """Returns the turns, stripped of white space, or None where a turn is empty or the speakers do not alternate."""
     _, *pieces = _SPEAKER.split(text)
     turns = [
         {"role": "user" if speaker == "Human" else "assistant", "content": said.strip()}

@@ -13,7 +13,7 @@ WORDS = (
     "amber", "barge", "cedar", "delta", "ember", "fjord", "grove", "heron", "inlet", "jetty", "kayak", "ledge", "maple",
     "north", "ocean", "pearl", "quail", "ridge", "slate", "tidal", "umber", "valve", "wharf", "xenon", "yacht", "zebra",
 )  # fmt: skip
-VARIANTS = 2**14  # of each kind of task
+VARIANTS = 2**14  # number of problems of each kind of task
 
 Files = dict[str, str]
 
@@ -27,7 +27,7 @@ def _text(lines: Sequence[object]) -> str:
 
 
 def count(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
-    """How many lines have a word."""
+    """Asks for the number of lines that contain a word."""
     found = _lines(random, lines)
     word = found[0].split()[0]
     number = sum(line.startswith(f"{word} ") for line in found)
@@ -39,7 +39,7 @@ def count(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
 
 
 def total(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
-    """The sum of a column."""
+    """Asks for the sum of a column."""
     found = _lines(random, lines)
     number = sum(int(line.split()[1]) for line in found)
     return (
@@ -50,7 +50,7 @@ def total(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
 
 
 def order(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
-    """The words, each once, in order."""
+    """Asks for the different words, each once, in alphabetical order."""
     found = _lines(random, lines)
     words = sorted({line.split()[0] for line in found})
     return (
@@ -61,7 +61,7 @@ def order(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
 
 
 def rename(random: np.random.Generator, lines: int) -> tuple[str, Files, Files]:
-    """A file under another name, and another one that stays."""
+    """Asks for a file to be copied under another name, while another file stays as it is."""
     old, new, other = (WORDS[i] for i in random.choice(len(WORDS), 3, replace=False))
     moved, stays = _text(_lines(random, lines)), _text(_lines(random, lines))
     return (
@@ -81,8 +81,8 @@ class FileTasks(generated.Family):
     """Prompts that ask for a change of files; `Prompt.extra` has "files", which are there at first, and "wanted", which must be there in the end.
 
     Attributes:
-      kinds: of tasks, which come in turn, out of "count", "total", "order" and "rename".
-      lines: of a file.
+      kinds: kinds of tasks, out of "count", "total", "order" and "rename", used in turn.
+      lines: number of lines of a file.
     """
 
     kinds: Sequence[str] = tuple(KINDS)

@@ -27,8 +27,8 @@ class FileRows(Templated):
       path: a .jsonl, .json, .parquet or .csv file, a folder of such files, or a Hugging Face dataset id.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset; None for its default.
-      skip: first rows that are left out, such as those that settings are chosen on.
-      limit: most rows after them; None for all.
+      skip: number of rows at the start that are left out, such as those that settings are chosen on.
+      limit: largest number of rows after them; None for all.
     """
 
     path: str
@@ -77,8 +77,8 @@ def each(
       columns: columns that every row must have.
       split: part of a folder or dataset.
       subset: configuration of a Hugging Face dataset.
-      skip: first rows that are left out.
-      limit: most rows after them; None for all.
+      skip: number of rows at the start that are left out.
+      limit: largest number of rows after them; None for all.
 
     Raises:
       FileNotFoundError: there is nothing at `path`.
@@ -224,7 +224,7 @@ def _of_saved(folder: Path, split: str) -> Iterator[Located]:
 
 
 def _datasets(why: str) -> Any:
-    """The package `datasets`; `why` says what needs it."""
+    """Returns the package `datasets`; `why` says what needs it."""
     try:
         import datasets
     except ModuleNotFoundError as error:

@@ -26,7 +26,7 @@ def check(family: object) -> None:
 
 
 def held_out(key: str, share: float) -> bool:
-    """Whether the problem named `key` is held out: a fixed property of the problem, independent of seed and size."""
+    """Returns whether the problem named `key` is held out: a fixed property of the problem, independent of seed and size."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < share * 2**64
 
@@ -51,7 +51,7 @@ class Family:
         check(self)
 
     def within(self, key: str) -> bool:
-        """Whether the problem named `key` is of the split."""
+        """Returns whether the problem named `key` belongs to the split."""
         return held_out(key, self.heldout_share) == (self.split == "heldout")
 
     def problems(self, spaces: Sequence[int], key: Callable[[int, int], str]) -> list[tuple[int, int]]:

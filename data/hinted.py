@@ -47,7 +47,7 @@ class Hinted(generated.Family):
         return [self._prompt(row, *problem, random) for row, problem in enumerate(problems)]
 
     def _letters(self, offset: int, index: int) -> tuple[str, str, str]:
-        """(digits, right letter, hinted letter)."""
+        """Returns (digits, right letter, hinted letter)."""
         digits = f"{index:0{self.digits}d}"
         right = sum(map(int, digits)) % len(LETTERS)
         return digits, LETTERS[right], LETTERS[(right + 1 + offset) % len(LETTERS)]

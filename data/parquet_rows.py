@@ -30,7 +30,7 @@ class ParquetRows:
       source: source of all rows; empty takes the column data_source.
       template: name of a prompt template (data/templates.py) or a function, for prompts of one message; "chat" keeps
         messages unchanged and "question_only" takes a rendered prompt verbatim.
-      limit: most rows of each path; None for all.
+      limit: largest number of rows of each path; None for all.
       seed: seed of the choice of rows for fractional weights.
     """
 
@@ -124,7 +124,7 @@ class ParquetRows:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that no other field of a Prompt holds, with nested fields on the same level."""
+    """Returns the columns that no other field of a Prompt holds, with nested fields on the same level."""
     nested = ("reward_model", "extra_info")
     flat = {name: value for name, value in row.items() if name not in ("prompt", "data_source", *nested)}
     for name in nested:

@@ -67,14 +67,14 @@ class PromptStream(Generic[Row]):
         return [self.rows[i] for i in numbers]
 
     def learn(self, groups: Sequence[Group]) -> None:
-        """Is told how the rollouts of its prompts were rewarded; this stream draws all of them alike."""
+        """Receives the groups of its prompts with their rewards, which this stream ignores: it draws all prompts alike."""
 
     def take(self) -> dict[str, float]:
-        """Metrics of the stream since the last call."""
+        """Returns metrics of the stream since the last call."""
         return {"data/epoch": self.epoch}
 
     def state(self) -> dict[str, Any]:
-        """JSON-like state: the number of rows read, and what identifies their order."""
+        """Returns a JSON-like state: the number of rows read, and what identifies their order."""
         return {"position": self.position, "rows": len(self.rows), "seed": self.seed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -113,8 +113,8 @@ class Encoder:
 
     Attributes:
       tokenizer: a transformers tokenizer.
-      max_prompt_tokens: most tokens of a prompt.
-      max_response_tokens: most tokens of a demonstration's response, including its end-of-sequence id; None for no limit.
+      max_prompt_tokens: largest number of tokens of a prompt.
+      max_response_tokens: largest number of tokens of a demonstration's response, including its end-of-sequence id; None for no limit.
       truncation: treatment of a longer prompt: "drop" leaves it out, "left" cuts its beginning, "error" raises; a longer
         response is left out, loses its end, or raises.
       template_kwargs: keyword arguments of the tokenizer's chat template, such as enable_thinking.
@@ -141,7 +141,7 @@ class Encoder:
         return self.tokenizer.eos_token_id
 
     def counts(self) -> dict[str, int]:
-        """Numbers of rows seen, kept and truncated so far, and of rows dropped by reason."""
+        """Returns the numbers of rows seen, kept and truncated so far, and of rows dropped by reason."""
         return {name: self._counts[name] for name in COUNTS}
 
     def prompts(self, rows: Sequence[Prompt]) -> list[Prompt]:
@@ -208,7 +208,7 @@ class Encoder:
         return encoded
 
     def _read_ahead(self, rows: Sequence[Prompt]) -> None:
-        """Encodes the texts of rows together, which takes a tenth of the time; what cannot be encoded is left to its row, which says so."""
+        """Encodes the rows' texts together, which takes a tenth of the time; a text that fails is encoded again with its row, which raises."""
         if not getattr(self.tokenizer, "is_fast", False):
             return
         asked = [self._text(row) for row in rows if row.tokens is None and row.messages is None]
@@ -232,7 +232,7 @@ class Encoder:
         return replace(prompt, tokens=tokens)
 
     def _response(self, prompt: Prompt) -> tuple[np.ndarray, np.ndarray] | None:
-        """Tokens of the response, int32 [T], and True for those that the policy would have chosen, bool [T].
+        """Returns the response's token ids, int32 [T], and bool [T], True for those that the policy would have chosen.
 
         `Prompt.extra["turns"]`, pairs of speaker and text, marks what an environment said; each turn is encoded separately,
         as when the policy interacts with the environment. `Prompt.extra["response_tokens"]` is used unchanged.
@@ -259,7 +259,7 @@ class Encoder:
         return (tokens[:limit], mask[:limit]) if keep else None
 
     def _fits_by_policy(self, name: str, what: str, length: int, limit: int, reason: str) -> bool:
-        """Applies `truncation` to an overlong text: False drops it, True cuts it."""
+        """Applies `truncation` to an overlong text: returns False to drop it and True to cut it."""
         if self.truncation == "error":
             raise ValueError(
                 f"the {what} of {name!r} has {length} tokens and {what.upper()}_LIMIT is {limit}: raise it, or set "
@@ -269,7 +269,7 @@ class Encoder:
         return self.truncation == "left"
 
     def _text(self, prompt: Prompt) -> tuple[str, bool]:
-        """The text to tokenise, and whether the tokenizer adds its special tokens."""
+        """Returns the text to tokenise, and whether the tokenizer adds its special tokens."""
         if prompt.messages is None:
             text = prompt.text or ""
             return text, not (

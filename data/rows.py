@@ -16,7 +16,7 @@ from jaxrl_llm.data import conversations, files, preference, templates
 from jaxrl_llm.data.prepare import preparation
 from jaxrl_llm.experience import Prompt
 
-# Names that are recognised, the first that the first row has.
+# The names that are recognised; of several, the earliest in this order is taken.
 PROMPTS = ("prompt", "messages", "question", "instruction", "conversations")
 RESPONSES = ("completion", "response")
 REFERENCES = ("reference", "answer", "ground_truth", "solution", "target")
@@ -28,7 +28,7 @@ _said: set[str] = set()  # what was recognised is printed once in a process
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """Which column of the rows holds what; empty where none does.
+    """The column that holds each field; empty where there is none.
 
     Attributes:
       prompt: a text or chat messages.
@@ -65,7 +65,7 @@ class Rows:
       template: name of a prompt template (data/templates.py) or a function, for prompts of one message; "chat" leaves the prompt to
         the tokenizer's chat template and "question_only" takes a text verbatim.
       name: source of the rows in metrics; empty takes a row's data_source, or the name of the file.
-      limit: most rows; None for all.
+      limit: largest number of rows; None for all.
     """
 
     source: str | Sequence[Any]
@@ -125,7 +125,7 @@ class Rows:
         return found
 
     def _recognised(self, where: str, row: Mapping[str, Any]) -> Columns:
-        """The columns by their bindings or by the names of the first row."""
+        """Returns the columns, by their bindings or by the names in the first row."""
         for name in ("prompt", "response", "reference"):
             if (column := getattr(self, name)) and column not in row:
                 raise ValueError(f"{where}: rows.Rows.{name}={column!r} names no column; the row has {sorted(row)}")
@@ -180,7 +180,7 @@ class Rows:
     def _task(
         self, where: str, row: Mapping[str, Any], columns: Columns
     ) -> tuple[Any, Any, str | None, dict[str, Any]]:
-        """(the prompt as the row has it, its messages, the response, further fields) of a row without a pair."""
+        """Returns (the prompt as the row has it, its messages, the response, further fields) of a row without a pair."""
         given = row.get(columns.prompt)
         response: str | None = None
         asked = conversations.messages(given)
@@ -206,7 +206,7 @@ class Rows:
     def _pair(
         self, where: str, row: Mapping[str, Any], columns: Columns
     ) -> tuple[Any, Any, str | None, dict[str, Any]]:
-        """The same of a row with `chosen` and `rejected`."""
+        """Returns the same fields of a row with `chosen` and `rejected`."""
         named = {name: value for name, value in row.items() if name not in preference.ASKED}
         given = row.get(columns.prompt) if columns.prompt else None
         try:
@@ -221,7 +221,7 @@ class Rows:
         return held.asked if given is None else given, held.asked, held.chosen, {"rejected": held.rejected}
 
     def _part(self, prompts: list[Prompt]) -> list[Prompt]:
-        """The prompts of the split; equal prompts are on the same side."""
+        """Returns the prompts of the split; equal prompts are on the same side."""
         if not self.heldout_share or self.split not in ("train", "heldout"):
             return prompts
         keys = [_key(prompt) for prompt in prompts]
@@ -236,7 +236,7 @@ class Rows:
 
 
 def _key(prompt: Prompt) -> str:
-    """A hash of what is asked."""
+    """Returns a hash of the prompt's text or messages."""
     asked = json.dumps(prompt.text if prompt.messages is None else list(map(dict, prompt.messages)), sort_keys=True)
     return hashlib.blake2b(asked.encode(), digest_size=8).hexdigest()
 

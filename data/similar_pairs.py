@@ -23,7 +23,7 @@ class SimilarPairs:
       split: part of a folder or dataset.
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      budget: most tokens of a pair; each text is cut to half of it.
+      budget: largest number of tokens of a pair; each text is cut to half of it.
       both_orders: whether each pair is repeated with its texts exchanged, since a classifier need not be symmetric.
     """
 

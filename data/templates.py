@@ -33,17 +33,17 @@ def chat_boxed(question: str) -> list[dict[str, str]]:
 
 
 def chat_boxed_short(question: str) -> list[dict[str, str]]:
-    """Does as `chat_boxed` in fewer words."""
+    """Puts the question and a shorter request to reason and box the answer in the user's message."""
     return chat(f"{question}\n{STEP_BY_STEP_SHORT}")
 
 
 def chat_boxed_python(question: str) -> list[dict[str, str]]:
-    """Does as `chat_boxed`, and asks to compute with the tool `python` (environments/python_tool.py)."""
+    """Puts the question and the request to compute with the tool `python` (environments/python_tool.py) in the user's message."""
     return chat(f"{question}\n{WITH_PYTHON}")
 
 
 def chat_boxed_blocks(question: str) -> list[dict[str, str]]:
-    """Does as `chat_boxed`, and says that blocks of Python are run (environments/code_blocks.py)."""
+    """Puts the question in the user's message, which says that blocks of Python are run (environments/code_blocks.py)."""
     return chat(f"{question}\n{WITH_BLOCKS}")
 
 

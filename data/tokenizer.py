@@ -15,7 +15,7 @@ FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken
 # Ids 0, 1 and 2 of the character and byte tokenizers.
 SPECIAL = ("<pad>", "<bos>", "<eos>")
 
-# One line a turn, for tokenizers without role tokens.
+# Writes each turn on one line, for tokenizers without role tokens.
 PLAIN_CHAT = (
     "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -116,7 +116,7 @@ class PretrainedTokenizer:
 
 
 def ids(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
-    """Token ids int32 [T] of a text; `special` adds the tokenizer's own, such as one that begins a text.
+    """Returns the token ids int32 [T] of a text; `special` adds the tokenizer's own, such as one that begins a text.
 
     Raises:
       ValueError: the tokenizer cannot encode the text, such as a character outside the alphabet of a CharTokenizer.
@@ -132,7 +132,7 @@ def ids(tokenizer: Any, text: str, *, special: bool) -> np.ndarray:
 
 
 def stop_ids(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end of sequence, and those of the model's generation_config.json."""
+    """Returns the ids that end a response: the tokenizer's end of sequence, and those of the model's generation_config.json."""
     end = getattr(tokenizer, "eos_token_id", None)
     return getattr(tokenizer, "stop_ids", () if end is None else (end,))
 
@@ -169,7 +169,7 @@ def _wrap(tokenizer: Any, vocabulary: Mapping[str, int], add_bos: bool, chat_tem
 
 
 def _byte_characters() -> list[str]:
-    """The printable character for each byte in the byte-level form of the tokenizers library."""
+    """Returns the printable character for each byte in the byte-level form of the tokenizers library."""
     plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in plain else next(others)) for byte in range(256)]

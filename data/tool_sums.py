@@ -14,7 +14,7 @@ class ToolSums:
 
     Attributes:
       sums: the problems.
-      called_share: share of the demonstrations that call the calculator; the others answer directly, with `sums.noise`.
+      called_share: share of the demonstrations that call the calculator; the others answer directly, with errors by `sums.noise`.
       end: text that follows the calculator's result.
     """
 

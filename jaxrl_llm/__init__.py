@@ -41,7 +41,7 @@ sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
-    """An algorithm by its name; `train` is the package of that name."""
+    """Returns the function that runs an algorithm, by its name; `train` is the package of that name."""
     if name == "train":
         return importlib.import_module("jaxrl_llm.train")
     if not name.startswith("_") and (_ALGORITHMS / f"{name}.gin").is_file():

@@ -1,4 +1,4 @@
-"""Code that all commands share: it builds a run from gin files, keeps the lines of help texts, and prints errors in one line.
+"""Code that all commands share: it builds a run from gin files, makes parsers that keep help texts' lines, and prints errors in one line.
 
 Only this module imports gin, inside a function: other code is plain Python.
 """
@@ -20,7 +20,7 @@ Given = ParamSpec("Given")
 Found = TypeVar("Found")
 
 
-# gin modules of earlier versions, and where their classes are now. This goes together with tools/migrate.py, one version later.
+# gin modules of earlier versions, and where their classes are now. This map and tools/migrate.py are removed together, one version later.
 MOVED: dict[str, dict[str, str]] = {
     "jaxrl_llm.stages": {"Stage": "jaxrl_llm.train.Stage"},
     "jaxrl_llm.optimizers": {"Optimizer": "jaxrl_llm.train.Optimizer"},
@@ -52,7 +52,7 @@ MOVED: dict[str, dict[str, str]] = {
     "jaxrl_llm.rollouts.environments": {"Calculator": "jaxrl_llm.environments.calculator.Calculator"},
 }
 
-# Errors that a user can mend: one line says what to do, and a stack trace would hide it.
+# Errors that a user can correct: one line says what to do, and a stack trace would hide it.
 GIN_ERRORS = (
     ValueError, TypeError, NameError, AttributeError, SyntaxError, OSError, RuntimeError, ImportError, tokenize.TokenError
 )  # fmt: skip
@@ -60,7 +60,7 @@ EXPECTED = (ValueError, OSError, FloatingPointError, TimeoutError, ImportError, 
 
 
 def parser(module: str, description: str | None) -> argparse.ArgumentParser:
-    """The parser of `python -m jaxrl_llm.MODULE`."""
+    """Returns the parser of `python -m jaxrl_llm.MODULE`, which keeps the line breaks of `description`."""
     keeps = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=f"python -m jaxrl_llm.{module}", description=description, formatter_class=keeps)
 
@@ -121,12 +121,12 @@ def build(files: Sequence[str], bindings: Sequence[str] = ()) -> tuple[Any, str]
 
 
 def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> dict[mistakes.Bound, str]:
-    """Parses the files and then the bindings, and refuses what gin takes without a word: other types, and macros that nothing reads.
+    """Parses the files and then the bindings, and refuses what gin accepts silently: other types, and macros that nothing reads.
 
     Returns what the bindings set, as `mistakes.bound`.
     """
     quiet = lambda record: not record.getMessage().startswith("Path not found: ")  # noqa: E731
-    # gin logs an error for each folder in which an include is not, before it looks in the next one.
+    # gin logs an error for each folder that lacks an included file, before it looks in the next one.
     root = logging.getLogger()
     root.addFilter(quiet)
     try:
@@ -146,13 +146,13 @@ def _parse(gin: Any, files: Sequence[str], bindings: Sequence[str]) -> dict[mist
 
 
 def moved_selectors() -> dict[str, str]:
-    """{"stages.Stage": "train.Stage", ...}: the names that gin files of earlier versions use, and those of today."""
+    """Returns {"stages.Stage": "train.Stage", ...}: names in gin files of earlier versions, and their present names."""
     last = lambda path, parts: ".".join(path.split(".")[-parts:])  # noqa: E731
     return {f"{last(module, 1)}.{name}": last(new, 2) for module, names in MOVED.items() for name, new in names.items()}
 
 
 def _old_names(files: Sequence[str], bindings: Sequence[str]) -> str:
-    """What to do where a file, or a binding of the command line, uses a name of an earlier version; "" where none does."""
+    """Returns what to do where a file, or a binding of the command line, uses a name of an earlier version; "" where none does."""
     moved = moved_selectors()
     pattern = re.compile(rf"(?<![\w.])({'|'.join(map(re.escape, moved))})\b")
     texts = [(file.removesuffix("/config.gin"), Path(file).read_text()) for file in files if Path(file).is_file()]
@@ -171,7 +171,7 @@ def _old_names(files: Sequence[str], bindings: Sequence[str]) -> str:
 
 
 def explained(gin: Any, error: Exception) -> str:
-    """gin's error message on one line, with the place and the nearest names and without the internals that gin adds to it."""
+    """Returns gin's error message on one line, with the place and the nearest names and without the internals that gin adds to it."""
     text = str(error).partition(" in config string:")[0]
     in_file = re.search(r'\n\s+In file "(.*?)", line (\d+)(?:\n\s+([^\n]+))?', text)
     in_binding = re.search(r"\n\s+In bindings string line \d+\n\s+([^\n]+)", text)

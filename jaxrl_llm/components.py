@@ -1,4 +1,4 @@
-"""Components are frozen dataclasses that gin builds: checks of their fields, and the components that their fields hold."""
+"""Checks the fields of components, which are frozen dataclasses that gin builds, and finds the components that their fields hold."""
 
 import contextlib
 import sys
@@ -11,13 +11,13 @@ FACES = ("jaxrl_llm.train", "jaxrl_llm.samplers.embedded", "jaxrl_llm.samplers.v
 
 
 def home(kind: Any) -> str:
-    """The module from which gin files import a component: the package of FACES that re-exports it, or else the module that defines it."""
+    """Returns the module from which gin files import a component: the package of FACES that re-exports it, or else the one that defines it."""
     faces = [face for face in FACES if getattr(sys.modules.get(face), kind.__name__, None) is kind]
     return (faces or [kind.__module__])[0]
 
 
 def selector(kind: Any) -> str:
-    """The name of a component in gin files, such as "train.Stage" or "grpo.GRPO"."""
+    """Returns the name of a component in gin files, such as "train.Stage" or "grpo.GRPO"."""
     return f"{home(kind).rpartition('.')[2]}.{kind.__name__}"
 
 
@@ -60,7 +60,7 @@ def one_of(component: object, allowed: Collection[object], *names: str) -> None:
 
 
 def choices(component: Any) -> None:
-    """Refuses fields whose type is a Literal that does not have their values."""
+    """Refuses fields whose type is a Literal that does not include their values."""
     for field in fields(component):
         if get_origin(field.type) is Literal:
             one_of(component, get_args(field.type), field.name)

@@ -10,7 +10,7 @@ from jaxrl_llm import components
 
 
 def seed_of(*numbers: int) -> int:
-    """A 31-bit seed that depends on all of `numbers` (run seed, step, place), by NumPy's SeedSequence."""
+    """Returns a 31-bit seed that depends on all of `numbers` (run seed, step, place), by NumPy's SeedSequence."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0] >> 1)
 
 
@@ -67,10 +67,10 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """The settings by which a sampler draws tokens.
 
     Attributes:
-      max_tokens: most tokens of one response.
+      max_tokens: largest number of tokens of one response.
       min_tokens: stop ids and stop strings count only from this many tokens on.
       temperature: divides the logits; 0 is greedy.
       top_k: keep the k likeliest tokens; 0 keeps all.
@@ -111,7 +111,7 @@ class SamplingParams:
         )
 
     def greedy(self) -> "SamplingParams":
-        """The same limits and stops, with the likeliest token at each step."""
+        """Returns the same limits and stops, with the likeliest token at each step."""
         return replace(self, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
 
 
@@ -124,8 +124,8 @@ class Completion:
       logprobs: float32 [T] log-prob of each token under the distribution it was drawn from.
       versions: int32 [T] policy version that drew each token.
       finish: "stop" (stop id or string), "length" (limit reached) or "aborted".
-      routes: uint [P + T - 1, L, k] experts that each token of the prefix and each but the last of `tokens` went to in the L layers with
-        experts, or None; the dtype's largest number stands for what was not recorded.
+      routes: uint [P + T - 1, L, k] experts in the L layers with experts, to which each token of the prefix and each but the last of
+        `tokens` went, or None; the dtype's largest number stands for what was not recorded.
     """
 
     tokens: np.ndarray
@@ -191,12 +191,12 @@ class Rollout:
       text: the decoded response.
       spans: named token ranges, bool [T] each, for algorithms whose advantages differ between parts of a response.
       role: "sample"; "greedy" rollouts are scored but left out of statistics and loss; "given" ones are a dataset's, preferred to a sample.
-      branches: all branches in the order of their calls, of which the last one's arrays are the rollout's own; () for that one alone.
-      turns: the calls of the sampler in `tokens`; () where all of it is one.
+      branches: all branches in the order of their calls; the rollout's own arrays are those of the last one; () where there is no other.
+      turns: the calls of the sampler in `tokens`; () where there is one call.
       valid: False where the environment or the agent failed; such a rollout has no reward, not even 0, and is not learned from.
       error: what failed: the error's type, where, and its text; "" where `valid`.
-      rewards: what the environment or the agent gave, {name: reward, or None where it is not known}.
-      info: what it says beside that, JSON-like, for people to read and for rewards.
+      rewards: rewards that the environment or the agent gave, {name: reward, or None where it is not known}.
+      info: what else it reports, JSON-like, for people to read and for rewards.
       routes: uint [at most P + T - 1, L, k] experts of the prompt's and the response's tokens, as in `Completion`, or None.
     """
 
@@ -226,18 +226,18 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long one rollout of an environment or an agent may take.
+    """The limits of one rollout of an environment or an agent.
 
     Attributes:
-      reset_s: most seconds of the environment's reset.
-      step_s: most seconds of one step of the environment.
-      episode_s: most seconds of the whole rollout.
-      max_turns: most turns of the policy.
-      max_tokens: most tokens that the policy samples, over all turns; None for no limit but the others.
-      max_length: most tokens of one call's prompt and completion together.
-      max_response: most tokens that follow the first prompt of a dialogue, sampled or told; None for no limit but the others.
-      max_calls: most requests of an agent; None for no limit but the others.
-      most_text: most characters of one observation; a longer one is cut in its middle, with a mark.
+      reset_s: largest number of seconds of the environment's reset.
+      step_s: largest number of seconds of one step of the environment.
+      episode_s: largest number of seconds of the whole rollout.
+      max_turns: largest number of turns of the policy.
+      max_tokens: largest number of tokens that the policy samples, over all turns; None for no limit but the others.
+      max_length: largest number of tokens of one call's prompt and completion together.
+      max_response: largest number of tokens that follow the first prompt of a dialogue, sampled or not; None for no limit but the others.
+      max_calls: largest number of requests of an agent; None for no limit but the others.
+      most_text: largest number of characters of one observation; a longer one is cut in its middle, with a mark.
     """
 
     reset_s: float = 60.0
@@ -258,14 +258,14 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What an environment or an agent is given at its start.
+    """The task that an environment or an agent is given at its start.
 
     Attributes:
       prompt: the row of the dataset.
       messages: the prompt's chat messages; a prompt of plain text is one message of the role "user".
-      tools: schemas of the functions that the policy may call, as of OpenAI's "tools".
-      seed: of everything that the environment draws.
-      limits: of the rollout.
+      tools: schemas of the functions that the policy may call, in the form of OpenAI's "tools".
+      seed: seed of everything that the environment draws.
+      limits: limits of the rollout.
     """
 
     prompt: Prompt
@@ -282,7 +282,7 @@ class ToolCall:
     Attributes:
       id: names the call in the tool's answer.
       name: the tool; "" where it could not be read.
-      arguments: by name; None where they could not be read.
+      arguments: the arguments by name; None where they could not be read.
       raw: the call as it was written.
       status: "ok", "bad_json", "unclosed" (the completion ended within it) or "unknown_tool".
     """
@@ -316,11 +316,11 @@ class Observation:
     """An environment's answer to a reset or a step.
 
     Attributes:
-      messages: what is appended to the dialogue, of the roles "tool" and "user".
+      messages: messages that are appended to the dialogue, of the roles "tool" and "user".
       done: whether the episode ended; the messages of the last observation are not shown to the policy.
-      reward: of this step; None for none.
-      info: what is known beside that, JSON-like.
-      appended: of a reset: text that goes on from the task's last message, before `messages`.
+      reward: reward of this step; None for none.
+      info: further facts, JSON-like.
+      appended: text that continues the task's last message, before `messages`; of a reset alone.
     """
 
     messages: Sequence[Mapping[str, Any]] = ()
@@ -332,12 +332,12 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How the rollout of an environment or an agent ended.
+    """The end of a rollout of an environment or an agent.
 
     Attributes:
       rewards: {name: reward, or None where not known}; they become the score parts "env/<name>".
       stop: why it ended, in a word: "done", "stop", or the name of the limit in `Limits`.
-      info: what is known beside that, JSON-like.
+      info: further facts, JSON-like.
     """
 
     rewards: Mapping[str, float | None] = field(default_factory=dict)
@@ -373,7 +373,7 @@ class Group:
     scores: Scores
 
     def total(self) -> np.ndarray:
-        """The weighted sum of the parts, float64 [G]; an invalid part counts 0 here, and `valid` leaves its rollout out."""
+        """Returns the weighted sum of the parts, float64 [G]; an invalid part counts 0 here, and `valid` leaves its rollout out."""
         total = np.zeros(len(self.rollouts))
         for name, values in self.scores.parts.items():
             if not name.startswith("log/"):
@@ -381,7 +381,7 @@ class Group:
         return total
 
     def valid(self) -> np.ndarray:
-        """Whether the rollout and every part of the total that has a weight are valid, bool [G]."""
+        """Returns whether the rollout and every part of the total that has a weight are valid, bool [G]."""
         valid = np.array([r.valid for r in self.rollouts], bool)
         for name, weight in ((n, self.scores.weights.get(n, 1.0)) for n in self.scores.parts):
             if weight != 0 and not name.startswith("log/"):
@@ -390,7 +390,7 @@ class Group:
 
 
 def unscored(rollouts: Sequence[Rollout], sides: Sequence[int] | None = None) -> Group:
-    """A group without rewards; `sides` (1 preferred, -1 rejected) makes it a pair."""
+    """Returns a group without rewards; `sides` (1 preferred, -1 rejected) makes it a pair."""
     if sides is None:
         return Group(rollouts=rollouts, scores=Scores(parts={}, valid={}))
     side = np.asarray(sides, float)

@@ -58,7 +58,7 @@ def prepare(target: str | None = None) -> None:
     """Sets up the process for a run, before JAX is imported: XLA's flags, memory, the compilation cache, and what the console shows of the log.
 
     Args:
-      target: what programs are compiled for, as `topology.prepare` takes it; None is this machine.
+      target: the target that programs are compiled for, as `topology.prepare` takes it; None is this machine.
 
     Raises:
       ValueError: the target is unknown.
@@ -79,9 +79,9 @@ def prepare(target: str | None = None) -> None:
 
 @contextlib.contextmanager
 def _uncollected(alone: bool) -> Iterator[None]:
-    """Collects no garbage while modules are imported and a run is built, where the process is `alone`.
+    """Suspends garbage collection while modules are imported and a run is built, where the process is `alone`.
 
-    What they leave is there until the process ends, so that later collections need not look at it.
+    The objects that are left live until the process ends, so later collections skip them.
     """
     if not alone:
         yield
@@ -111,21 +111,21 @@ def _carry_out(run: Any, config: str, distributed: bool) -> int:
 
 
 def _as_new(run: Any) -> Any:
-    """The run, taking up its new settings at a resume; raises ValueError where RUN is no train.Run."""
+    """Returns the run, set to take up its new settings at a resume; raises ValueError where RUN is no train.Run."""
     if not hasattr(run, "resume_as_new"):
         raise ValueError(f"{type(run).__name__} is no training run: leave out --resume_as_new")
     return dataclasses.replace(run, resume_as_new=True)
 
 
 def several(distributed: bool) -> bool:
-    """Whether this is one of several processes, which must join before they look at their devices."""
+    """Returns whether this is one of several processes, which must join before they look at their devices."""
     from jaxrl_llm.distributed import rendezvous
 
     return rendezvous.coordinator_arguments(os.environ, distributed) is not None
 
 
 def built(files: Sequence[str], bindings: Sequence[str], distributed: bool = False) -> tuple[Any, str]:
-    """`command_line.build`; where rows are 'auto', the settings chosen for this device are printed and are part of the configuration."""
+    """Builds as `command_line.build`; where rows are 'auto', prints the settings chosen for this device and adds them to the configuration."""
     run, config = command_line.build(files, bindings)
     packings = [getattr(stage, "packing", None) for stage in getattr(run, "stages", ())]
     if not any(getattr(packing, "rows", None) == "auto" for packing in packings):
@@ -143,9 +143,9 @@ def built(files: Sequence[str], bindings: Sequence[str], distributed: bool = Fal
 
 
 def told_fit(run: Any, config: str, starting: bool = False) -> bool:
-    """Whether a run fits this device by the memory account; prints what would, where it does not.
+    """Returns whether a run fits this device by the memory account; where it does not, prints what would fit.
 
-    A run that starts is held back only where its state alone is too large, since activations are an estimate.
+    A run that starts is refused only where its state alone is too large, since activations are an estimate.
     """
     from jaxrl_llm.tools import fit
 
@@ -173,7 +173,7 @@ def main(argv: Sequence[str] | None = None, *, alone: bool = False) -> int:
         with _uncollected(alone):
             run, config = built(arguments.gin_file, arguments.gin, arguments.distributed)
         if alone and "jaxrl_llm.rewards.services.hf_classifier" not in sys.modules:
-            # For a tokenizer alone, transformers would bring PyTorch, where it is installed, into JAX's process.
+            # For a tokenizer alone, transformers would import PyTorch, where it is installed, into JAX's process.
             sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
         if arguments.resume_as_new:
             run = _as_new(run)

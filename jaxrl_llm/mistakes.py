@@ -1,4 +1,4 @@
-"""Mistakes in gin files and bindings, said in words: what was got, what is allowed, the nearest names and an example."""
+"""Finds mistakes in gin files and bindings, and says what was got, what is allowed, the nearest names and an example."""
 
 import ast
 import difflib
@@ -18,14 +18,14 @@ from jaxrl_llm.components import FACES
 
 PACKAGE = Path(jaxrl_llm.__file__).resolve().parent
 COMPONENT = re.compile(r"^(?:class|def) ([A-Za-z]\w*)", re.MULTILINE)
-# What gin refers to: `@scope/module.Component()`, and a binding's key `scope/module.Component.parameter`.
+# gin's references, `@scope/module.Component()`, and a binding's key, `scope/module.Component.parameter`.
 REFERENCE = re.compile(r"@(?:\w+/)*(\w+)\.(\w+)")
 KEY = re.compile(r"^\s*(?:\w+/)*(\w+)\.(\w+)(?:\.\w+)?\s*[:=]", re.MULTILINE)
 MACRO = re.compile(r"^([A-Za-z_]\w*)\s*=", re.MULTILINE)
 READ = re.compile(r"%([A-Za-z_]\w*)")
 REQUIRED = "%gin.REQUIRED"  # how gin writes a value that another file or the command line must set
 SINGLE = re.compile(r"\s*([\w./]+)\s*=\s*(.*)\Z", re.DOTALL)
-Bound = tuple[str, str, str]  # scope, component with all of its module's path, parameter
+Bound = tuple[str, str, str]  # scope, component with its module's full path, parameter
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Source:
     Attributes:
       name: the file, or "--gin".
       text: its text.
-      component: whether it is one of the package's component files (gin/FOLDER/NAME.gin), which may set macros for others to read.
+      component: whether it is one of the package's component files (gin/FOLDER/NAME.gin), whose macros other files may read.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Source:
 
 
 def sources(files: Iterable[Any], bindings: Sequence[str], prefixes: Sequence[str]) -> list[Source]:
-    """The texts of parsed files (gin's tree of includes), innermost first, and of the bindings after them.
+    """Returns the texts of parsed files (gin's tree of includes), innermost first, and of the bindings after them.
 
     Args:
       files: what gin returns for each file, with `filename` and `includes`.
@@ -62,9 +62,9 @@ def sources(files: Iterable[Any], bindings: Sequence[str], prefixes: Sequence[st
 
 
 def unread(found: Sequence[Source]) -> str:
-    """What to say of macros that nothing reads; "" where there are none.
+    """Returns an error message for a macro that nothing reads; "" where there is none.
 
-    A run's own config.gin, whose macros were read when it was made, is left out.
+    It skips a run's own config.gin, whose macros were read when it was made.
     """
     texts = {source: re.sub(r"(?m)#.*$", "", source.text) for source in found}
     read = {name for text in texts.values() for name in READ.findall(text)}
@@ -80,14 +80,14 @@ def unread(found: Sequence[Source]) -> str:
 
 
 def nearest(name: str, known: Iterable[str], also: str = "") -> str:
-    """ "; is A or B meant?" for the names that come closest, letter case aside; else `also`."""
+    """Returns "; is A or B meant?" for the names that come closest, regardless of case; else `also`."""
     by_case = {other.casefold(): other for other in sorted(known)}
     close = difflib.get_close_matches(name.casefold(), by_case, n=3, cutoff=0.7)
     return f"; is {' or '.join(by_case[c] for c in close)} meant?" if close else also
 
 
 def malformed(binding: str) -> str:
-    """What is wrong with the form of a binding of the command line, with an example; "" where it can be read."""
+    """Returns what is wrong with the form of a binding of the command line, with an example; "" where it can be read."""
     if "\n" in binding.strip():
         return ""
     parts = SINGLE.match(binding)
@@ -98,7 +98,7 @@ def malformed(binding: str) -> str:
 
 
 def _no_literal(name: str, value: str) -> str:
-    """What to say of a value that is neither a Python literal nor made of references; "" for one that is."""
+    """Returns an error message for a value that is neither a Python literal nor made of references; "" for one that is."""
     plain = re.sub(r"[@%][\w./]+(?:\(\))?", "None", value)
     try:
         ast.literal_eval(plain)
@@ -123,7 +123,7 @@ def _no_literal(name: str, value: str) -> str:
 
 @cache
 def modules() -> Mapping[str, tuple[tuple[str, str], ...]]:
-    """{"grpo": ((module, names of its classes and functions), ...)} of the package, found in its files and not imported."""
+    """Returns {"grpo": ((module, names of its classes and functions), ...)} of the package, from its files, without importing them."""
     found: dict[str, list[tuple[str, str]]] = {}
     for folder, folders, files in os.walk(PACKAGE, followlinks=True):
         folders[:] = sorted(f for f in folders if f not in ("tools", "services", "prepare", "__pycache__"))
@@ -139,7 +139,7 @@ def modules() -> Mapping[str, tuple[tuple[str, str], ...]]:
 
 
 def importing(alias: str, component: str) -> str:
-    """The statement that imports `alias`, a module of the package that holds `component`; "" where there is none."""
+    """Returns the statement that imports `alias`, a module of the package that holds `component`; "" where there is none."""
     for module, names in modules().get(alias, ()):
         if component in names.split():
             return f"from {module.rpartition('.')[0]} import {alias}"
@@ -147,7 +147,7 @@ def importing(alias: str, component: str) -> str:
 
 
 def with_imports(gin: Any, binding: str) -> str:
-    """A binding of the command line with imports of the components that no file imports, which are found by their modules' names."""
+    """Adds imports to a binding of the command line, for components that no file imports; they are found by their modules' names."""
     named = dict.fromkeys((*KEY.findall(binding), *REFERENCE.findall(binding)))
     imported = gin.config._IMPORTS
     formats = {statement.format() for statement in imported}
@@ -163,7 +163,7 @@ def with_imports(gin: Any, binding: str) -> str:
 
 
 def bound(gin: Any, binding: str) -> dict[Bound, str]:
-    """Parses a binding of the command line; returns {(scope, component, parameter): its text} of what it binds, macros apart."""
+    """Parses a binding of the command line; returns {(scope, component, parameter): its text} of what it binds, without macros."""
     config = gin.config._CONFIG
     before = dict(config)
     config.clear()  # what is here afterwards is the binding's, an equal value included
@@ -179,9 +179,9 @@ def bound(gin: Any, binding: str) -> dict[Bound, str]:
 
 
 def not_read(gin: Any, given: Mapping[Bound, str]) -> str:
-    """What to say of the first binding of the command line that the run, which is built, has not read; "" where it read all.
+    """Returns an error message for the first binding of the command line that the built run has not read; "" where it read all.
 
-    Files are not asked: they set what several variants of a run build.
+    Bindings of files are not checked, since files set what several variants of a run build.
     """
     built: dict[str, list[str]] = {}
     for scope, selector in gin.config._OPERATIVE_CONFIG:
@@ -206,19 +206,19 @@ def not_read(gin: Any, given: Mapping[Bound, str]) -> str:
 
 
 def _deciding(gin: Any, place: str, selector: str, name: str) -> str | None:
-    """The scope whose binding a component built in the scope `place` takes: the innermost that has one; None without any."""
+    """Returns the scope whose binding a component built in the scope `place` takes: the innermost that has one; None without any."""
     parts = place.split("/") if place else []
     scopes = ("/".join(parts[:count]) for count in range(len(parts), -1, -1))
     return next((scope for scope in scopes if name in gin.config._CONFIG.get((scope, selector), {})), None)
 
 
 def _written(scope: str, selector: str) -> str:
-    """A component as gin files write it: scope/module.Component."""
+    """Returns a component's name as gin files write it: scope/module.Component."""
     return "/".join(filter(None, (scope, ".".join(selector.split(".")[-2:]))))
 
 
 def _references(value: Any) -> Iterator[Any]:
-    """The references to components that a bound value holds."""
+    """Yields the references to components that a bound value holds."""
     if isinstance(value, Mapping | list | tuple):
         for item in [*value.keys(), *value.values()] if isinstance(value, Mapping) else value:
             yield from _references(item)
@@ -227,7 +227,7 @@ def _references(value: Any) -> Iterator[Any]:
 
 
 def unknown_component(selector: str) -> str:
-    """What to say of a component that does not exist or is not imported."""
+    """Returns an error message for a component that does not exist or is not imported."""
     alias, _, name = selector.rpartition("/")[2].rpartition(".")
     if line := importing(alias, name):
         return f"{selector} is not imported: add `{line}` to the file"
@@ -238,7 +238,7 @@ def unknown_component(selector: str) -> str:
 
 
 def unknown_parameter(gin: Any, selector: str, name: str) -> str:
-    """What to say of a parameter that a component does not have."""
+    """Returns an error message for a parameter that a component does not have."""
     found = gin.config._REGISTRY.get_match(selector)
     try:
         known = list(inspect.signature(found.wrapped).parameters) if found else []
@@ -252,7 +252,7 @@ def unknown_parameter(gin: Any, selector: str, name: str) -> str:
 
 
 def wrong_type(gin: Any) -> str:
-    """What to say of the first literal that does not have its parameter's type; "" where all do."""
+    """Returns an error message for the first literal that does not have its parameter's type; "" where all do."""
     config = gin.config._CONFIG
     for said, value, hint in _parameters(gin):
         literal, macro = value, ""
@@ -270,7 +270,7 @@ def wrong_type(gin: Any) -> str:
 
 
 def not_set(gin: Any) -> str:
-    """What to say of the values that files require and nothing sets, each with its type and an example; "" where there are none."""
+    """Returns an error message for the values that files require and nothing sets, with types and examples; "" where there are none."""
     held = list(_parameters(gin))
     missing = {said: (said, hint) for said, value, hint in held if repr(value) == REQUIRED}
     for (macro, selector), parameters in gin.config._CONFIG.items():
@@ -286,7 +286,7 @@ def not_set(gin: Any) -> str:
 
 
 def _parameters(gin: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (name, bound value, annotation) of each parameter that is bound, macros apart."""
+    """Yields (name, bound value, annotation) of each parameter that is bound, without macros."""
     for (scope, selector), parameters in gin.config._CONFIG.items():
         if selector == "gin.macro":
             continue
@@ -298,7 +298,7 @@ def _parameters(gin: Any) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _hints(component: Callable[..., Any]) -> Mapping[str, Any]:
-    """The annotations of a component's parameters; empty where they cannot be resolved."""
+    """Returns the annotations of a component's parameters; empty where they cannot be resolved."""
     try:
         if isinstance(component, type):
             return {n: h for kind in reversed(component.__mro__) for n, h in typing.get_type_hints(kind).items()}
@@ -308,7 +308,7 @@ def _hints(component: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a literal has the type `hint`; references, and hints of other kinds than plain ones, always fit."""
+    """Returns whether a literal has the type `hint`; references, and hints other than the plain kinds, always fit."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if not isinstance(value, str | int | float | bool | None | list | tuple | dict):
         return True
@@ -328,7 +328,7 @@ def fits(value: Any, hint: Any) -> bool:
     if issubclass(kind, Sequence):
         items = inner[:1] if inner and (kind is not tuple or inner[-1] is Ellipsis) else ()
         return isinstance(value, list | tuple) and (not items or all(fits(x, items[0]) for x in value))
-    return value is None  # a component, for which no other literal stands; what needs it says so
+    return value is None  # a component, which no literal but None can replace
 
 
 def _is_plain(value: Any, kind: Any) -> bool:
@@ -338,7 +338,7 @@ def _is_plain(value: Any, kind: Any) -> bool:
 
 
 def told(hint: Any) -> str:
-    """A type in words."""
+    """Returns a plain-English description of a type."""
     names = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in names:
@@ -355,7 +355,7 @@ def told(hint: Any) -> str:
 
 
 def _example(value: Any, hint: Any) -> str:
-    """A value near the one that was got which fits, in Python's spelling; "" where none is at hand."""
+    """Returns a value that fits, close to the one that was got, in Python's spelling; "" where there is none."""
     tries: list[Any] = []
     if isinstance(value, str):
         try:

@@ -22,10 +22,10 @@ from jaxrl_llm.experience import (
 
 Params = dict[str, Any]
 
-# What an algorithm learns from; see Algorithm.
+# The data that an algorithm learns from; see Algorithm.
 Learns = Literal["samples", "demonstrations", "documents", "pairs"]
 
-# What an algorithm may need beside the policy's own log-probs; a stage checks it at start-up.
+# What an algorithm may need beside the policy's own log-probs; a stage checks at start-up that the run has it.
 NEEDS = frozenset((
     "reference", "critic", "reward_model", "teacher", "teacher_divergence", "greedy",
     "sum_p2", "uniform_logprob", "noise_logprob", "entropy", "sides",
@@ -34,16 +34,16 @@ NEEDS = frozenset((
 
 @runtime_checkable
 class Dataset(Protocol):
-    """A dataset: random access to prompts, the same order at every start."""
+    """A dataset: random access to prompts, in the same order at every start."""
 
     def rows(self) -> Sequence[Prompt]:
-        """All prompts; raises ValueError naming the file and the row of bad data."""
+        """Returns all prompts; raises ValueError naming the file and the row of bad data."""
         ...
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores the rollouts of a prompt.
+    """A reward, which scores the rollouts of a prompt.
 
     Attributes:
       needs_stats: True where `score` needs the learner's token stats of the group.
@@ -61,13 +61,13 @@ class Isolating(Protocol):
     """A reward that evaluates or runs what a model wrote."""
 
     def isolation(self) -> str:
-        """How that is shut in, in a few words, as far as this machine and the reward's service say."""
+        """Returns how that is isolated, in a few words, as far as this machine and the reward's service say."""
         ...
 
 
 @runtime_checkable
 class Filter(Protocol):
-    """Decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` times its size were drawn."""
+    """A filter, which decides which scored groups are learned from; prompts are drawn until the batch is full or `max_draws` times its size."""
 
     max_draws: int
 
@@ -76,7 +76,7 @@ class Filter(Protocol):
 
 @runtime_checkable
 class Pairing(Protocol):
-    """Prefers and rejects samples of a prompt, for losses of preferences that learn from the policy's own samples.
+    """A rule that prefers and rejects samples of a prompt, for losses of preferences that learn from the policy's own samples.
 
     Attributes:
       demonstrates: whether the response that the dataset gives is the preferred one.
@@ -86,7 +86,7 @@ class Pairing(Protocol):
     def demonstrates(self) -> bool: ...
 
     def sides(self, rewards: np.ndarray) -> np.ndarray:
-        """int [G] of the samples with these rewards, float64 [G], G >= 1: 1 preferred, -1 rejected, 0 left out."""
+        """Returns int [G] for the samples with these rewards, float64 [G], G >= 1: 1 preferred, -1 rejected, 0 left out."""
         ...
 
 
@@ -113,19 +113,19 @@ class Sampler(Protocol):
     async def close(self) -> None: ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Counters and times since the last call."""
+        """Returns counters and times since the last call."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a sampler may know of the conversation that a prefix is a turn of; it changes no draw.
+    """Hints to a sampler about the conversation of which a prefix is a turn; they change no draw.
 
     Attributes:
       id: names the conversation, whose turns are sampled in one place while its load allows it.
-      length: most tokens of a turn's prefix and completion together, until the conversation ends.
-      known: tokens at the beginning of the prefix that earlier turns of the conversation consisted of.
-      at_once: turns of all conversations that may be asked for at a time.
+      length: largest number of tokens of a turn's prefix and completion together, until the conversation ends.
+      known: number of tokens at the beginning of the prefix that belong to earlier turns of the conversation.
+      at_once: number of turns, of all conversations, that may be asked for at a time.
     """
 
     id: str
@@ -143,15 +143,15 @@ class Conversing(Protocol):
 
 @runtime_checkable
 class Keeping(Protocol):
-    """A sampler that keeps what it computed of a conversation for its next turn."""
+    """A sampler that keeps what it computed for a conversation until its next turn."""
 
     def forget(self, conversation: str) -> None:
-        """Frees what is kept of this id, whose conversation has ended or goes on by other weights."""
+        """Frees what is kept of this id, whose conversation has ended or continues with other weights."""
 
 
 @runtime_checkable
 class Retiring(Protocol):
-    """A sampler that holds weights on the learner's devices, and can give their memory back before the next ones are made."""
+    """A sampler that holds weights on the learner's devices, and can free them before the next ones are made."""
 
     def retire(self) -> None:
         """Frees the weights that are served; nothing is sampled until the next publication."""
@@ -160,10 +160,10 @@ class Retiring(Protocol):
 
 @runtime_checkable
 class Steered(Protocol):
-    """A sampler that changes how much it samples at a time by what steps took."""
+    """A sampler that adapts how much it samples at a time to the times that steps took."""
 
     def steer(self, step: Mapping[str, float]) -> None:
-        """Is given the metrics of each step."""
+        """Receives the metrics of each step."""
         ...
 
 
@@ -172,13 +172,13 @@ class SamplerFactory(Protocol):
     """The component that gin builds; it starts a Sampler for a policy."""
 
     def start(self, policy: Any, tokenizer: Any, *, max_length: int, run_dir: Path) -> Sampler:
-        """`max_length` is the most tokens of a prompt and its response together."""
+        """Starts a sampler; `max_length` is the largest number of tokens of a prompt and its response together."""
         ...
 
 
 @runtime_checkable
 class Environment(Protocol):
-    """Answers the policy between its turns: one object for each rollout, used by one task at a time.
+    """An environment, which answers the policy between its turns: one object for each rollout, used by one task at a time.
 
     It may have a method `tools(prompt)`, plain or async, which returns the schemas of the tools that it offers, before `reset`, and
     an async one `score()`, which returns {name: reward or None} of the episode when it has ended, at a limit too. An error of a method
@@ -194,7 +194,7 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Gives back what the episode holds; called once, also after errors and cancellation."""
+        """Releases what the episode holds; called once, also after errors and cancellation."""
         ...
 
 
@@ -202,20 +202,20 @@ class Environment(Protocol):
 class EnvironmentFactory(Protocol):
     """The component that gin builds; it holds pools, servers and processes, and makes an environment for each rollout.
 
-    It may have an async method `close`, which ends what it holds; what comes after begins it anew.
+    It may have an async method `close`, which ends what it holds; a later use starts it again.
     """
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> Environment:
-        """The environment of rollout number `sample` of a prompt; it is cheap and waits for nothing."""
+        """Returns the environment of rollout number `sample` of a prompt; the call is cheap and does not block."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """Where an agent finds the policy.
+    """The address at which an agent reaches the policy.
 
     Attributes:
-      base_url: of an OpenAI-compatible API, for this rollout alone.
+      base_url: base URL of an OpenAI-compatible API, for this rollout alone.
       key: its secret, sent as a bearer token.
       model: the name that requests give.
     """
@@ -227,7 +227,7 @@ class Endpoint:
 
 @runtime_checkable
 class Agent(Protocol):
-    """A program that owns its loop and reaches the policy by an endpoint alone: one object for each rollout."""
+    """A program that runs its own loop and reaches the policy by an endpoint alone: one object for each rollout."""
 
     async def run(self, task: Task, endpoint: Endpoint) -> Ending:
         """Works on the task to its end; an error makes the rollout invalid."""
@@ -239,13 +239,13 @@ class AgentFactory(Protocol):
     """The component that gin builds; it makes an agent for each rollout, and may have an async `close` as EnvironmentFactory."""
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> Agent:
-        """The agent of rollout number `sample` of a prompt; it is cheap and waits for nothing."""
+        """Returns the agent of rollout number `sample` of a prompt; the call is cheap and does not block."""
         ...
 
 
 @runtime_checkable
 class Marker(Protocol):
-    """Names ranges of a response's tokens, for algorithms whose advantages differ between parts of it."""
+    """A marker, which names ranges of a response's tokens, for algorithms whose advantages differ between parts of it."""
 
     def mark(self, rollout: Rollout, tokenizer: Any) -> Mapping[str, np.ndarray]:
         """Returns {name: bool [T]}, with the same names for every rollout."""
@@ -260,7 +260,7 @@ class Algorithm(Protocol):
       learns_from: "samples" of the policy, "demonstrations" (prompt and response), "documents" (demonstrations joined and
         cut into chunks of a row) or "pairs" (chosen and rejected).
       needs: subset of NEEDS.
-      group_size_at_least: fewest rollouts of a prompt that leave a learning signal.
+      group_size_at_least: smallest number of rollouts of a prompt that leaves a learning signal.
     """
 
     @property
@@ -283,7 +283,7 @@ class Algorithm(Protocol):
         ...
 
     def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """The controllers after a step with these metrics."""
+        """Returns the controllers after a step with these metrics."""
         ...
 
     def advantages(self, sequences: Any) -> Any:
@@ -309,10 +309,10 @@ class Needing(Protocol):
 
 @runtime_checkable
 class Distilling(Protocol):
-    """An algorithm that draws the policy's distribution to a teacher's, and so needs "teacher_divergence".
+    """An algorithm that pulls the policy's distribution towards a teacher's, and so needs "teacher_divergence".
 
     Attributes:
-      mixture: of the divergence, in [0, 1]; see kernels.teacher_divergence.
+      mixture: mixture of the divergence, in [0, 1]; see kernels.teacher_divergence.
     """
 
     @property
@@ -333,7 +333,7 @@ class Naming(Protocol):
 
 @runtime_checkable
 class Schedule(Needing, Protocol):
-    """Decides which phase each step of a stage is in; see phases.Phase.
+    """A schedule, which decides the phase of each step of a stage; see phases.Phase.
 
     Attributes:
       phases: all phases that a step may be in.
@@ -351,17 +351,17 @@ class Schedule(Needing, Protocol):
         ...
 
     def phase(self, step: int, controls: Mapping[str, float]) -> Any:
-        """The phase (`phases.Phase`) of a step, where the stage's first step is 1."""
+        """Returns the phase (`phases.Phase`) of a step, where the stage's first step is 1."""
         ...
 
     def adapt(self, step: int, controls: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """The controllers after a step with these metrics, by which a guard may end a phase early."""
+        """Returns the controllers after a step with these metrics, by which a guard may end a phase early."""
         ...
 
 
 @runtime_checkable
 class Writer(Protocol):
-    """Writes metrics, rollouts, images and texts of a run."""
+    """A writer of the metrics, rollouts, images and texts of a run."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
@@ -376,7 +376,7 @@ class Writer(Protocol):
 
 @runtime_checkable
 class GroupLoader(Protocol):
-    """Gives each step its groups, from a position in the data that a checkpoint can hold."""
+    """A loader, which gives each step its groups, from a position in the data that a checkpoint can hold."""
 
     async def next(self, step: int) -> list[Group]: ...
 
@@ -385,13 +385,13 @@ class GroupLoader(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def take(self) -> dict[str, float]:
-        """Counters and times since the last call."""
+        """Returns counters and times since the last call."""
         ...
 
 
 class Down(RuntimeError):
-    """A service failed too often in a row; this stops the run, whether or not other rewards work."""
+    """Raised where a service failed too often in a row; it stops the run, whether or not other rewards work."""
 
 
 class SamplerDown(Down):
-    """No server samples from the newest weights, whatever was tried; the run saves what it learned and ends, and the same command goes on."""
+    """Raised where no server samples from the newest weights, whatever was tried; the run saves and ends, and the same command resumes it."""

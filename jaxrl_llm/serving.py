@@ -1,4 +1,4 @@
-"""Servers and child processes of ours: whom they answer, how long they wait for slow clients, and that children get no secrets.
+"""Rules of the project's servers and child processes: whom servers answer, how long they wait for slow clients, and that children get no secrets.
 
 aiohttp and uvicorn limit the time between two requests of a connection, but not the time that a request's head or body takes.
 """
@@ -22,17 +22,17 @@ SECRET = re.compile(r"TOKEN(?!IZER)|SECRET|PASSWORD|PASSWD|API_?KEY|PRIVATE_KEY|
 
 
 def bare_environment(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables that programs need to start, and no others."""
+    """Returns the variables that programs need to start, and no others."""
     return {name: value for name, value in environment.items() if NEEDED.fullmatch(name)}
 
 
 def without_secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """All variables but those whose names say that they hold a secret, such as HF_TOKEN or WANDB_API_KEY."""
+    """Returns all variables but those whose names say that they hold a secret, such as HF_TOKEN or WANDB_API_KEY."""
     return {name: value for name, value in environment.items() if not SECRET.search(name)}
 
 
 def loopback(host: str) -> bool:
-    """Whether the address is reached from this machine alone."""
+    """Returns whether the address is reached from this machine alone."""
     if host == "localhost":
         return True
     try:
@@ -42,7 +42,7 @@ def loopback(host: str) -> bool:
 
 
 def reachable(host: str) -> str:
-    """The host, as a URL on this machine writes it, of a server that listens on `host`, which may be every address of it."""
+    """Returns the host that URLs on this machine name for a server that listens on `host`, which may be a wildcard address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -56,13 +56,13 @@ LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 def refusal(headers: Mapping[str, str], has_body: bool, names: Collection[str] | None) -> tuple[int, str] | None:
-    """Why a request is not answered, as (status, reason), or None: the one rule of all our servers against foreign web sites.
+    """Returns (status, reason) where a request is refused, else None: the one rule of all the project's servers against foreign web sites.
 
     A site that a user of this machine visits can make their browser send requests to loopback, can point a name of its own there,
     and can send bodies of plain text without asking; it can neither send JSON unasked, nor hide its origin or its name.
 
     Args:
-      headers: of the request, by names in any case.
+      headers: headers of the request, by names in any case.
       has_body: the request has a body, or may have one.
       names: host names that are answered; None answers all, where a token is asked for.
     """
@@ -77,7 +77,7 @@ def refusal(headers: Mapping[str, str], has_body: bool, names: Collection[str] |
     return None
 
 
-TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"  # of servers that other hosts ask
+TOKEN_VARIABLE = "JAXRL_LLM_TOKEN"  # holds the token of servers that other hosts call
 _SHORTEST_TOKEN = 16
 
 
@@ -90,8 +90,8 @@ def check_token(token: str) -> None:
         )
 
 
-HEAD_S = 15.0  # seconds until the head of a request is whole; idle connections end after them too
-BODY_S = 60.0  # seconds until its body is
+HEAD_S = 15.0  # seconds until the head of a request is complete; idle connections end after as many
+BODY_S = 60.0  # seconds until its body is complete
 _LOOK_S = 0.5
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -155,7 +155,7 @@ def middleware(patience: Patience) -> Any:
 
 
 def token_guard(token: str) -> Any:
-    """Refuses requests to an aiohttp application that do not carry `Authorization: Bearer TOKEN`."""
+    """Returns the middleware that refuses requests to an aiohttp application without `Authorization: Bearer TOKEN`."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -168,7 +168,7 @@ def token_guard(token: str) -> Any:
 
 
 def guard(names: Collection[str] | None, headers: Mapping[str, str] | None = None) -> Any:
-    """Refuses what `refusal` refuses, and adds headers to every answer of an aiohttp application."""
+    """Returns the middleware that refuses what `refusal` refuses, and adds headers to every answer of an aiohttp application."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -195,7 +195,7 @@ async def body(request: web.Request, limit_s: float) -> bytes:
 
 
 async def looking(server: web.Server, patience: Patience) -> None:
-    """Closes the slow connections of a server again and again, without end."""
+    """Closes the slow connections of a server at intervals, without end."""
     while True:
         await asyncio.sleep(_LOOK_S)
         patience.look(connection.transport for connection in server.connections)
@@ -204,7 +204,7 @@ async def looking(server: web.Server, patience: Patience) -> None:
 def serve(
     app: web.Application, patience: Patience, host: str, port: int, leave: Callable[[], Awaitable[None]] | None = None
 ) -> None:
-    """Serves an application whose middleware reports to `patience`, until SIGINT or SIGTERM, and until `leave` has returned then.
+    """Serves an application whose middleware reports to `patience`, until SIGINT or SIGTERM, and then until `leave` has returned.
 
     Raises:
       OSError: the port cannot be used.

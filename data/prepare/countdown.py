@@ -39,7 +39,7 @@ def problems(seed: int) -> Iterator[files.Located]:
 
 
 def _combined(values: list[int], random: np.random.Generator) -> int | None:
-    """The value of a random expression over all of `values`, or None where a step is not a positive whole number."""
+    """Returns the value of a random expression over all of `values`, or None where a step is not a positive whole number."""
     while len(values) > 1:
         a, b = (values.pop(int(random.integers(len(values)))) for _ in range(2))
         sign = "+-*/"[int(random.integers(4))]

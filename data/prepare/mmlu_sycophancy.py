@@ -59,7 +59,7 @@ def convert(row: Raw, options: Options) -> Item:
 
 
 def carve(pools: Pools, options: Options) -> Mapping[str, Sequence[Item]]:
-    """Cuts the parts by split or by subject."""
+    """Cuts the parts by the source's splits, or within each subject."""
     if not options.by_subject:
         return by_sizes(pools, options)
     subjects: dict[str, list[Item]] = {}

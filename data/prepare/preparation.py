@@ -56,7 +56,7 @@ class Item:
     columns: Raw = field(default_factory=dict)
 
     def bare(self) -> str:
-        """The bare problem."""
+        """Returns the bare problem."""
         return self.problem or self.question
 
 
@@ -118,8 +118,8 @@ class Preparation:
       template: name in data/templates.py.
       instruction: text that follows the question, after a space.
       tokenizer: tokenizer that counts tokens for the limits.
-      min_tokens: fewest tokens of a prompt and its response.
-      max_tokens: most tokens of a prompt and its response, without a chat template's own tokens; None for no limit.
+      min_tokens: smallest number of tokens of a prompt and its response.
+      max_tokens: largest number of tokens of a prompt and its response, without a chat template's own tokens; None for no limit.
       system: part -> its system message; empty for none.
       arguments: {flag: keyword arguments of argparse}, the data set's own options.
       read: (preparation, options, split) -> located raw rows.

@@ -38,7 +38,7 @@ def group_sum(
 
 
 def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int) -> Group:
-    """Count, mean and standard deviation of the counted members of each group."""
+    """Returns the size, mean and standard deviation (n - 1) of each group's counted members, and the centered values."""
     low = jax.ops.segment_min(jnp.where(counted, x, jnp.inf), group, groups)[group]
     shifted = jnp.where(counted, x - low, 0.0)
     count = group_sum(jnp.ones_like(x), group, counted, groups)
@@ -59,7 +59,7 @@ def settle_singletons(
 def group_relative(
     reward: Float[Array, " S"], stats: Group, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
 ) -> Float[Array, " S"]:
-    """GRPO: (r - mean) / (std + epsilon) within the group; without `std`, Dr. GRPO's r - mean."""
+    """Returns GRPO's advantage, (r - mean) / (std + epsilon) within the group; without `std`, Dr. GRPO's r - mean."""
     scaled = stats.centered / (stats.std + epsilon) if std else stats.centered
     return settle_singletons(scaled, reward, stats.size, singleton)
 
@@ -85,7 +85,7 @@ def _backward(x: Float[Array, "S T"], carry: Float[Array, "S T"]) -> Float[Array
 
 
 def returns_to_go(rewards: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float = 1.0) -> Float[Array, "S T"]:
-    """The discounted sum of the rewards from each token on; tokens outside the mask are skipped as if they were not there."""
+    """Returns the discounted sum of the rewards from each token on; tokens outside the mask are skipped as if they were not there."""
     rewards = jnp.where(mask, rewards, 0.0)
     return jnp.where(mask, _backward(rewards, jnp.where(mask, gamma, 1.0).astype(rewards.dtype)), 0.0)
 
@@ -93,7 +93,7 @@ def returns_to_go(rewards: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma:
 def gae(
     rewards: Float[Array, "S T"], values: Float[Array, "S T"], mask: Bool[Array, "S T"], gamma: float, lam: float
 ) -> tuple[Float[Array, "S T"], Float[Array, "S T"]]:
-    """Generalised advantage estimates and returns (https://arxiv.org/abs/1506.02438), 0 outside the mask.
+    """Returns generalised advantage estimates and returns (https://arxiv.org/abs/1506.02438), 0 outside the mask.
 
     delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  returns = A + V. t + 1 is the next token
     of the mask; after the last one V and A are 0.
@@ -107,7 +107,7 @@ def gae(
 
 
 def leave_one_out(reward: Float[Array, " S"], stats: Group, singleton: Singleton) -> Float[Array, " S"]:
-    """RLOO: the reward less the mean of the other members' rewards, n / (n - 1) x (r - mean)."""
+    """Returns RLOO's advantage: the reward less the mean of the other members' rewards, n / (n - 1) x (r - mean)."""
     scaled = stats.centered * stats.size / jnp.maximum(stats.size - 1.0, 1.0)
     return settle_singletons(scaled, reward, stats.size, singleton)
 
@@ -119,7 +119,7 @@ def length_weighted(
     counted: Bool[Array, " S"],
     groups: int,
 ) -> Float[Array, " S"]:
-    """OPO: the reward less sum(length r) / sum(length) of the group; 0 where not counted."""
+    """Returns OPO's advantage: the reward less sum(length r) / sum(length) of the group; 0 where not counted."""
     low = jax.ops.segment_min(jnp.where(counted, reward, jnp.inf), group, groups)[group]
     shifted = jnp.where(counted, reward - low, 0.0)
     total = group_sum(length, group, counted, groups)
@@ -130,7 +130,7 @@ def length_weighted(
 def best_over_second(
     reward: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
 ) -> Float[Array, " S"]:
-    """The group's best reward less its second best, placed on the best member; 0 for all others, in a tie, and in a group of one."""
+    """Returns the group's best reward less its second best at the best member; 0 at all others, in a tie, and in a group of one."""
     known = jnp.where(counted, reward, -jnp.inf)
     best = jax.ops.segment_max(known, group, groups)[group]
     leads = counted & (known == best)
@@ -147,7 +147,7 @@ def token_baseline(
     group: Int[Array, " S"],
     groups: int,
 ) -> Float[Array, "S T"]:
-    """The optimal token baseline: the group's mean return at each step, weighted by the energy spent up to it.
+    """Returns the optimal token baseline: the group's mean return at each step, weighted by the energy spent up to it.
 
     W_t = sum_{s <= t} energy_s;  B_t = sum_G W_t R_t / sum_G W_t over the members with a token at t. Where only one
     member is that long, the baseline is 0.

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 Array = Any  # jax.Array or np.ndarray
 
-# A sum, with the name of the global count that divides it: "tokens", "read", "sequences", "pairs", "constant" or "one".
+# A sum, and the name of the global count that divides it: "tokens", "read", "sequences", "pairs", "constant" or "one".
 Term = tuple[jax.Array, str]
 
 
@@ -90,7 +90,7 @@ class Sequences:
 )
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What `Algorithm.advantages` assigns to every token of the sequences.
+    """The result of `Algorithm.advantages`: what it assigns to every token of the sequences.
 
     Attributes:
       advantages: float32 [S, T].
@@ -164,7 +164,7 @@ class MicroBatch:
 
     @property
     def sequences(self) -> int:
-        """Most sequences of a micro-batch, static."""
+        """The number of sequences that a micro-batch has room for, static."""
         return self.group.shape[0]
 
     def replace(self, **changes: Any) -> "MicroBatch":

@@ -34,7 +34,7 @@ class BCO(Pairwise):
         return replace(found, aux={"point": jnp.where(mask, point, 0.0)}, metrics=metrics)
 
     def answers(self, outputs: Mapping[str, Any], batch: MicroBatch) -> Answers:
-        """The answers, whose log-ratios are less by delta / beta."""
+        """Returns the answers, with log-ratios that are lower by delta / beta."""
         found = super().answers(outputs, batch)
         point = sequence_mean(batch.aux["point"], batch.sequence, batch.mask, batch.sequences)
         return found._replace(reference=found.reference + point)

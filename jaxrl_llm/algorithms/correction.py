@@ -20,12 +20,12 @@ from jaxrl_llm.algorithms.masked import masked_mean, masked_sum
 
 Level = Literal["token", "sequence", "geometric"]
 
-# Counts of the tokens whose gap, the size of the difference of the learner's log-prob from the sampler's, is above so many nats.
+# Metrics that count tokens by their gap, |learner's log-prob - sampler's log-prob|, above so many nats.
 GAP_SIZES = {f"gap/above_1e-{n}": 10.0**-n for n in (6, 5, 4, 3, 2, 1)}
 
 
 def log_ratios(old: Float[Array, "S T"], sampler: Float[Array, "S T"], mask: Bool[Array, "S T"]) -> Float[Array, "S T"]:
-    """log rho on the mask, 0 elsewhere."""
+    """Returns log rho on the mask, 0 elsewhere."""
     return jnp.where(mask, jnp.clip(jnp.where(mask, old - sampler, 0.0), -20.0, 20.0), 0.0)
 
 
@@ -57,7 +57,7 @@ class Correction:
     def weights(
         self, log_ratio: Float[Array, "S T"], mask: Bool[Array, "S T"]
     ) -> tuple[Float[Array, "S T"], Mapping[str, Float[Array, ""]]]:
-        """Weights of the tokens, 0 outside the mask, and their statistics."""
+        """Returns the weights of the tokens, 0 outside the mask, and their statistics."""
         total = masked_sum(log_ratio, mask, axis=1)
         if self.level == "geometric":
             total = masked_mean(log_ratio, mask, axis=1)
@@ -78,7 +78,7 @@ class Correction:
         return jnp.where(mask, weight, 0.0), metrics
 
     def bounded(self, ratio: Float[Array, "..."]) -> tuple[Float[Array, "..."], Bool[Array, "..."]]:
-        """The weights of ratios, and which of them are not the ratio itself."""
+        """Returns the weights of ratios, and which of them differ from the ratio itself."""
         above, below = ratio > self.ratio_max, ratio < self.ratio_min
         if self.mode == "mask":
             return jnp.where(above | below, 0.0, ratio), above | below
@@ -93,7 +93,7 @@ class Correction:
 def at_update(
     batch: MicroBatch, policy: Mapping[str, Array], correction: Correction | None
 ) -> tuple[MicroBatch, dict[str, Term]]:
-    """The micro-batch of a step's only update, whose old log-probs are those of this very pass, with the weights that follow from them.
+    """Returns the micro-batch of a step's only update, with the old log-probs of this very pass and the weights that follow from them.
 
     Args:
       batch: the micro-batch.
@@ -130,9 +130,9 @@ class Rejection:
     Attributes:
       statistic: "k1", "k2" or "k3".
       level: "token", or the sequence's "sum", "mean" or "max" ("max" for k2 and k3 only).
-      ratio_min: k1: smallest exp(-k1) that is kept.
-      ratio_max: k1: largest exp(-k1) that is kept.
-      divergence_max: k2 and k3: largest value that is kept, in nats.
+      ratio_min: smallest exp(-k1) that is kept, for k1 alone.
+      ratio_max: largest exp(-k1) that is kept, for k1 alone.
+      divergence_max: largest k2 or k3 that is kept, in nats.
     """
 
     statistic: Literal["k1", "k2", "k3"] = "k1"

@@ -3,8 +3,8 @@
     m = beta (log pi(w) - log pi(l))
     L = -(1 - eps) log sigmoid(m) - eps log sigmoid(-m) - nll_coef x mean log pi(w),  eps = label_smoothing
 
-https://arxiv.org/abs/2401.08417, whose eps is 0; with eps > 0 the labels are taken as cDPO takes them. The imitation term is the mean over an answer's tokens, so that answers weigh the
-same.
+https://arxiv.org/abs/2401.08417, whose eps is 0; with eps > 0 the labels are taken as cDPO takes them. The imitation term is the mean
+over an answer's tokens, so that answers weigh the same.
 """
 
 from dataclasses import dataclass

@@ -20,14 +20,14 @@ ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 def absolute(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """|x| with gradient 0 at 0, so that a policy that has not moved is not pushed either way."""
+    """Returns |x| with gradient 0 at 0, so that a policy that has not moved is not pushed either way."""
     return x * stop_gradient(jnp.sign(x))
 
 
 def divergence(
     logprob: Float[Array, "*shape"], reference: Float[Array, "*shape"], estimator: Estimator
 ) -> Float[Array, "*shape"]:
-    """Per-token estimate of KL(pi || pi_ref); `logprob` is of the policy that drew the token.
+    """Returns a per-token estimate of KL(pi || pi_ref); `logprob` is of the policy that drew the token.
 
     Raises:
       ValueError: an unknown estimator.
@@ -60,7 +60,7 @@ class AdaptiveKL:
         components.above(self, 0, "target", "horizon")
 
     def update(self, coef: float, kl: float, sequences: int) -> float:
-        """The coefficient after a batch of `sequences` whose mean KL per token was `kl`.
+        """Returns the coefficient after a batch of `sequences` whose mean KL per token was `kl`.
 
         Raises:
           ValueError: the horizon is so short that a step may turn the coefficient's sign.

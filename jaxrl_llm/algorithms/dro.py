@@ -32,7 +32,7 @@ class DRO(GroupRelative):
 
     @property
     def silent(self) -> bool:
-        """False: the pull acts on every token."""
+        """False, since the pull acts on every token."""
         return False
 
     def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:

@@ -56,7 +56,7 @@ class GDPO(GRPO):
 
     @property
     def reads(self) -> Mapping[str, Sequence[str]]:
-        """The parts and the span that it names."""
+        """The parts and the span that the settings name."""
         return {
             **super().reads,
             "parts": (*self.parts, *self.span_parts, *self.nonnegative),
@@ -77,7 +77,7 @@ class GDPO(GRPO):
         return Estimate(jnp.where(sequences.spans[self.span], whole, advantages.to_tokens(rest, sequences.learned)))
 
     def _parts(self, sequences: Sequences) -> dict[str, Array]:
-        """The weighted advantage of each part within its group, {name: [S]}."""
+        """Returns the weighted advantage of each part within its group, {name: [S]}."""
         names = self.parts or tuple(sequences.parts)
         if unknown := {*names, *self.span_parts, *self.nonnegative} - set(sequences.parts):
             raise ValueError(

@@ -1,9 +1,9 @@
-"""GKD: the policy's whole next-token distribution is drawn to the teacher's, at every token of its own samples or of demonstrations.
+"""GKD: the policy's whole next-token distribution is pulled towards the teacher's, at every token of its own samples or of demonstrations.
 
     L = D(teacher, pi),  D = KL(teacher || pi) with mixture 0, KL(pi || teacher) with 1, and between them
     D = b KL(teacher || m) + (1 - b) KL(pi || m),  m = b teacher + (1 - b) pi,  b = mixture
 
-https://arxiv.org/abs/2306.13649, equation 1. What a token contributes to later ones has no gradient, as in the paper. The learner
+https://arxiv.org/abs/2306.13649, equation 1. As in the paper, a token's effect on later ones has no gradient. The learner
 computes the divergence, in tiles of tokens; the samples are those of the policy before the step, whose drift is not corrected.
 """
 

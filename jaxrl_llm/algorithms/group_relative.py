@@ -1,4 +1,4 @@
-"""Policy gradients that compare the rollouts of a group, and are not GRPO: their advantages, for surrogates of their own."""
+"""Bases of policy gradients that compare the rollouts of a group and are not GRPO: its advantages, for surrogates of their own."""
 
 from dataclasses import dataclass
 

@@ -123,20 +123,20 @@ class PolicyGradient(ABC):
 
     @property
     def selects(self) -> bool:
-        """True where tokens leave the loss by the ratio of old to sampler log-probs."""
+        """Whether tokens leave the loss by the ratio of old to sampler log-probs."""
         return bool(self.rejections) or (
             self.correction is not None and (self.correction.mode == "mask" or self.correction.veto > 0)
         )
 
     @property
     def silent(self) -> bool:
-        """True where a sequence whose advantages are all 0 adds nothing to the loss, nor to its gradient."""
+        """Whether a sequence whose advantages are all 0 adds nothing to the loss, nor to its gradient."""
         pulled = self.entropy_coef or (self.kl_coef and self.kl_in == "loss")
         return not pulled and "critic" not in self.needs
 
     @property
     def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
+        """The number that a sequence adds to the count "constant"."""
         return float(self.constant_length)
 
     @property
@@ -145,7 +145,7 @@ class PolicyGradient(ABC):
         return {"kl_coef": self.kl_coef} if self.kl_coef > 0 else {}
 
     def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:
-        """The KL coefficient after a step, moved by `kl_controller`."""
+        """Returns the controllers after a step, with the KL coefficient moved by `kl_controller`."""
         if self.kl_controller is None:
             return controls
         coef = self.kl_controller.update(controls["kl_coef"], metrics["kl/reference_before"], sequences)
@@ -202,7 +202,7 @@ class PolicyGradient(ABC):
         )
 
     def _by_source(self, sequences: Sequences) -> Array:
-        """float32 [S, 1]: the factor of kl_coef at each sequence; raises ValueError for a source that the data lacks."""
+        """Returns the factor of kl_coef at each sequence, float32 [S, 1]; raises ValueError for a source that the data lacks."""
         factors = dict(self.kl_by_source)
         if unknown := sorted(set(factors) - set(sequences.sources)):
             components.refuse(
@@ -213,7 +213,7 @@ class PolicyGradient(ABC):
         ][:, None]
 
     def _correct(self, sequences: Sequences, metrics: dict[str, Array]) -> tuple[Array, Array | None]:
-        """The tokens that are learned from, and their weights."""
+        """Returns the tokens that are learned from, bool [S, T], and their weights, None for 1."""
         mask = sequences.learned
         if self.overlong is not None:
             mask &= self.overlong.keep(sequences.mask, sequences.truncated)[:, None]
@@ -268,7 +268,7 @@ def _clean(x: Any, mask: Array) -> Array:
 
 
 def _group_metrics(sequences: Sequences) -> dict[str, Array]:
-    """Counts of sequences that were left out and of groups of one, and the mean reward."""
+    """Returns the numbers of sequences that were left out and of groups of one, and the mean reward."""
     ones = jnp.ones(sequences.group.shape, jnp.float32)
     count = group_sum(ones, sequences.group, sequences.counted, sequences.groups)
     present = jnp.any(sequences.mask, axis=1) & ~sequences.greedy

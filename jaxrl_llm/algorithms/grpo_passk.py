@@ -17,7 +17,7 @@ from jaxrl_llm.algorithms.grpo import Clipped, Estimate
 
 @dataclass(frozen=True, kw_only=True)
 class GRPOPassK(Clipped):
-    """An advantage for the best response of a group alone.
+    """GRPO with an advantage for the best response of a group alone.
 
     Attributes:
       std: divide by the group's standard deviation (n - 1).

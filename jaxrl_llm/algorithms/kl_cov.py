@@ -38,7 +38,7 @@ class KLCov(GroupRelative):
 
     @property
     def silent(self) -> bool:
-        """False: the penalty acts on tokens of any advantage."""
+        """False, since the penalty acts on tokens of any advantage."""
         return False
 
     def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:

@@ -13,18 +13,18 @@ Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean
 
 
 def masked_sum(x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
-    """Sum over the mask."""
+    """Returns the sum over the mask."""
     return jnp.sum(jnp.where(mask, x, 0.0), axis=axis, dtype=jnp.promote_types(x.dtype, jnp.float32))
 
 
 def masked_mean(x: Float[Array, "..."], mask: Bool[Array, "..."], axis: int | None = None) -> Float[Array, "..."]:
-    """Mean over the mask; 0 where the mask is empty."""
+    """Returns the mean over the mask; 0 where the mask is empty."""
     total = masked_sum(x, mask, axis)
     return total / jnp.maximum(jnp.sum(mask, axis=axis, dtype=total.dtype), 1.0)
 
 
 def masked_var(x: Float[Array, "..."], mask: Bool[Array, "..."], ddof: int = 0) -> Float[Array, ""]:
-    """Variance over the mask with `ddof` degrees of freedom taken off; 0 where too few entries are left."""
+    """Returns the variance over the mask with `ddof` degrees of freedom taken off; 0 where too few entries are left."""
     mean = masked_mean(x, mask)
     count = jnp.sum(mask, dtype=mean.dtype)
     squares = masked_sum(jnp.square(jnp.where(mask, x, mean) - mean), mask)
@@ -40,7 +40,7 @@ def whiten(x: Float[Array, "..."], mask: Bool[Array, "..."], epsilon: float = 1e
 def sequence_sum(
     x: Float[Array, "B T"], sequence: Int[Array, "B T"], mask: Bool[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Sum of a packed array over each sequence's mask; `sequence` numbers the sequences of the micro-batch from 0."""
+    """Sums a packed array over each sequence's mask; `sequence` numbers the sequences of the micro-batch from 0."""
     index = jnp.where(mask, sequence, sequences)
     zeros = jnp.zeros(sequences + 1, jnp.promote_types(x.dtype, jnp.float32))
     return zeros.at[index].add(jnp.where(mask, x, 0.0))[:-1]
@@ -49,7 +49,7 @@ def sequence_sum(
 def sequence_mean(
     x: Float[Array, "B T"], sequence: Int[Array, "B T"], mask: Bool[Array, "B T"], sequences: int
 ) -> Float[Array, " S"]:
-    """Mean of a packed array over each sequence's mask; 0 for a sequence without tokens."""
+    """Averages a packed array over each sequence's mask; 0 for a sequence without tokens."""
     tokens = sequence_sum(jnp.ones_like(x), sequence, mask, sequences)
     return sequence_sum(x, sequence, mask, sequences) / jnp.maximum(tokens, 1.0)
 
@@ -62,7 +62,7 @@ def spread(x: Float[Array, " S"], sequence: Int[Array, "B T"], mask: Bool[Array,
 def aggregate(
     x: Float[Array, "B T"], mask: Bool[Array, "B T"], sequence: Int[Array, "B T"], sequences: int, how: Aggregation
 ) -> tuple[Float[Array, ""], str]:
-    """The sum of a per-token loss and the name of the global count that divides it.
+    """Returns the sum of a per-token loss and the name of the global count that divides it.
 
     token-mean: all tokens weigh the same; token-sum: no division; seq-mean-token-sum and seq-mean-token-mean: all
     sequences weigh the same; constant: the sum over sequences and tokens divided by sequences x a constant length

@@ -11,7 +11,7 @@ from jaxrl_llm.protocols import Learns
 
 @dataclass(frozen=True, kw_only=True)
 class Objective(ABC):
-    """An algorithm that has neither needs nor controllers."""
+    """The base class of an algorithm, by default without needs and controllers."""
 
     @property
     @abstractmethod
@@ -27,12 +27,12 @@ class Objective(ABC):
 
     @property
     def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
+        """The number that a sequence adds to the count "constant"."""
         return 1.0
 
     @property
     def controls(self) -> Mapping[str, float]:
-        """The controllers: there are none."""
+        """The controllers, of which there are none."""
         return {}
 
     def adapt(self, controls: Mapping[str, float], metrics: Mapping[str, float], sequences: int) -> Mapping[str, float]:

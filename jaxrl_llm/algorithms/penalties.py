@@ -21,7 +21,7 @@ class Overlong:
 
     Attributes:
       how: "linear" or "mask".
-      max_length: most tokens the policy may choose in one response.
+      max_length: largest number of tokens that the policy may choose in one response.
       buffer: share of max_length, at its end, over which the penalty grows.
       weight: largest penalty, in units of reward.
     """
@@ -37,7 +37,7 @@ class Overlong:
         components.within(self, "(0, 1]", "buffer")
 
     def penalty(self, mask: Bool[Array, "S T"]) -> Float[Array, " S"]:
-        """The number that is added to each reward, between -weight and 0."""
+        """Returns the number that is added to each reward, between -weight and 0."""
         length = jnp.sum(mask, axis=1, dtype=jnp.float32)
         excess = jnp.clip(1.0 + (length / self.max_length - 1.0) / self.buffer, 0.0, 1.0)
         return -self.weight * excess if self.how == "linear" else jnp.zeros_like(length)
@@ -57,7 +57,7 @@ def highest(x: Float[Array, "S T"], mask: Bool[Array, "S T"], share: float) -> B
 def covariance(
     logprob: Float[Array, "S T"], advantages: Float[Array, "S T"], mask: Bool[Array, "S T"]
 ) -> Float[Array, "S T"]:
-    """(A - mean A)(log pi - mean log pi) of each token, means over the mask; 0 outside it."""
+    """Returns (A - mean A)(log pi - mean log pi) of each token, with means over the mask; 0 outside it."""
     logprob, advantages = jnp.where(mask, logprob, 0.0), jnp.where(mask, advantages, 0.0)
     centered = (advantages - masked_mean(advantages, mask)) * (logprob - masked_mean(logprob, mask))
     return jnp.where(mask, centered, 0.0)

@@ -25,7 +25,7 @@ from jaxrl_llm.algorithms.masked import masked_mean, masked_sum, masked_var, whi
 def value_loss(
     value: Float[Array, "B T"], old_value: Float[Array, "B T"], returns: Float[Array, "B T"], limit: float | None
 ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
-    """max((v - R)^2, (clip(v, v_old - limit, v_old + limit) - R)^2) / 2 of each token, and where the clipped term is larger.
+    """Returns max((v - R)^2, (clip(v, v_old - limit, v_old + limit) - R)^2) / 2 of each token, and where the clipped term is larger.
 
     `limit` is in units of reward; None is the plain squared error.
     """

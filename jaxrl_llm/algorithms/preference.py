@@ -47,13 +47,13 @@ class Answers(NamedTuple):
 
 
 def rejected_of(group: Int[Array, " S"], side: Int[Array, " S"], present: Bool[Array, " S"]) -> Float[Array, "S S"]:
-    """Returns [S, S], which is 1 where column j is the rejected answer to row i's preferred one."""
+    """Returns a matrix [S, S] that is 1 where column j is the rejected answer to row i's preferred one."""
     pair = (group[:, None] == group[None, :]) & (side[:, None] == 1) & (side[None, :] == -1)
     return (pair & present[:, None] & present[None, :]).astype(jnp.float32)
 
 
 def complete_pairs(sequences: Sequences) -> tuple[Bool[Array, "S T"], Float[Array, ""]]:
-    """The learned tokens of pairs that have both answers, and the number of pairs that lack one."""
+    """Returns the learned tokens of pairs that have both answers, and the number of pairs that lack one."""
     halves = [
         jax.ops.segment_sum(
             (sequences.counted & (sequences.side == side)).astype(jnp.int32), sequences.group, sequences.groups
@@ -112,10 +112,10 @@ class Pairwise(Preference):
 
     @abstractmethod
     def pair_loss(self, chosen: Answers, rejected: Answers) -> Array:
-        """Loss [S] of each pair."""
+        """Returns the loss [S] of each pair."""
 
     def margin(self, chosen: Answers, rejected: Answers) -> Array:
-        """The implicit reward of the preferred answer less that of the rejected one, [S]."""
+        """Returns the implicit reward of the preferred answer less that of the rejected one, [S]."""
         return self.beta * (chosen.log_ratio - rejected.log_ratio)
 
     def advantages(self, sequences: Sequences) -> Advantages:

@@ -1,4 +1,4 @@
-"""Trains a reward model on preferences: the value r at the end of the preferred answer (w) is to exceed that of the rejected one (l).
+"""Trains a reward model on preferences, so that the value r at the end of the preferred answer (w) exceeds that of the rejected one (l).
 
     L = -log sigmoid(r(w) - r(l)) + center_coef (r(w) + r(l))^2                         mean over pairs
 

@@ -33,7 +33,7 @@ class SFT(Objective):
 
     @property
     def constant(self) -> float:
-        """What a sequence adds to the count "constant"."""
+        """The number that a sequence adds to the count "constant"."""
         return float(self.constant_length)
 
     def advantages(self, sequences: Sequences) -> Advantages:

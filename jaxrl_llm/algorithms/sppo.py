@@ -25,7 +25,7 @@ Wins = Literal["greater", "bradley-terry"]
 def win_rates(
     reward: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], wins: Wins
 ) -> Float[Array, " S"]:
-    """The mean over a prompt's counted samples, the sample itself among them, of the probability that a sample beats them.
+    """Returns, at each sample, the mean probability that it beats a counted sample of its prompt, itself among them, [S].
 
     "greater": 1 where its reward is greater, 1/2 where it is equal; "bradley-terry": the sigmoid of the rewards' difference.
     """

@@ -48,14 +48,14 @@ class Tokens(NamedTuple):
         return jnp.exp(self.log_ratio)
 
     def mean(self, x: Array) -> Array:
-        """The mean of `x` over each token's sequence, [B, T]."""
+        """Returns the mean of `x` over each token's sequence, [B, T]."""
         return spread(sequence_mean(x, self.sequence, self.mask, self.sequences), self.sequence, self.mask)
 
 
 def clip(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], low: float, high: float, dual: float | None = None
 ) -> tuple[Float[Array, "B T"], MetricStreams]:
-    """PPO: max(-A rho, -A clip(rho, 1 - low, 1 + high)); with `dual`, at most -A dual where A < 0.
+    """Returns PPO's loss, max(-A rho, -A clip(rho, 1 - low, 1 + high)); with `dual`, at most -A dual where A < 0.
 
     https://arxiv.org/abs/1707.06347; dual clip: https://arxiv.org/abs/1912.09729.
     """
@@ -71,12 +71,12 @@ def clip(
 
 
 def reinforce(logprob: Float[Array, "B T"], advantages: Float[Array, "B T"]) -> Float[Array, "B T"]:
-    """-A log pi."""
+    """Returns REINFORCE's loss, -A log pi."""
     return -advantages * logprob
 
 
 def sequence_ratio(tokens: Tokens) -> Float[Array, "B T"]:
-    """GSPO: the geometric mean of the ratios of each token's sequence, with the token's own gradient; at most exp(10)."""
+    """Returns GSPO's ratio: the geometric mean of the ratios of each token's sequence, with the token's own gradient; at most exp(10)."""
     mean = tokens.mean(tokens.log_ratio)
     return jnp.exp(jnp.minimum(tokens.logprob - stop_gradient(tokens.logprob) + stop_gradient(mean), 10.0))
 
@@ -84,20 +84,20 @@ def sequence_ratio(tokens: Tokens) -> Float[Array, "B T"]:
 def soft_gate(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], tau_positive: float, tau_negative: float
 ) -> Float[Array, "B T"]:
-    """SAPO: -A (4 / tau) sigmoid(tau (rho - 1)), tau by the sign of A."""
+    """Returns SAPO's loss, -A (4 / tau) sigmoid(tau (rho - 1)), with tau by the sign of A."""
     tau = jnp.where(advantages > 0, tau_positive, tau_negative)
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
 def clipped_weight(tokens: Tokens, low: float | None, high: float) -> tuple[Float[Array, "B T"], MetricStreams]:
-    """CISPO: -sg(clip(rho, 1 - low, 1 + high)) A log pi; no lower bound where `low` is None."""
+    """Returns CISPO's loss, -sg(clip(rho, 1 - low, 1 + high)) A log pi, without a lower bound where `low` is None."""
     ratio = tokens.ratio
     weight = jnp.clip(ratio, 0.0 if low is None else 1.0 - low, 1.0 + high)
     return -stop_gradient(weight) * tokens.advantages * tokens.logprob, {"ratio/clip_fraction": weight != ratio}
 
 
 def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array, "B T"], MetricStreams]:
-    """GMPO: -mean(A) exp(mean l~) over each token's sequence; l~ is l clipped to [-low, high] as PPO clips rho."""
+    """Returns GMPO's loss, -mean(A) exp(mean l~) over each token's sequence; l~ is l clipped to [-low, high] as PPO clips rho."""
     sign = jnp.where(tokens.advantages < 0, -1.0, 1.0)
     log_ratio = tokens.log_ratio
     kept = sign * jnp.minimum(sign * log_ratio, sign * jnp.clip(log_ratio, -low, high))
@@ -108,20 +108,20 @@ def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array
 def divergence_masked(
     tokens: Tokens, keep: Bool[Array, "B T"], ratio_max: float
 ) -> tuple[Float[Array, "B T"], MetricStreams]:
-    """DPPO: -A sg(min(rho, ratio_max)) log pi where `keep`, 0 elsewhere."""
+    """Returns DPPO's loss, -A sg(min(rho, ratio_max)) log pi where `keep`, 0 elsewhere."""
     weight = stop_gradient(jnp.minimum(tokens.ratio, ratio_max))
     loss = -tokens.advantages * weight * tokens.logprob
     return jnp.where(keep, loss, 0.0), {"ratio/clip_fraction": ~keep}
 
 
 def within_total_variation(tokens: Tokens, low: float, high: float) -> Bool[Array, "B T"]:
-    """pi - pi_old <= high where A > 0, >= -low elsewhere."""
+    """Returns where pi - pi_old is <= high (A > 0) or >= -low (elsewhere)."""
     gap = jnp.exp(tokens.logprob) - jnp.exp(tokens.old_logprobs)
     return jnp.where(tokens.advantages > 0, gap <= high, gap >= -low)
 
 
 def within_binary_kl(tokens: Tokens, low: float, high: float) -> Bool[Array, "B T"]:
-    """KL of the two-way distributions (this token, any other) <= high where A > 0, <= low elsewhere, or moving back."""
+    """Returns where the KL of (this token, any other) is <= high (A > 0) or <= low (elsewhere), or pi moves back to pi_old."""
     new, old = jnp.exp(tokens.logprob), jnp.exp(tokens.old_logprobs)
     rest = (1.0 - old) * jnp.log((1.0 - old + 1e-8) / (1.0 - new + 1e-8))
     kl = old * (tokens.old_logprobs - tokens.logprob) + rest
@@ -129,5 +129,5 @@ def within_binary_kl(tokens: Tokens, low: float, high: float) -> Bool[Array, "B 
 
 
 def quadratic(tokens: Tokens, beta: float) -> Float[Array, "B T"]:
-    """DRO: -(A log pi - beta / 2 l^2)."""
+    """Returns DRO's loss, -(A log pi - beta / 2 l^2)."""
     return -(tokens.advantages * tokens.logprob - 0.5 * beta * jnp.square(tokens.log_ratio))

@@ -70,7 +70,7 @@ class TokenNoiser:
         return self.epsilon if self.weights == "paper" else self.epsilon**2
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """The base's advantages, without the tokens that have a negative one."""
+        """Returns the base's advantages, with the tokens of negative ones left out of the loss."""
         credit = self.base.advantages(sequences)
         kept = credit.loss_mask & (credit.advantages >= 0)
         share = masked_mean(kept.astype(jnp.float32), credit.loss_mask)

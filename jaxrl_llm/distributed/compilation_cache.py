@@ -1,8 +1,8 @@
 """Keeps compiled programs between starts, in the user's cache folder: every command that compiles calls `keep` first.
 
 Each folder is of one version of JAX and of its plugins on one kind of machine: programs for CPUs contain the instructions of
-the one that compiled them. JAX's own key adds the program, XLA's flags and the accelerator. The variables of JAX stand where
-they are set: JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
+the one that compiled them. JAX's own key adds the program, XLA's flags and the accelerator. JAX's own variables take precedence:
+JAX_COMPILATION_CACHE_DIR names another folder, and JAX_ENABLE_COMPILATION_CACHE=false keeps nothing.
 
 Of the processes of a run, JAX lets process 0 alone write, and the key of a program that spans them is the same in all. So the
 other hosts find programs in a folder that every host sees, and compile anew at each start in folders of their own. The variable
@@ -29,15 +29,15 @@ DIR, ENABLE = "JAX_COMPILATION_CACHE_DIR", "JAX_ENABLE_COMPILATION_CACHE"
 SHARED = "JAXRL_LLM_COMPILED"
 LEAST_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 FOLDERS = ("jaxrl_llm", "jax")
-LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}  # by which JAX reads object storage
+LIBRARIES = {"gs": "gcsfs", "s3": "s3fs"}  # the libraries with which JAX reads object storage
 NOT_KEPT = "compiled programs are not kept between starts"
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
-UNREAD_S = 30 * 24 * 3600.0  # after which a program is deleted
+UNREAD_S = 30 * 24 * 3600.0  # seconds without a read after which a program is deleted
 OFF = ("0", "false", "no", "off", "n", "f")
 
 
 def keep() -> None:
-    """Keeps the programs that this process and its children compile; says on standard error why, where they cannot be kept."""
+    """Keeps the programs that this process and its children compile; where that is impossible, prints why on standard error."""
     already = os.environ.get(DIR)
     if problem := apply():
         print(f"warning: {problem}", file=sys.stderr)
@@ -49,10 +49,10 @@ def keep() -> None:
 
 
 def apply(environment: MutableMapping[str, str] | None = None) -> str:
-    """Sets JAX's variables in `environment` (the process's own by default), and deletes what was not read for long.
+    """Sets JAX's variables in `environment` (the process's own by default), and deletes programs that were not read for long.
 
     Returns:
-      Why no programs are kept although nobody asked for that; "" where all is well.
+      The reason why no programs are kept although the user did not ask for that; "" where they are.
     """
     environment = os.environ if environment is None else environment
     if DIR in environment or environment.get(ENABLE, "true").strip().lower() in OFF:
@@ -74,7 +74,7 @@ def apply(environment: MutableMapping[str, str] | None = None) -> str:
 
 
 def alone(processes: "Processes") -> str:
-    """What the processes of a run lose that compile anew at each start, since they do not see the folder that process 0 writes to; "" where all see it.
+    """Returns a warning where processes do not see process 0's folder, and so compile anew at each start; "" where all see it.
 
     All processes of the run call it together, each after its own `apply`.
     """
@@ -97,7 +97,7 @@ def alone(processes: "Processes") -> str:
 
 
 def _in_storage(address: str, environment: MutableMapping[str, str]) -> str:
-    """Keeps programs in object storage, those alone that took JAX's own threshold to compile: a request takes longer than most do."""
+    """Keeps programs in object storage if they took JAX's own threshold to compile, since a request takes longer than most do; returns as `apply`."""
     scheme = address.partition("://")[0]
     library = LIBRARIES.get(scheme)
     if library is None:
@@ -109,7 +109,7 @@ def _in_storage(address: str, environment: MutableMapping[str, str]) -> str:
 
 
 def home(environment: Mapping[str, str]) -> Path:
-    """Where the folders of all machines lie."""
+    """Returns the folder that holds the folders of all machines."""
     base = (
         environment.get(SHARED)
         or environment.get("XDG_CACHE_HOME")
@@ -119,7 +119,7 @@ def home(environment: Mapping[str, str]) -> Path:
 
 
 def machine() -> str:
-    """The folder's name: versions, and a hash of the processor's model and features."""
+    """Returns the name of this machine's folder: versions, and a hash of the processor's model and features."""
     parts = [platform.machine(), platform.libc_ver()[1], *_processor()]
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -129,7 +129,7 @@ def machine() -> str:
 
 
 def _processor(file: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What names the first processor and its features; another system's name for it where there is no such file."""
+    """Returns the lines of `file` that name the first processor and its features; without the file, the system's name for it."""
     names = ("vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU part")
     try:
         first = file.read_text().split("\n\n")[0]
@@ -139,7 +139,7 @@ def _processor(file: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def _check_owner(*folders: Path) -> None:
-    """Raises PermissionError where others could put programs into a folder, which this user would run."""
+    """Raises PermissionError where others could put programs into a folder, since this user would run them."""
     for folder in folders:
         found = folder.stat()
         if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -158,5 +158,5 @@ def trim(base: Path, now: float) -> None:
     own = machine()
     for folder in base.iterdir():
         if folder.name != own and folder.is_dir():
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # it is not empty
                 folder.rmdir()

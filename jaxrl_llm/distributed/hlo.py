@@ -1,8 +1,8 @@
-"""Reads a compiled program's optimized HLO: what it exchanges, what it waits for, and the cycles that TPU's compiler expects.
+"""Reads a compiled program's optimized HLO: its collectives, which of them block, and the cycles that TPU's compiler expects.
 
 Nothing here runs a program. A loop's body counts as often as its trip count says, so the figures are of the whole program on
 one device. Cycles are the compiler's static estimates of its fusions (and of Pallas kernels, where libtpu was started with
---xla_jf_dump_static_llo_profile_to), without the time that a collective takes: good to compare programs, no promise of seconds.
+--xla_jf_dump_static_llo_profile_to), without the time that a collective takes: they compare programs and do not predict seconds.
 """
 
 import math
@@ -21,7 +21,7 @@ KINDS = (
     "collective-broadcast",
 )
 _HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) .*-> .*\{$")
-_BROKEN = re.compile(r"\n(?=[\"}][^\n])")  # the metadata of a Pallas call goes on in the next lines
+_BROKEN = re.compile(r"\n(?=[\"}][^\n])")  # the metadata of a Pallas call continues on the next lines
 _NAME = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = ")
 _OPCODE = re.compile(r" ([a-z][\w\-]*)\(")
 _ARRAY = re.compile(r"\b(pred|[suf]\d+\w*|bf16|c64|c128)\[([\d,]*)\]")
@@ -31,14 +31,14 @@ _CYCLES = (
     re.compile(r'"bundle_analysis_data":\{"estimated_cycles":"(\d+)"'),
     re.compile(r'"estimated_cycles":"(\d+)"'),
 )
-_ENDLESS = 2**63 - 1  # what stands for an estimate that the compiler could not make
+_ENDLESS = 2**63 - 1  # the value of an estimate that the compiler could not make
 _WHOLE = re.compile(r"[su]32\[\]")
 _SUMS = ("all-reduce", "reduce-scatter")
-# What runs a computation beside others; TPUs that have SparseCores exchange there by the second.
+# Opcodes that run a computation beside others; TPUs that have SparseCores exchange there by the second.
 _STARTS = ("async-start", "call-start")
 # Marks of an exchange that TPU's compiler carries out step by step, and of the step that waits for it.
 _STEP, _LAST_STEP = "chain_id=", '"AsyncCollectiveDone"'
-# Slices exchange over the network of their hosts, by transfers that TPU's runtime carries out.
+# Slices exchange over the network of their hosts, by transfers that TPU's runtime makes.
 _TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _MEETING = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _SLICES = re.compile(r'_xla_megascale_target="\{([\d,:]*)\}')
@@ -47,12 +47,12 @@ _BYTES = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """An instruction, one line of a computation.
 
     Attributes:
-      name: without the percent sign.
-      shape: its result as HLO writes it.
-      opcode: such as fusion or all-gather-start.
+      name: the instruction's name without the percent sign.
+      shape: its result's shape as HLO writes it.
+      opcode: its opcode, such as fusion or all-gather-start.
       rest: everything behind the opcode.
     """
 
@@ -63,7 +63,7 @@ class Instruction:
 
     @property
     def called(self) -> list[str]:
-        """The computations that it calls, loops and branches left out."""
+        """The computations that the instruction calls, without those of loops and branches."""
         return [name.strip(" %") for found in _CALLED.findall(self.rest) for name in found.split(",")]
 
     @property
@@ -77,7 +77,7 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """The compiler's estimate of one execution, 0 where it gives none."""
+        """The compiler's estimate of one execution, in cycles; 0 where it gives none."""
         return 0 if self._stated == _ENDLESS else self._stated
 
     @property
@@ -92,19 +92,19 @@ class Instruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """An exchange between devices.
+    """A collective, an exchange between devices.
 
     Attributes:
       kind: one of KINDS.
       shape: the result as HLO writes it.
-      bytes: of the larger one of result and operands, on one device.
-      devices: that exchange with one another.
+      bytes: bytes of the result or of the operands, whichever is larger, on one device.
+      devices: number of devices that exchange with one another.
       asynchronous: whether computation may run meanwhile.
-      times: executions in the whole program.
+      times: number of executions in the whole program.
       looped: whether it is inside a loop.
-      name: the instruction.
-      operands: their shapes, of which sums are taken; TPUs round a sum as they write it, where the result is narrower.
-      network: whether it is between slices, which their hosts' network joins; `devices` are slices then.
+      name: name of the instruction.
+      operands: shapes of the operands, which sums are taken of; where the result is narrower, TPUs round a sum as they write it.
+      network: whether it is between slices, over their hosts' network; `devices` are slices then.
     """
 
     kind: str
@@ -120,13 +120,13 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that a device must send in the whole program, by an exchange around a ring."""
+        """The bytes that a device must send in the whole program, by an exchange around a ring."""
         share = (self.devices - 1) / self.devices
         return self.times * self.bytes * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(self.kind, share)
 
 
 def bytes_of(shape: str) -> list[int]:
-    """Bytes of each array of a shape as HLO writes it."""
+    """Returns the bytes of each array of a shape as HLO writes it."""
     found = []
     for dtype, sizes in _ARRAY.findall(shape):
         width = _BYTES.get(dtype) or max(int(re.findall(r"\d+", dtype)[0]) // 8, 1)
@@ -139,7 +139,7 @@ class Program:
 
     Attributes:
       computations: {name: instructions}.
-      entry: the name of the one that runs first.
+      entry: the name of the computation that runs first.
     """
 
     def __init__(self, text: str) -> None:
@@ -156,7 +156,7 @@ class Program:
 
     @cached_property
     def executed(self) -> list[tuple[str, Instruction, int, bool]]:
-        """(computation, instruction, executions, whether in a loop) of what runs; insides of fusions are left out."""
+        """(computation, instruction, executions, whether in a loop) of each instruction that runs, without the insides of fusions."""
         return list(self._walk(self.entry, 1, False))
 
     def _walk(self, name: str, times: int, looped: bool) -> Iterator[tuple[str, Instruction, int, bool]]:
@@ -169,8 +169,8 @@ class Program:
                     yield from self._walk(called, times, looped)
 
     def trips(self, loop: Instruction, place: str) -> int:
-        """How often the body of a loop of the computation `place` runs: what XLA knows, or the largest constant of the condition, less
-        the number that the count begins at, since a loop's first turn may be taken out of it; 1 where there is neither."""
+        """Returns how often the body of a loop of the computation `place` runs: XLA's known trip count, or the largest constant of the
+        condition less the value that the count begins at, since a loop's first turn may be peeled off; 1 where there is neither."""
         if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(found[1])
         condition = self.computations[_named("condition", loop)].values()
@@ -180,7 +180,7 @@ class Program:
         return max(most - self._given(loop, place, indices[0]), 1) if indices else most
 
     def _given(self, loop: Instruction, place: str, index: int) -> int:
-        """The number that a loop is given at an index of its state, 0 where it is no constant."""
+        """Returns the number at an index of a loop's initial state, 0 where it is no constant."""
         around = self.computations[place]
         state = around.get(loop.operands[0])
         one = around.get(state.operands[index]) if state is not None and state.opcode == "tuple" else None
@@ -200,10 +200,10 @@ class Program:
 
     @cached_property
     def collectives(self) -> list[Collective]:
-        """The exchanges of the program, in the order in which they stand.
+        """The collectives of the program, in program order.
 
         TPU's compiler spreads an asynchronous one over several fusions with computation, of which the last waits for it, and
-        writes a scattered sum as a fusion of an all-reduce that a slice follows.
+        writes a reduce-scatter as a fusion of an all-reduce that a slice follows.
         """
         found = []
         started = {c for _, i, _, _ in self.executed if i.opcode in _STARTS for c in i.called}
@@ -241,7 +241,7 @@ class Program:
         )  # fmt: skip
 
     def _between_slices(self, one: Instruction, transfer: str, place: str, runs: tuple[int, bool]) -> Collective:
-        """An exchange between slices; it is asynchronous where the compiler placed computation before the wait for its answer."""
+        """Returns an exchange between slices; it is asynchronous where the compiler placed computation before the wait for its answer."""
         around = list(self.computations[place].values())
         meeting = _MEETING.search(one.rest)
         answers = {i.name for i in around if i.opcode == "recv" and meeting and meeting[0] in i.rest}
@@ -258,14 +258,14 @@ class Program:
 
     @cached_property
     def waited(self) -> int:
-        """Bytes of the largest exchange inside a loop that is waited for."""
+        """The bytes of the largest collective inside a loop that blocks."""
         return max((one.bytes for one in self.collectives if one.looped and not one.asynchronous), default=0)
 
     @cached_property
     def narrow_sums(self) -> list[str]:
-        """Instructions that add over devices in 16 bits, where one device alone would add in the matrix unit's 32.
+        """The names of instructions that add over devices in 16 bits, where one device alone would add in the matrix unit's 32.
 
-        They are sums between devices, and products of a loop that passes a share of the weights from device to device, whose
+        They are sums between devices, and products in a loop that passes shares of the weights from device to device, whose
         results are parts of one sum.
         """
         narrow = re.compile(r"\b(bf16|f16)\[")
@@ -285,7 +285,7 @@ class Program:
         return found
 
     def arrays(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """(instruction, dtype, sizes) of every array that lies in memory while the program runs; insides of fusions do not."""
+        """Yields (instruction, dtype, sizes) of every array that is in memory while the program runs, without the insides of fusions."""
         for _, instruction, _, _ in self.executed:
             for dtype, sizes in _ARRAY.findall(instruction.shape):
                 yield instruction.name, dtype, tuple(int(n) for n in sizes.split(",") if n)
@@ -307,7 +307,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _closing(text: str, depth: int) -> int:
-    """Index of the parenthesis at which `depth` open ones and those that the text opens are closed; the text's length without one."""
+    """Returns the index of the parenthesis that closes `depth` open ones and those that the text opens; the text's length without one."""
     for index, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
         if letter == ")" and depth == 0:
@@ -316,7 +316,7 @@ def _closing(text: str, depth: int) -> int:
 
 
 def _number(one: Instruction) -> int | None:
-    """The value of a whole number that is a constant, None of anything else."""
+    """Returns the value of an instruction that is a constant whole number, None for any other."""
     found = re.match(r"(-?\d+)\)", one.rest) if one.opcode == "constant" and _WHOLE.match(one.shape) else None
     return int(found[1]) if found else None
 
@@ -328,7 +328,7 @@ def _named(attribute: str, loop: Instruction) -> str:
 
 
 def _group(rest: str) -> int:
-    """How many devices exchange with one another, from an instruction's replica groups; 2 where pairs are named instead."""
+    """Returns how many devices exchange with one another, from an instruction's replica groups; 2 where pairs are named instead."""
     if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
         return len(found[1].split(","))
     if found := re.search(r"replica_groups=\[\d+,(\d+)\]", rest):
@@ -340,13 +340,13 @@ def _group(rest: str) -> int:
 
 
 def _members(part: str) -> int:
-    """How many numbers a part of a list has, such as 4 or 0:3."""
+    """Returns how many numbers a part of a list stands for, such as 4 or 0:3."""
     first, _, last = part.partition(":")
     return int(last) - int(first) + 1 if last else 1
 
 
 def summed(collectives: Sequence[Collective]) -> Mapping[tuple[str, bool], tuple[int, float, int]]:
-    """{(kind, whether asynchronous): (executions, bytes sent by a device, bytes of the largest)}; the kind says what is between slices."""
+    """Returns {(kind, whether asynchronous): (executions, bytes sent by a device, bytes of the largest)}; the kind names those between slices."""
     found: dict[tuple[str, bool], tuple[int, float, int]] = {}
     for one in collectives:
         key = one.kind + " between slices" * one.network, one.asynchronous

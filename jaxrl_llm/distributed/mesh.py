@@ -30,7 +30,7 @@ RULES: Mapping[str, tuple[str, ...]] = {
     "head_width": (),
 }
 
-STORED = "fsdp"  # splits parameters where they lie, and is gathered where they are used
+STORED = "fsdp"  # splits stored parameters, which are gathered over it where they are used
 
 Axes = tuple[str | None, ...]
 
@@ -43,7 +43,7 @@ class MeshConfig:
       data: replicas of the model; -1 takes the devices that the other axes leave.
       fsdp: shards of parameters, gradients and optimizer state; splits the batch too.
       expert: shards of the experts of a layer, and of their gradients and optimizer state: a device computes its own experts for the tokens
-        of the axis's devices that go to them, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
+        that the axis's devices route to them, and no experts are gathered over it. Divides the number of experts. All else is as over fsdp.
       tensor: shards of heads, MLP and vocabulary.
       context: shards of the tokens of a row.
     """
@@ -55,7 +55,7 @@ class MeshConfig:
     context: int = 1
 
     def sizes(self, devices: int) -> tuple[int, ...]:
-        """Axis sizes for a device count; raises ValueError where they do not multiply to it."""
+        """Returns the axis sizes for a device count; raises ValueError where they do not multiply to it."""
         sizes = [self.data, self.fsdp, self.expert, self.tensor, self.context]
         if any(s == 0 or s < -1 for s in sizes) or sizes.count(-1) > 1:
             raise ValueError(
@@ -83,7 +83,7 @@ class Partitioner:
 
     @classmethod
     def create(cls, config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> "Partitioner":
-        """The partitioner over `devices` (default: all of them), which lie in the mesh as they do in a TPU's torus."""
+        """Returns the partitioner over `devices` (default: all of them), in the order in which they lie in a TPU's torus."""
         devices = scatter.in_lines(jax.devices() if devices is None else devices)
         grid = np.array(devices, dtype=object).reshape(config.sizes(len(devices)))
         return cls(Mesh(grid, MESH_AXES))
@@ -94,19 +94,19 @@ class Partitioner:
 
     @property
     def batch_shards(self) -> int:
-        """How many ways the rows of a batch are split."""
+        """The number of shards into which the rows of a batch are split."""
         return math.prod(self.axis_sizes[a] for a in self.rules["batch"])
 
     @property
     def across_slices(self) -> dict[str, int]:
-        """{mesh axis: slices} of the axes but data along which TPUs of several slices lie, whose hosts' network joins them."""
+        """{mesh axis: slices} of the axes other than data that span several TPU slices, which are joined by their hosts' network."""
         number = np.vectorize(scatter.slice_of, otypes=[int])(self.mesh.devices)
         lines = {axis: np.moveaxis(number, place, 0) for place, axis in enumerate(MESH_AXES) if axis != "data"}
         reach = {axis: len(np.unique(line.reshape(len(line), -1)[:, 0])) for axis, line in lines.items()}
         return {axis: slices for axis, slices in reach.items() if slices > 1}
 
     def spec(self, axes: Axes, shape: tuple[int, ...]) -> PartitionSpec:
-        """The PartitionSpec of an array with logical `axes`; a mesh axis that does not divide a dimension is left out."""
+        """Returns the PartitionSpec of an array with logical `axes`; a mesh axis that does not divide a dimension is left out."""
         used: set[str] = set()
         parts: list[Any] = []
         for name, size in zip(axes, shape, strict=True):
@@ -120,13 +120,13 @@ class Partitioner:
         return PartitionSpec(*parts)
 
     def sharding(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-        """The NamedSharding of an array with logical `axes` and `shape`."""
+        """Returns the NamedSharding of an array with logical `axes` and `shape`."""
         return NamedSharding(self.mesh, self.spec(axes, shape))
 
     def stored(self, axes: Axes, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a parameter with logical `axes` lies between its uses.
+        """Returns the sharding in which a parameter with logical `axes` is stored between its uses.
 
-        It is that of `spec`, but where fsdp does not divide the dimension that the table gives to it: then the longest other
+        It is that of `spec`, except where fsdp does not divide the dimension that the table gives to it: then the longest other
         dimension that fsdp divides is split, and each use gathers the parameter. Layers are never split, as a loop runs
         over them. `shape` is that of `padded`, so that a parameter with a dimension for fsdp is divided by any number of devices.
         """
@@ -145,9 +145,9 @@ class Partitioner:
         return NamedSharding(self.mesh, PartitionSpec(*parts))
 
     def padded(self, axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which a parameter with logical `axes` and its own `shape` is stored.
+        """Returns the shape in which a parameter with logical `axes` and its own `shape` is stored.
 
-        Where fsdp divides none of its dimensions, the one that the table gives to fsdp is filled up to the next multiple (see
+        Where fsdp divides none of its dimensions, the one that the table gives to fsdp is padded to the next multiple (see
         distributed/padding.py).
         """
         wanted = [i for i, name in enumerate(axes) if name is not None and STORED in self.rules[name]]
@@ -176,16 +176,16 @@ class Partitioner:
 
 
 def names(part: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a PartitionSpec."""
+    """Returns the mesh axes of one entry of a PartitionSpec."""
     return () if part is None else (part,) if isinstance(part, str) else tuple(part)
 
 
 def whole_share(tree: Any) -> tuple[float, float]:
-    """How well fsdp divides a tree of shapes with NamedShardings.
+    """Measures how well fsdp divides a tree of shapes with NamedShardings.
 
     Returns:
-      The share of its elements that fsdp does not divide, and how many times its share a device holds: 1 where fsdp
-      divides everything, its size where it divides nothing.
+      The share of the elements that fsdp does not divide, and the elements on a device as a multiple of an even share: 1 where
+      fsdp divides everything, its size where it divides nothing.
     """
     total, whole, held, ideal = 0, 0, 0.0, 0.0
     for x in jax.tree.leaves(tree):

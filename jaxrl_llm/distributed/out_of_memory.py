@@ -9,12 +9,12 @@ _ERRORS = ("JaxRuntimeError", "XlaRuntimeError")
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether the error is XLA's out-of-memory error."""
+    """Returns whether the error is XLA's out-of-memory error."""
     return type(error).__name__ in _ERRORS and _MARK in str(error)
 
 
 def advice(error: BaseException, doing: str, rows: int | None = None, row_tokens: int | None = None) -> str:
-    """The message that says which bindings to lower, the cheapest first."""
+    """Returns the message that says which bindings to lower, the cheapest first."""
     line = next((part for part in str(error).splitlines() if _MARK in part), "")[:300]
     now = "" if rows is None else f" (now {rows} rows of {row_tokens} positions)"
     return (
@@ -29,7 +29,7 @@ def advice(error: BaseException, doing: str, rows: int | None = None, row_tokens
 def explained(doing: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps a method of a StageTrainer: an out-of-memory error becomes a MemoryError that says what to do.
 
-    Its arguments may be donated by then, so the step is not tried again: the run ends, and a restart resumes from its last checkpoint.
+    Its arguments may have been donated by then, so the step is not tried again: the run ends, and a restart resumes from its last checkpoint.
     """
 
     def wrap(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,16 +22,16 @@ from jaxrl_llm.distributed.processes import Processes
 
 Found = TypeVar("Found")
 
-STOPPED = 75  # exit status: a signal ended the run, and everything is saved; the same command goes on
+STOPPED = 75  # exit status: a signal ended the run, and everything is saved; the same command resumes it
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopping(Exception):
-    """A signal ends the run before its step is over, with nothing of the step learned yet."""
+    """Raised where a signal ends the run before its step is over, with nothing of the step learned yet."""
 
 
 class Preemption:
-    """Listens for signals from `listen` to `close`, and says whether the run is to stop.
+    """The listener for signals, from `listen` to `close`, which says whether the run is to stop.
 
     A thread listens for them, since Python's own handlers wait for the main thread, which may be in a long computation.
 
@@ -83,7 +83,7 @@ class Preemption:
         self._wake()
 
     def reached(self, step: int) -> bool:
-        """Whether the run stops after this step; all processes call this once per step and get the same answer."""
+        """Returns whether the run stops after this step; all processes call this once per step and get the same answer."""
         if self.processes.count == 1:
             return self._given.is_set()
         return multihost_utils.reached_preemption_sync_point(step)

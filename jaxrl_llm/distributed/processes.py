@@ -1,9 +1,9 @@
 """The processes of a run, one per host: they exchange host values in bounded time and split the rows of a dataset.
 
 Small values travel over the coordination service of `jax.distributed`, which process 0 runs; rendezvous.py starts it and watches the
-others. Large ones, such as the rollouts of a step, travel between devices, in parts: the service is slow and takes no value over 2 GiB. A
-collective has no time limit of its own, so it begins when all processes have come to it, within the limit, and the watch ends a process that
-waits in one for a process that is lost.
+other processes. Large values, such as the rollouts of a step, travel between devices, in parts: the service is slow and takes no value over
+2 GiB. A collective has no time limit of its own, so it begins when all processes have come to it, within the limit, and the watch ends a
+process that waits in one for a lost process.
 """
 
 import secrets
@@ -21,9 +21,9 @@ from jax.experimental import multihost_utils
 from jaxrl_llm import components
 from jaxrl_llm.distributed import serialization
 
-SMALL = 2**20  # most bytes of a value that travels over the coordination service
+SMALL = 2**20  # bytes of the largest value that travels over the coordination service
 PART = 8 * 2**20  # bytes that travel between devices at a time
-Pieces = Sequence[bytes | memoryview]  # of a message, which follow each other
+Pieces = Sequence[bytes | memoryview]  # consecutive pieces of a message
 _HERE, _BETWEEN_DEVICES = b"\0", b"\1"  # first byte of a message: the value follows, or its length alone
 
 AGAIN = "start the same command on every host again: the run goes on from its last checkpoint"
@@ -31,12 +31,12 @@ AGAIN = "start the same command on every host again: the run goes on from its la
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """How long the processes of a run on several hosts wait for each other.
+    """Time limits for the processes of a run on several hosts, in seconds.
 
     Attributes:
-      start_s: most seconds until all processes have joined.
+      start_s: seconds within which all processes must join.
       lost_s: seconds without a sign of life after which a process counts as lost, and the others end.
-      wait_s: most seconds that a process waits for a message from another one, such as the rollouts of a step.
+      wait_s: seconds that a process waits for a message from another one, such as the rollouts of a step.
     """
 
     start_s: float = 300.0
@@ -49,17 +49,17 @@ class Hosts:
 
 
 class Absent(TimeoutError):
-    """Another process is alive but did not answer in time."""
+    """Raised where another process is alive but did not answer in time."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Processes:
     """The processes of a run, as seen by one of them; by default it is the only one.
 
-    All processes must call `broadcast`, `gathered` and `meet` in the same order, and start no other program on the devices of all meanwhile.
+    All processes must call `broadcast`, `gathered` and `meet` in the same order, and run no other program on all devices meanwhile.
 
     Attributes:
-      limits: how long the processes wait for each other.
+      limits: time limits of the waits for each other.
       index: number of this process; process 0 writes, prints and calls samplers.
       count: number of processes.
       names: host name of each process.
@@ -118,7 +118,7 @@ class Processes:
             )
 
     def part(self, rows: Sequence[Any], *, whole: bool = False) -> Sequence[Any]:
-        """This process's part of `rows`, where sizes of parts differ by at most one; all rows if `whole`."""
+        """Returns this process's part of `rows`, where sizes of parts differ by at most one; all rows if `whole`."""
         if self.count == 1 or whole:
             return rows
         begin, end = (len(rows) * i // self.count for i in (self.index, self.index + 1))
@@ -136,7 +136,7 @@ class Processes:
             )
 
     def blind(self, folder: Path) -> list[int]:
-        """The processes that do not see the folder of process 0 where each gives its own path to it."""
+        """Returns the processes that do not see the folder of process 0 where each gives its own path to it."""
         mark = folder / ".shared"
         word = self.broadcast(secrets.token_hex(8))
         if self.main and self.count > 1:
@@ -174,7 +174,7 @@ class Processes:
         return f"jaxrl_llm/{kind}/{self._round}"
 
     def _exchanged(self, kind: str, own: Pieces, owners: Sequence[int]) -> list[bytes | memoryview]:
-        """The messages of the processes `owners` on all processes, but for a large one of this process; `own` are this one's pieces."""
+        """Returns the messages of the processes `owners`, on all processes; a large one of this process is b"". `own` are this one's pieces."""
         key, size = self._key(kind), sum(map(len, own))
         note = b"".join([_HERE, *own]) if size <= SMALL else _BETWEEN_DEVICES + str(size).encode()
         if self.index in owners:
@@ -190,7 +190,7 @@ class Processes:
         return found
 
     def _between_devices(self, own: Pieces, size: int, owner: int) -> bytes | memoryview:
-        """The message of `owner`, of `size` bytes, on the others; its parts have one length, for which one program is compiled."""
+        """Sends the message of `owner`, of `size` bytes, to the others, where it is returned; all parts have one length, for one compiled program."""
         if self.index == owner:
             for part in _parts(own):
                 multihost_utils.broadcast_one_to_all(part, is_source=True)
@@ -220,7 +220,7 @@ class Processes:
 
 
 def _parts(pieces: Pieces) -> Iterator[np.ndarray]:
-    """Yields the bytes of the pieces in parts of PART bytes; the last one ends in what was there before."""
+    """Yields the bytes of the pieces in parts of PART bytes; the end of the last part holds stale bytes."""
     part, filled = np.zeros(PART, np.uint8), 0
     for piece in pieces:
         rest = np.frombuffer(piece, np.uint8)
@@ -236,7 +236,7 @@ def _parts(pieces: Pieces) -> Iterator[np.ndarray]:
 
 
 def client() -> Any:
-    """JAX's connection to the coordination service; JAX has no public name for it."""
+    """Returns JAX's connection to the coordination service; JAX has no public name for it."""
     from jax._src import distributed
 
     return distributed.global_state.client

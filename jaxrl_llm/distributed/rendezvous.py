@@ -1,4 +1,4 @@
-"""Joining the other processes of a run, watching them by heartbeats, and ending together with them.
+"""Joins the other processes of a run, watches them by heartbeats, and ends together with them.
 
 Each process reports regularly that it is alive, through the coordination service of `jax.distributed`. A process that is
 silent for `Hosts.lost_s`, or that reports that it has ended, makes the others end with an error that names it: collectives
@@ -31,7 +31,7 @@ _SIGNAL = " signalled"  # ends the report of a process that was signalled to sto
 
 
 def coordinator_arguments(environment: Mapping[str, str], wanted: bool) -> dict[str, Any] | None:
-    """Arguments of `jax.distributed.initialize`: those of the environment, or for JAX's own detection where `wanted`; else None.
+    """Returns the arguments of `jax.distributed.initialize`: from the environment, or, where `wanted`, for JAX's own detection; else None.
 
     Raises:
       ValueError: some of the variables are set and some are not, or one has no valid value.
@@ -108,7 +108,7 @@ def _together(limits: Hosts, arguments: Mapping[str, Any]) -> Processes:
 
 
 def _may_be_of_a_loss(error: BaseException) -> bool:
-    """Whether the error may be one that breaks a collective or a save when another process is gone."""
+    """Returns whether the error may be one that breaks a collective or a save when another process is gone."""
     words = ("Gloo", "NCCL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED", "CANCELLED")
     cause: BaseException | None = None if isinstance(error, Absent) else error
     while cause is not None:
@@ -140,16 +140,16 @@ _handlers: list[Any] = []  # C calls these handlers, so they must not be garbage
 
 
 def c_signal() -> Any:
-    """C's signal(number, handler), which returns the previous handler."""
+    """Returns C's signal(number, handler), which itself returns the previous handler."""
     found = ctypes.CDLL(None).signal
     found.argtypes, found.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     return found
 
 
 class _Watch:
-    """Reports to the others that this process is alive, and ends it where one of them is not.
+    """A watch, which reports to the others that this process is alive, and ends it where one of them is not.
 
-    One thread talks to the service, and another counts the seconds, since a service that is cut off does not answer.
+    One thread talks to the service, and another counts the seconds, since a call of a service that is cut off does not return.
     """
 
     def __init__(self, processes: Processes) -> None:

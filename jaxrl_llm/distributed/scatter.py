@@ -1,7 +1,7 @@
-"""Sums over the devices of a mesh axis of which each device keeps its own share, along the lines of a TPU's torus.
+"""Reduce-scatters sums over a mesh axis, so that each device keeps its own share, along the lines of a TPU's torus.
 
-TPU's compiler makes a reduce-scatter of a sum along a line of the torus, and an all-reduce, which sends twice as much and leaves
-the whole array on every device, of a sum over several lines. So a sum over an axis that fills a rectangle of the torus is
+TPU's compiler makes a reduce-scatter of a sum along a line of the torus, but an all-reduce of a sum over several lines, which sends
+twice as much and leaves the whole array on every device. So a sum over an axis that fills a rectangle of the torus is
 scattered along its lines first and then across them. Each stage is a float32 sum; nothing is rounded in between.
 """
 
@@ -15,27 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-TILE = 8  # rows of a matrix that a TPU's memory keeps together
+TILE = 8  # rows of a matrix in one tile of a TPU's memory
 Groups = list[list[int]]  # indices along a mesh axis that exchange with one another
 
 
 def in_lines(devices: Sequence[Any]) -> list[Any]:
-    """The devices, those of a TPU sorted by their places in the torus and each slice by itself, so that neighbours are neighbours."""
+    """Returns the devices; those of TPUs are sorted by slice and then by their places in the torus, so that neighbours are adjacent."""
     if any(device.platform != "tpu" for device in devices):
         return list(devices)
     return sorted(devices, key=lambda d: (slice_of(d), *d.coords, getattr(d, "core_on_chip", 0)))
 
 
 def slice_of(device: Any) -> int:
-    """The number of a TPU's slice; 0 for devices of other kinds."""
+    """Returns the number of a TPU's slice; 0 for devices of other kinds."""
     return getattr(device, "slice_index", 0) or 0 if device.platform == "tpu" else 0
 
 
 def stages(places: Sequence[tuple[int, ...]]) -> list[Groups]:
-    """The stages of a sum over devices at these places of a torus, in the order of the mesh axis.
+    """Returns the stages of a sum over devices at these places of a torus, in the order of the mesh axis.
 
-    Where the devices fill a rectangle and are listed line by line, the first stage joins what lies along its first axis, and
-    so on; otherwise all devices are one group.
+    Where the devices fill a rectangle and are listed line by line, the first stage sums along its first axis, the next along its
+    second, and so on; otherwise all devices are one group.
     """
     number = len(places)
     extents = [sorted(set(axis)) for axis in zip(*places)]
@@ -49,7 +49,7 @@ def stages(places: Sequence[tuple[int, ...]]) -> list[Groups]:
 
 
 def _stages(mesh: Mesh, axis: str) -> list[Groups]:
-    """The stages of sums over a mesh axis; those of one line of devices hold for all lines, as the mesh is a grid."""
+    """Returns the stages of sums over a mesh axis; those of one line of devices hold for all lines, as the mesh is a grid."""
     line = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
     if any(device.platform != "tpu" for device in line):
         return [[list(range(len(line)))]]
@@ -57,12 +57,12 @@ def _stages(mesh: Mesh, axis: str) -> list[Groups]:
 
 
 def by_hand(mesh: Mesh) -> bool:
-    """Whether sums over the mesh are scattered, and weights gathered, as this module does it; GPUs are left to XLA, which does both well."""
+    """Returns whether sums over the mesh are scattered, and weights gathered, by this module; GPUs are left to XLA, which does both well."""
     return mesh.devices.flat[0].platform != "gpu"
 
 
 def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
-    """The sum of `x` over the devices of a mesh axis, of which each keeps its share of `dimension`; under shard_map."""
+    """Sums `x` over the devices of a mesh axis, each of which keeps its share of `dimension`; under shard_map."""
     for groups in _stages(mesh, axis):
         whole = len(groups) == 1
         x = jax.lax.psum_scatter(
@@ -72,10 +72,10 @@ def scattered(x: jax.Array, mesh: Mesh, axis: str, dimension: int) -> jax.Array:
 
 
 def gathered_rows(x: jax.Array, mesh: Mesh, axis: str) -> jax.Array:
-    """The whole of a matrix of which each device of a mesh axis holds some columns; under shard_map.
+    """Gathers a matrix whose columns are split over the devices of a mesh axis; under shard_map.
 
-    The devices exchange columns for whole rows first: a gathering of columns lies column by column in a TPU's memory, and has to be
-    turned before a kernel reads rows. Then the rows are gathered across the torus's lines and along them, which SparseCores do beside
+    The devices first exchange columns for whole rows: gathered columns lie column by column in a TPU's memory, and would have to be
+    transposed before a kernel reads rows. Then the rows are gathered across the torus's lines and along them, which SparseCores do beside
     computation.
     """
     rows, unit = x.shape[0], TILE * mesh.shape[axis]

@@ -1,9 +1,9 @@
-"""Host values as bytes, for exchange between the processes of a run and for checkpoints: JSON followed by raw arrays, and no pickle.
+"""Serialises host values, for exchange between the processes of a run and for checkpoints: JSON followed by raw arrays, and no pickle.
 
 A message is the header's length (8 bytes, little endian), the header (JSON) and the bytes of all arrays and long texts, each at a
-multiple of 8 bytes. An object that occurs several times, such as the prompt of a group, travels once. A large message is never
-whole in memory beside its value: its pieces are views of the value's arrays, and what is read from a writable buffer are views of it.
-msgpack knows no such references and no array over 4 GiB, so that it would replace the smaller part of this module.
+multiple of 8 bytes. An object that occurs several times, such as the prompt of a group, is written once. A large message is never
+whole in memory beside its value: its pieces are views of the value's arrays, and arrays read from a writable buffer are views of it.
+msgpack has no such references and no arrays over 4 GiB, so that it could replace only the smaller part of this module.
 """
 
 import json
@@ -17,14 +17,14 @@ from jaxrl_llm.experience import Branch, Completion, Group, Prompt, Rollout, Sco
 
 _TYPES = {kind.__name__: kind for kind in (Completion, Prompt, Turn, Branch, Rollout, Group, Scores)}
 _LENGTH = 8  # bytes
-_ALIGN = 8  # bytes: where arrays begin in a message; in one without an entry about it they follow each other
-_LONG = 1024  # characters: texts from this length on travel beside the header, whose JSON would escape them
-_DEFERRED = "deferred"  # names the number of a deferred value in what `split` returns
+_ALIGN = 8  # bytes: arrays begin at multiples of it; in a message without this entry they follow each other
+_LONG = 1024  # characters: texts of at least this length are written beside the header, whose JSON would escape them
+_DEFERRED = "deferred"  # the key of a deferred value's number in the result of `split`
 
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """A large part of a JSON-like value, which is made when the value is written, and not before.
+    """A large part of a JSON-like value, which is made only when the value is written.
 
     Attributes:
       make: returns a value that `packed` takes.
@@ -73,7 +73,7 @@ def packed(value: Any) -> bytes:
 
 
 def pieces(value: Any) -> list[bytes | memoryview]:
-    """The message of `packed` in parts that follow each other; those of large arrays are views of them. Raises as `packed` does."""
+    """Returns the message of `packed` in consecutive parts; those of large arrays are views of them. Raises as `packed` does."""
     message = _Message()
     root = message.add(value)
     content = {"root": root, "objects": message.objects, "arrays": message.arrays, "align": _ALIGN}
@@ -89,7 +89,7 @@ def pieces(value: Any) -> list[bytes | memoryview]:
 def unpacked(data: bytes | memoryview) -> Any:
     """Returns the value that `packed` wrote; tuples become lists but in rollouts, and NumPy's numbers become Python's.
 
-    Arrays are views of `data` where it may be written to, and copies of it else.
+    Arrays are views of `data` where it is writable, and copies otherwise.
     """
     data = memoryview(data)  # its slices are no copies
     end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
@@ -135,7 +135,7 @@ class _Message:
         self._known: dict[int, int] = {}
 
     def add(self, value: Any) -> Any:
-        """Adds `value` to the message and returns what stands for it in the header."""
+        """Adds `value` to the message and returns its entry in the header."""
         if isinstance(value, np.generic):
             value = value.item()
         if isinstance(value, str) and len(value) >= _LONG:

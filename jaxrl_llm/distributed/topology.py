@@ -1,8 +1,9 @@
-"""Devices by name, without having them: what a program needs on a pod or a GPU host is asked of that target's own compiler.
+"""Makes devices by name, without the hardware: the target's own compiler says what a program needs on a pod or a GPU host.
 
 `v6e:16x16` and `v5p:4x4x4` are a kind of TPU and the shape of its torus, also by the name of Google Cloud's accelerator type, v6e-256
-and v5p-128; `2*v6e:16x16` are two such slices. `h200:8` is a kind of GPU and how many one host has. Their devices compile and cannot run. TPU programs need the package libtpu, GPU programs JAX's plugin for CUDA, and neither needs the
-chip, so both compile on a host of CPUs. `prepare` comes before JAX starts its backends.
+and v5p-128; `2*v6e:16x16` are two such slices. `h200:8` is a kind of GPU and how many one host has. Such devices compile and cannot run.
+TPU programs need the package libtpu, GPU programs JAX's plugin for CUDA, and neither needs the chip, so both compile on a host of CPUs.
+`prepare` must be called before JAX starts its backends.
 """
 
 import importlib.util
@@ -18,7 +19,7 @@ TPUS, GPUS = ("v5p", "v6e"), ("h200",)
 _SLICES = re.compile(r"([1-9]\d?)\*(?=v)")
 _ACCELERATOR = re.compile(r"(v\d+\w*)-(\d+)")
 _SHAPE = re.compile(r"(v\d+\w*):(\d+(?:x\d+){1,2})|([a-z]+\d+):(\d+)")
-# What XLA asks of a GPU that is not there: the limits of compute capability 9.0, and the sizes of one H200.
+# What XLA must know of a GPU that is not there: the limits of compute capability 9.0, and the sizes of one H200.
 _LIMITS = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048 fpus_per_core: 128
   shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
@@ -38,7 +39,7 @@ class Missing(ImportError):
 
 
 def parsed(name: str) -> tuple[str, tuple[int, ...]]:
-    """(kind, shape of a slice) of a name; raises ValueError where it names no target that programs can be compiled for."""
+    """Returns (kind, shape of a slice) of a name; raises ValueError where it names no target that programs can be compiled for."""
     one = _SLICES.sub("", name, count=1)
     found = _SHAPE.fullmatch(one)
     kind, shape = (None, "") if found is None else (found[1] or found[3], found[2] or found[4])
@@ -55,18 +56,18 @@ def parsed(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _torus(kind: str, number: int) -> tuple[int, ...]:
-    """The shape that Google Cloud gives an accelerator type of that many chips, or cores of v5p, which has two a chip; () for none."""
+    """Returns the shape that Google Cloud gives an accelerator type of `number` chips (cores, of v5p, two per chip); () for none."""
     axes, chips = (2, number) if kind == "v6e" else (3, number // 2)
     if chips < 1 or chips & (chips - 1) or (axes == 3 and (number % 2 or chips < 4)):
         return ()
     if (axes, chips) == (3, 4):
-        return (2, 2, 1)  # of one host
+        return (2, 2, 1)  # the chips of one host
     doublings = chips.bit_length() - 1
     return tuple(2 ** ((doublings + place) // axes) for place in range(axes))
 
 
 def slices(name: str) -> int:
-    """How many slices a name has, which a data centre's network joins."""
+    """Returns the number of slices in a name; a data centre's network joins them."""
     found = _SLICES.match(name)
     return int(found[1]) if found else 1
 
@@ -107,7 +108,7 @@ def _check_installed(kind: str) -> None:
 
 
 def devices(name: str) -> list[Any]:
-    """The devices of a target, in the order in which its processes list them; call `prepare` first.
+    """Returns the devices of a target, in the order in which its processes list them; call `prepare` first.
 
     Raises:
       ValueError: the name names no target, or the compiler knows no such shape.

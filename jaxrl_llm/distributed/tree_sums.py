@@ -1,4 +1,4 @@
-"""Checksums of the arrays of device trees, computed on the device; a checkpoint is compared with them when it is read.
+"""Computes checksums of the arrays of device trees, on the device; a checkpoint is compared with them when it is read.
 
 The sum is that of published weights (publication.manifest): a flipped bit anywhere changes it, and sharded arrays are not gathered.
 The storage below orbax (OCDBT) has checksums for its own records, but none for the values of arrays: a flipped bit in a data
@@ -21,23 +21,23 @@ from jaxtyping import Array, UInt32
 from jaxrl_llm.publication.manifest import digits, weights_of
 
 _SUMS, _TEXT = "sums", "crc32"  # entries of a checkpoint's host state
-SIZES = "sizes"  # the entry with the own shapes of arrays that are filled up
+SIZES = "sizes"  # the entry with the own shapes of padded arrays
 
 Shape = tuple[int, ...]
 Sizes = Mapping[
     str, Shape
-]  # {path of an array that a mesh stores filled up with zeros (distributed/padding.py): its own shape}
+]  # {path of an array that a mesh stores padded with zeros (distributed/padding.py): its own shape}
 NONE_FILLED: Sizes = MappingProxyType({})
 
 
 class Damaged(ValueError):
-    """A file of a checkpoint is not as it was written."""
+    """Raised where a file of a checkpoint is not as it was written."""
 
 
 def word_sum(x: Array, shape: Sequence[int] | None = None) -> UInt32[Array, ""]:
-    """The checksum of publication.manifest, on the device: it is a sum over elements, so the sums of shards add up.
+    """Returns the checksum of publication.manifest, computed on the device: it is a sum over elements, so the sums of shards add up.
 
-    `shape` is that of the tensor where `x` holds it filled up with zeros (distributed/padding.py), which change nothing; None where it is whole.
+    `shape` is the tensor's own where `x` is padded with zeros (distributed/padding.py), which change nothing; None where it is not.
     """
     if x.dtype == jnp.bool_:
         x = x.astype(jnp.uint8)
@@ -45,7 +45,7 @@ def word_sum(x: Array, shape: Sequence[int] | None = None) -> UInt32[Array, ""]:
     words = words if words.ndim else words[None]
     *outer, last = words.shape
     sizes = tuple(x.shape if shape is None else shape)
-    # Each row's number is computed from its indices: merging axes by a reshape would gather an array that is divided along one of them.
+    # Each row's number is computed from its indices: merging axes by a reshape would gather an array that is sharded along one of them.
     rows = jnp.zeros(outer, jnp.uint32)
     for axis in range(len(outer)):
         rows = rows * np.uint32(sizes[axis]) + jax.lax.broadcasted_iota(jnp.uint32, tuple(outer), axis)
@@ -59,9 +59,9 @@ def _word_sums(leaves: Sequence[Array], shapes: tuple[Shape | None, ...]) -> lis
 
 
 def sums(trees: Any, sizes: Sizes = NONE_FILLED) -> dict[str, str]:
-    """Returns {path: "dtype:checksum"} of every array; arrays in host memory travel to the device one at a time.
+    """Returns {path: "dtype:checksum"} of every array; arrays in host memory move to the device one at a time.
 
-    `sizes` has the own shapes of those that are filled up with zeros.
+    `sizes` has the own shapes of padded arrays.
     """
     leaves = {jax.tree_util.keystr(path): jnp.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(trees)}
     here = {path: x for path, x in leaves.items() if x.sharding.memory_kind in (None, "device", "unpinned_host")}
@@ -79,7 +79,7 @@ def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "
     Args:
       written: the sums, as `sums` returned them; empty for a checkpoint without sums.
       inside: the path of `trees` within the trees that were written.
-      sizes: the own shapes of arrays of `trees` that are filled up with zeros.
+      sizes: the own shapes of padded arrays of `trees`.
 
     Raises:
       Damaged: some arrays differ; the message says how many and which is the first.
@@ -97,14 +97,14 @@ def check(trees: Any, written: Mapping[str, str], where: object, inside: str = "
 
 
 def signed(host: Mapping[str, Any], trees: Any, sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
-    """Returns the host's state with the checksums of the device's arrays, the own shapes of those that are filled up, and a checksum of its own."""
+    """Returns the host's state with the checksums of the device's arrays, the own shapes of padded arrays, and a checksum of its own."""
     own = {SIZES: dict(sizes)} if sizes else {}
     content = json.loads(json.dumps({**host, **own, _SUMS: sums(trees, sizes)}))
     return {**content, _TEXT: _crc(content)}
 
 
 def opened(content: Mapping[str, Any], where: object) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns the host's state and the checksums of the device's arrays from what `signed` made; {} where it has no checksums.
+    """Returns the host's state and the checksums of the device's arrays from the result of `signed`; {} where it has no checksums.
 
     Raises:
       Damaged: the host's state is not what was written.
@@ -120,32 +120,32 @@ def _crc(content: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-# -- arrays that are filled up -----------------------------------------------------------------------------------------
+# -- padded arrays -----------------------------------------------------------------------------------------------------
 
 
 def filled_up(stored: Any, own: Any) -> dict[str, Shape]:
-    """The leaves of a tree of arrays or shapes, as it is stored, that are larger than their own sizes in a tree like it."""
+    """Returns {path: own shape} of the padded leaves of a tree as it is stored; `own` is the tree of own shapes."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(stored), jax.tree.leaves(own), strict=True)
     return {jax.tree_util.keystr(path): tuple(n.shape) for (path, x), n in leaves if tuple(x.shape) != tuple(n.shape)}
 
 
 def within(sizes: Mapping[str, Sequence[int]], path: str) -> Sizes:
-    """The sizes below a path, by their paths from there."""
+    """Returns the sizes below a path, by their paths from there."""
     return {whole.removeprefix(path): tuple(size) for whole, size in sizes.items() if whole.startswith(path)}
 
 
 def check_sizes(folder: Any, tree: Any, theirs: Sizes, own: Sizes, at: Sequence[str] = ()) -> None:
-    """Compares the own shapes of the arrays of one item of a checkpoint with those of a tree, before orbax cuts them or fills them up.
+    """Compares the own shapes of the arrays of one item of a checkpoint with those of a tree, before orbax slices or pads them.
 
     Args:
-      folder: of the item.
-      tree: the shapes in which they are to be stored here.
-      theirs: the own shapes of those that are filled up in the checkpoint, by their paths in `tree`.
-      own: the own shapes of those that are filled up here.
-      at: where `tree` is in the item.
+      folder: folder of the item.
+      tree: the shapes in which the arrays are to be stored here.
+      theirs: the own shapes of arrays that are padded in the checkpoint, by their paths in `tree`.
+      own: the own shapes of arrays that are padded here.
+      at: path of `tree` in the item.
 
     Raises:
-      ValueError: an array has another shape of its own; the message names it.
+      ValueError: an array has another own shape; the message names it.
     """
     item = ocp.StandardCheckpointer().metadata(folder).item_metadata
     held = {_keys(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(item.tree)}
@@ -157,5 +157,5 @@ def check_sizes(folder: Any, tree: Any, theirs: Sizes, own: Sizes, at: Sequence[
 
 
 def _keys(path: Sequence[Any]) -> tuple[str, ...]:
-    """The names along a path, by which orbax knows a leaf."""
+    """Returns the names along a path, by which orbax knows a leaf."""
     return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)

@@ -1,11 +1,12 @@
-"""XLA settings that a run makes before JAX starts its backend; settings that the user has made stay as they are.
+"""Sets XLA's flags for a run before JAX starts its backend; flags that the user has set stay as they are.
 
 With several GPUs, they enable the latency-hiding scheduler, pipelined collectives and fewer, larger ones, so that the
 weights of the next layer are gathered and the gradients of the last one scattered while a layer computes. On TPU, asynchronous
 collectives are fused with computation, and a product of weights that fsdp splits is one product of gathered weights: XLA would
-cut it in as many products as there are chips, whose sums it rounds to bfloat16. On GPU, JAX gets almost all of the device's memory, since a run shares its GPU with
-nobody, and most of the host's memory for offloaded arrays (XLA's own limit is 64 GB). Matrix products use cuBLAS, which XLA's
-tuning chose on an H200 for all large products of an update, and which needs less memory in the log-probs' gradient.
+split it into as many products as there are chips, whose sums it rounds to bfloat16. On GPU, JAX gets almost all of the device's
+memory, since a run shares its GPU with nobody, and most of the host's memory for offloaded arrays (XLA's own limit is 64 GB). Matrix
+products use cuBLAS, which XLA's tuning chose on an H200 for all large products of an update, and which needs less memory in the
+log-probs' gradient.
 """
 
 import importlib.util
@@ -13,15 +14,15 @@ import os
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
-COMBINED = 128 * 2**20  # bytes of small collectives that are joined; NVLink needs about this much to be busy
+COMBINED = 128 * 2**20  # bytes up to which small collectives are combined; NVLink needs about this much to be busy
 HOST_LIMIT = (
     "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # limit of pinned memory; the default of 64 is too little for offloaded moments
 )
-# XLA plans a program with 80% of the memory, less arguments and results, times this; where a program needs more, it computes values
-# again. The larger share of a full GPU avoids that, which saves 700 kernels and 29 ms of elementwise passes in a 7B update.
+# XLA plans a program with 80% of the memory, less arguments and results, times this; a program that needs more recomputes
+# values. The larger share of a full GPU avoids that, which saves 700 kernels and 29 ms of elementwise passes in a 7B update.
 PLANNED_PERCENT = 120
-# Products of the same rows become one product of concatenated weights where one of them has at most so many MiB. Larger weights, which
-# would be concatenated anew for each token, are not worth it.
+# Products of the same rows are merged into one product of concatenated weights where one of the weights has at most so many MiB.
+# Larger weights would be concatenated anew for each token, which is not worth it.
 MERGED_MIB = 8
 GPU = {
     "xla_gpu_enable_triton_gemm": "false",
@@ -50,8 +51,8 @@ TPU = {
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
 }
 
-# Sums whose shares stay on the devices, and gatherings along lines of the torus (`scatter`) and over two or three of its axes, run on
-# the SparseCores, beside computation: the TensorCores would wait for them.
+# Reduce-scatters, and all-gathers along lines of the torus (`scatter`) and over two or three of its axes, run on the SparseCores,
+# beside computation: the TensorCores would wait for them.
 ON_SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": "true",
@@ -59,13 +60,13 @@ ON_SPARSE_CORES = {
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
     "xla_tpu_use_tc_device_shape_on_sc": "true",
 }
-# Sums of shares over the axes data and context, which are whole on all devices, were compiled so for v6e alone.
+# All-reduces over the axes data and context were compiled so for v6e alone.
 WHOLE_SUMS = {"xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true"}
 TPU_KINDS: Mapping[str, Mapping[str, str]] = {"v5p": ON_SPARSE_CORES, "v6e": {**ON_SPARSE_CORES, **WHOLE_SUMS}}
 
 
 def gpus() -> int:
-    """The number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""
+    """Returns the number of NVIDIA GPUs that JAX will find, without asking the driver; 0 where JAX has no plugin for them."""
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     if not any(importlib.util.find_spec(name) for name in plugins):
         return 0
@@ -76,28 +77,28 @@ def gpus() -> int:
 
 
 def tpus(devices: Path = Path("/dev")) -> int:
-    """The number of TPU chips of this host, which have a driver of their own until v4 and the kernel's vfio from v5e on."""
+    """Returns the number of TPU chips of this host, which have a driver of their own until v4 and the kernel's vfio from v5e on."""
     return len([*devices.glob("accel[0-9]*"), *devices.glob("vfio/[0-9]*")])
 
 
 def on_cpu() -> bool:
-    """Whether JAX will find no accelerator here, without starting it."""
+    """Returns whether JAX will find no accelerator here, without starting it."""
     named = os.environ.get("JAX_PLATFORMS", "")
     return named.split(",")[0] == "cpu" or not (gpus() or tpus())
 
 
 def _host_gb() -> int:
-    """The host's memory in units of 10^9 bytes."""
+    """Returns the host's memory in units of 10^9 bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 10**9
 
 
 def settings(gpus: int, tpu: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables to add for a hardware; flags that `environment` sets already keep their values.
+    """Returns the environment variables to add for the hardware; flags that `environment` already sets keep their values.
 
     Args:
-      gpus: GPUs of the host.
+      gpus: number of GPUs of the host.
       tpu: kind of its TPUs, such as "v6e", "" where it has some of an unknown kind, or None where it has none.
-      environment: what is set.
+      environment: the variables that are set.
     """
     found: dict[str, str] = {}
     if gpus:

@@ -1,1 +1,1 @@
-"""From scored groups to an update: packing, token stats, gradients, the optimizer."""
+"""Turns scored groups into an update: packing, token stats, gradients and the optimizer."""

@@ -1,9 +1,9 @@
-"""All groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device.
+"""Holds the groups of a step on the host: unpacked for advantages, packed into minibatches and micro-batches for the device.
 
-A rollout is one row of the unpacked arrays, which holds the tokens of its branches one after the other in the order of their calls, so
-that statistics of groups, means over a sequence, ratios of a sequence and generalised advantages are those of the whole trajectory: a
-return flows from a later branch to the tokens of an earlier one, as time does. The model reads each branch with what came before it,
-and each sampled token is learned from where its branch's mask says so, which is once.
+A rollout is one row of the unpacked arrays, which holds the tokens of its branches one after the other in the order of their calls. So
+statistics of groups, means over a sequence, ratios of a sequence and generalised advantages are those of the whole trajectory: a
+return flows from a later branch to the tokens of an earlier one, as time does. The model reads each branch with the tokens before it,
+and each sampled token is learned from once, where its branch's mask says so.
 """
 
 import itertools
@@ -26,12 +26,12 @@ PACKED = ("batch", "length")
 
 @dataclass(frozen=True, kw_only=True)
 class Stretch:
-    """A sequence that the model reads, with its place in the rollout's row.
+    """A sequence that the model reads, and its place in the rollout's row.
 
     Attributes:
-      prefix: int32 [P] what comes before.
+      prefix: int32 [P] tokens before it.
       tokens: int32 [T] tokens of the row.
-      offset: place of the first of them in the row.
+      offset: index of the first of these tokens in the row.
     """
 
     prefix: np.ndarray
@@ -40,18 +40,18 @@ class Stretch:
 
     @property
     def positions(self) -> int:
-        """The positions that it takes in a packed row."""
+        """The number of positions that it takes in a packed row."""
         return len(self.prefix) + len(self.tokens) - 1
 
 
 def learned_range(branch: Branch) -> tuple[int, int]:
-    """(first, end) of the tokens from the first to the last that is learned from in the branch; (0, 0) where none is."""
+    """Returns (first, end) of the tokens from the first to the last that is learned from in the branch; (0, 0) where none is."""
     places = np.flatnonzero(branch.mask)
     return (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
 
 
 def _cuts(rollout: Rollout) -> list[tuple[Branch, int, int, int]]:
-    """(branch, first, end, offset of the branch in `rollout.spans`) of each branch that has a token to learn from."""
+    """Returns (branch, first, end, offset of the branch in `rollout.spans`) of each branch that has a token to learn from."""
     if len(rollout.branches) < 2:
         (branch,) = rollout.paths
         return [(branch, 0, len(branch.tokens), 0)]
@@ -61,7 +61,7 @@ def _cuts(rollout: Rollout) -> list[tuple[Branch, int, int, int]]:
 
 
 def stretches(rollout: Rollout) -> list[Stretch]:
-    """The sequences that the model reads for a rollout; of several branches, what comes before the learned tokens is prefix."""
+    """Returns the sequences that the model reads for a rollout; of several branches, tokens before the learned ones are prefix."""
     found, offset = [], 0
     for branch, first, end, _ in _cuts(rollout):
         prefix = np.concatenate([branch.prefix, branch.tokens[:first]]) if first else branch.prefix
@@ -71,7 +71,7 @@ def stretches(rollout: Rollout) -> list[Stretch]:
 
 
 def row(rollout: Rollout) -> Rollout:
-    """The rollout with the arrays of its row: its own where it has one branch, else those of its stretches joined."""
+    """Returns the rollout with the arrays of its row: its own where it has one branch, else those of its stretches joined."""
     if len(rollout.branches) < 2:
         return rollout
     cuts = _cuts(rollout)
@@ -92,10 +92,10 @@ class Batch:
     Attributes:
       groups: the scored groups.
       sources: names of the data sources; `Sequences.source` holds indices into it.
-      response_tokens: T, most tokens of a rollout's row (`row`).
-      capacity: S, most sequences; the unpacked arrays are padded to it, so that their shapes never change.
+      response_tokens: T, number of tokens that the unpacked arrays have room for in each rollout's row (`row`).
+      capacity: S, largest number of sequences; the unpacked arrays are padded to it, so that their shapes never change.
       minibatches: packed rows of the micro-batches of each minibatch.
-      counted: numbers of the sequences that the counts of each minibatch are of; None for those of its rows.
+      counted: numbers of the sequences that enter the counts of each minibatch; None for those of its rows.
       routes: experts that the learner recorded for each sequence, uint [n - 1, L, k]; None takes those of the rollouts.
     """
 
@@ -120,7 +120,7 @@ class Batch:
     ) -> "Batch":
         """Packs each minibatch, which is a set of whole groups, on its own.
 
-        `response_tokens` is doubled until the row of every rollout has room: an agent's may hold more than one answer's most tokens.
+        `response_tokens` is doubled until the row of every rollout has room: an agent's may hold more tokens than the longest single answer.
 
         Raises:
           ValueError: a sequence does not fit a row, or there are more sequences than `capacity`.
@@ -137,15 +137,15 @@ class Batch:
         )
 
     def shuffled(self, packing: Packing, seed: Sequence[int]) -> "Batch":
-        """The batch with its groups dealt anew to as many minibatches, by `seed`; its sequences keep their numbers."""
+        """Returns the batch with its groups dealt anew to as many minibatches, by `seed`; its sequences keep their numbers."""
         order = np.random.default_rng(list(seed)).permutation(len(self.groups))
         parts = np.array_split(order, len(self.minibatches))
         return replace(self, minibatches=_minibatches(self.groups, packing, parts))
 
     def without(self, packing: Packing, silent: np.ndarray) -> "Batch":
-        """The batch with the rows of the sequences that are not `silent`, bool [S], which all its sequences are counted in.
+        """Returns the batch without the rows of sequences that are `silent`, bool [S]; its counts still include all sequences.
 
-        A minibatch whose sequences are all silent keeps one, so that it makes an update as it would with all of them.
+        A minibatch whose sequences are all silent keeps one, so that it still makes an update.
         """
         counted = [_members(mini) for mini in self.minibatches]
         kept = [m[~silent[m]] if not silent[m].all() else m[:1] for m in counted]
@@ -166,7 +166,7 @@ class Batch:
 
     @property
     def rows(self) -> list[PackedRows]:
-        """All micro-batches."""
+        """The packed rows of all micro-batches."""
         return [rows for mini in self.minibatches for rows in mini]
 
     def tokenwise(self, values: Sequence[np.ndarray], dtype: Any = np.float32) -> np.ndarray:
@@ -207,7 +207,7 @@ class Batch:
         }
 
     def sequences(self, stats: Mapping[str, np.ndarray], controls: Mapping[str, float], groups: int) -> Sequences:
-        """The unpacked batch with token stats [S, T], which may replace what `fields` has; `groups` is static."""
+        """Returns the unpacked batch with token stats [S, T], which may replace fields of `fields`; `groups` is static."""
         absent: dict[str, Any] = dict.fromkeys(
             ("ref_logprobs", "sum_p2", "uniform_logprob", "values", "teacher_logprobs")
         )
@@ -224,7 +224,7 @@ class Batch:
         return out
 
     def unpack_routes(self, packed: Sequence[np.ndarray]) -> np.ndarray:
-        """Unpacks the experts that were recorded in all micro-batches, [B, T, L, k] each, into an array [S] of arrays [n - 1, L, k]."""
+        """Unpacks the experts recorded in all micro-batches, [B, T, L, k] each, into an array [S] of arrays [n - 1, L, k]."""
         found: list[Any] = [None] * len(self.rollouts)
         for rows, record in zip(self.rows, packed, strict=True):
             rows.gather_routes(np.asarray(record), found)
@@ -235,7 +235,7 @@ class Batch:
     def micro_batches(
         self, sequences: Sequences, advantages: Advantages, constant: float, partitioner: Partitioner
     ) -> list[list[MicroBatch]]:
-        """The micro-batches of every minibatch on the device; `sequences` and `advantages` hold NumPy arrays."""
+        """Returns the micro-batches of every minibatch on the device; `sequences` and `advantages` hold NumPy arrays."""
         counted = self.counted or itertools.repeat(None, len(self.minibatches))
         return [
             [to_device(b, partitioner) for b in filled(mini, sequences, advantages, constant, self.recorded, members)]
@@ -251,9 +251,9 @@ def filled(
     recorded: Sequence[np.ndarray | None] | None = None,
     counted: np.ndarray | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of one minibatch, on the host, with its global counts and the experts recorded for each sequence.
+    """Returns the micro-batches of one minibatch, on the host, with its global counts and the experts recorded for each sequence.
 
-    The counts are those of the sequences with the numbers `counted`; None takes the ones in its rows.
+    The counts are over the sequences with the numbers `counted`; None takes the ones in its rows.
     """
     members = _members(mini) if counted is None else counted
     learned = np.any(advantages.loss_mask[members], axis=1)
@@ -276,7 +276,7 @@ def filled(
 
 
 def _members(mini: Sequence[PackedRows]) -> np.ndarray:
-    """The numbers of the sequences that are in the rows of a minibatch."""
+    """Returns the numbers of the sequences that are in the rows of a minibatch."""
     return np.concatenate([rows.members[rows.members >= 0] for rows in mini])
 
 
@@ -297,7 +297,7 @@ def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts
 
 
 def bare(rows: PackedRows, recorded: Sequence[np.ndarray | None] | None = None) -> MicroBatch:
-    """A micro-batch with the tokens alone, and the experts recorded for each sequence where there are any, for scoring."""
+    """Returns a micro-batch with the tokens alone, and the experts recorded for each sequence where there are any, for scoring."""
     zeros = np.zeros(rows.tokens.shape, np.float32)
     none = np.zeros(rows.members.shape, np.int32)
     return MicroBatch(
@@ -313,19 +313,19 @@ def to_device(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
     place = lambda x: partitioner.sharding(packed_axes(x), x.shape) if np.ndim(x) >= 2 else partitioner.replicated  # noqa: E731
     if partitioner.replicated.is_fully_addressable:
         return jax.device_put(batch, jax.tree.map(place, batch))
-    # Every process has the whole batch, and gives its devices their shards: nothing travels.
+    # Every process has the whole batch, and gives its devices their shards: nothing is sent between processes.
     return jax.tree.map(lambda x: jax.make_array_from_callback(np.shape(x), place(x), np.asarray(x).__getitem__), batch)
 
 
 def packed_axes(x: Any) -> tuple[str | None, ...]:
-    """The axes of a packed array, [B, T] or recorded experts [B, T, L, k]."""
+    """Returns the logical axes of a packed array, [B, T] or recorded experts [B, T, L, k]."""
     return (*PACKED, *(None,) * (np.ndim(x) - 2))
 
 
 def by_sequence(sequences: Sequences, partitioner: Partitioner) -> Sequences:
-    """The sequences with their token streams [S, T] split by sequence over all devices of the mesh, where their number divides S.
+    """Splits the token streams [S, T] by sequence over all devices of the mesh, where their number divides S.
 
-    Every process has all of them and gives its devices their shares. The split depends on the mesh alone, so that sums have the
+    Every process has all of the sequences and gives its devices their shares. The split depends on the mesh alone, so that sums have the
     same bits on any number of processes.
     """
     devices = partitioner.mesh.devices.ravel()
@@ -345,7 +345,7 @@ def _paired(group: Group) -> bool:
 
 
 def _minibatches(groups: Sequence[Group], packing: Packing, parts: Sequence[np.ndarray]) -> list[list[PackedRows]]:
-    """The packed rows of each minibatch, whose groups have the numbers of a part."""
+    """Returns the packed rows of each minibatch; a part holds the numbers of its groups."""
     rollouts = [r for g in groups for r in g.rollouts]
     starts = np.cumsum([0, *(len(g.rollouts) for g in groups)])
     packed = []
@@ -371,7 +371,7 @@ def _pack(packing: Packing, rollouts: Sequence[Rollout], atoms: list[list[int]],
 
 
 def _numbered(rows: PackedRows, held: Sequence[tuple[int, Stretch]]) -> PackedRows:
-    """Packed stretches with the numbers of their rollouts, and their places in the rollouts' rows."""
+    """Returns the packed stretches with the numbers of their rollouts, and their places in the rollouts' rows."""
     number = np.array([i for i, _ in held], np.int32)
     offset = np.array([stretch.offset for _, stretch in held], np.int32)
     globally = lambda x, of: np.where(x >= 0, of[np.maximum(x, 0)], -1).astype(np.int32)  # noqa: E731

@@ -1,12 +1,12 @@
-"""Trained weights that rest in bfloat16, of which no update is lost on the average, or none at all.
+"""Stores trained weights in bfloat16 without losing small updates: on average (stochastic rounding) or exactly (compensation).
 
-A change of a weight is often smaller than the distance to the next bfloat16, so that rounding to the nearest one would undo it.
+The change of a weight is often smaller than the distance to the next bfloat16, so that rounding to the nearest one would undo it.
 
-    stochastic    w' is one of the two bfloat16 next to w + change, at random, with w + change as the mean: 2 bytes a weight
-    compensated   w' is the nearest bfloat16, and 16 bits beside it hold w + change - w', exactly: 4 bytes a weight, of which a
-                  forward pass reads 2; w' and its rest together are the float32 weight, bit for bit
+    stochastic    w' is one of the two bfloat16 next to w + change, at random, with mean w + change: 2 bytes a weight
+    compensated   w' is the nearest bfloat16, and 16 further bits hold w + change - w' exactly: 4 bytes a weight, of which a
+                  forward pass reads 2; w' and its remainder together are the float32 weight, bit for bit
 
-The second is Kahan's compensated sum (https://arxiv.org/abs/2010.06192) with a rest that is itself never rounded. Norms' scales,
+The second is Kahan's compensated sum (https://arxiv.org/abs/2010.06192) with a remainder that is itself never rounded. Norms' scales,
 routers and heads of value models stay float32 (`optimizer.precise`). Random bits depend on the seed, the leaf and the number of the
 update alone, so that they are the same on every mesh and after a resume.
 """
@@ -23,12 +23,12 @@ from jaxrl_llm.learner.optimizer import Rule, precise, rested
 
 
 class Beside(NamedTuple):
-    """The optimizer's state with what bfloat16 weights need beside them.
+    """The optimizer's state with the further state of bfloat16 weights.
 
     Attributes:
       optimizer: the state of the optax chain.
-      rest: int32 [], the number of updates so far, of weights that are rounded at random; int16 values, a tree like the weights,
-        of those whose rest is kept.
+      rest: int32 [], the number of updates so far, for stochastic rounding; a tree of int16 remainders like the weights, for
+        compensation.
     """
 
     optimizer: Any
@@ -36,19 +36,19 @@ class Beside(NamedTuple):
 
 
 def randomly_rounded(x: Float32[Array, "*shape"], bits: UInt16[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """Rounds up in magnitude where uniform random `bits` and the 16 bits that bfloat16 does not have carry; the mean over all `bits` is `x`."""
+    """Rounds up in magnitude where the sum of random `bits` and the 16 low bits of `x` carries; the mean over all `bits` is `x`."""
     return _high(_bits(x) + bits.astype(jnp.uint32))
 
 
 def divided(x: Float32[Array, "*shape"]) -> tuple[BFloat16[Array, "*shape"], Int16[Array, "*shape"]]:
-    """Returns the nearest bfloat16, of two the larger in magnitude, and the rest, from which `whole` makes the same `x` again."""
+    """Returns the nearest bfloat16, in a tie the larger in magnitude, and the remainder, from which `whole` restores `x`."""
     bits = _bits(x)
     low = jax.lax.bitcast_convert_type((bits & 0xFFFF).astype(jnp.uint16), jnp.int16)
     return _high(bits + 0x8000), low
 
 
 def whole(high: BFloat16[Array, "*shape"], rest: Int16[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Returns the float32 that `divided` took apart."""
+    """Returns the float32 that `divided` split."""
     bits = jax.lax.bitcast_convert_type(high, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits + rest.astype(jnp.int32).astype(jnp.uint32), jnp.float32)
 
@@ -63,7 +63,7 @@ def _high(bits: UInt32[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Stochastic(Rule):
-    """Rounds each changed weight at random."""
+    """The rule of stochastic rounding: each changed weight is rounded at random."""
 
     def shapes(self, params: Any) -> Any:
         return rested(params, "bfloat16")
@@ -89,7 +89,7 @@ class Stochastic(Rule):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Compensated(Rule):
-    """Keeps what rounding leaves of each changed weight."""
+    """The rule of compensation: the remainder of each rounded weight is kept."""
 
     def shapes(self, params: Any) -> Any:
         return rested(params, "bfloat16")
@@ -112,7 +112,7 @@ class Compensated(Rule):
 
 
 def _apart(params: Any) -> tuple[Any, Any]:
-    """The weights of float32 `params` as they rest, and their rests; those of leaves that stay float32 are 0."""
+    """Returns float32 `params` as they are stored, and their remainders; those of leaves that stay float32 are 0."""
     part = lambda path, x: (x, jnp.zeros(x.shape, jnp.int16)) if precise(path) else divided(x)  # noqa: E731
     both = jax.tree_util.tree_map_with_path(part, params)
     of = lambda i: jax.tree.map(lambda pair: pair[i], both, is_leaf=lambda x: isinstance(x, tuple))  # noqa: E731

@@ -1,4 +1,4 @@
-"""The learner: it scores and updates under jit, by one compiled function each, with sharded inputs, donated state and global counts.
+"""The learner, which scores and updates under jit, by one compiled function each, with sharded inputs, donated state and global counts.
 
 The gradient of a minibatch is the sum over its micro-batches of d/dw sum_k s_k / n_k, where s_k is a term's sum over the
 micro-batch and n_k its global count, which is an input; so any split into micro-batches or over devices gives the same update.
@@ -27,7 +27,7 @@ from jaxrl_llm.protocols import Params
 
 RULES: Mapping[str, type[Rule]] = {"float32": Rule, "stochastic": Stochastic, "compensated": Compensated}
 
-SUMS = "router"  # the sums over tokens that metrics of routers are made of, among a micro-batch's metrics
+SUMS = "router"  # names, among a micro-batch's metrics, the sums over tokens from which metrics of routers are computed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,12 +36,12 @@ class Learner(Scorer):
 
     Attributes:
       optimizers: {model name: Optimizer} of the models that are trained; the others stay as they are.
-      updates: updates of the whole stage, for the learning-rate schedules.
+      updates: number of updates of the whole stage, for the learning-rate schedules.
       warmup: number of first updates, in which only the critic learns and the policy stays as it is.
       trainable: which parameters of the policy learn; None for all.
       seed: seed of the noise that an algorithm may need.
-      own_old: whether old log-probs are those of the update's own pass, which is right where a step makes one update.
-      correction: with `own_old`, weighs tokens in the update.
+      own_old: whether old log-probs are those of the update's own pass, which is correct where a step makes one update.
+      correction: with `own_old`, the correction that weighs tokens in the update.
     """
 
     optimizers: Mapping[str, Optimizer]
@@ -71,7 +71,7 @@ class Learner(Scorer):
 
     @cached_property
     def rules(self) -> dict[str, Rule]:
-        """How the weights of each trained model begin and change."""
+        """The rule by which the weights of each trained model begin and change."""
         late = {"policy": self.warmup}
         transforms = {name: o.transform(self.updates - late.get(name, 0)) for name, o in self.optimizers.items()}
         return {
@@ -80,11 +80,11 @@ class Learner(Scorer):
         }
 
     def trained(self, params: Mapping[str, Params]) -> dict[str, Params]:
-        """The parameters of the models that an update changes."""
+        """Returns the parameters of the models that an update changes."""
         return {name: params[name] for name in self.optimizers}
 
     def init(self, params: Mapping[str, Params]) -> TrainState:
-        """The state that training starts from; it owns `params` from here on."""
+        """Returns the state that training starts from; it owns `params` from here on."""
         shardings = self.shardings
         scalar = lambda: jax.device_put(jnp.zeros((), jnp.int32), self.partitioner.replicated)  # noqa: E731
         held, moments = dict(params), {}
@@ -119,11 +119,11 @@ class Learner(Scorer):
 
     @cached_property
     def sizes(self) -> TrainState:
-        """The shapes of the state whatever the mesh; `abstract` has those in which the mesh stores it (distributed/padding.py)."""
+        """The shapes of the state regardless of the mesh; `abstract` has those in which the mesh stores it (distributed/padding.py)."""
         return self._state({n: m.sizes() for n, m in self.models.items()})
 
     def _state(self, params: dict[str, Any]) -> TrainState:
-        """The state's shapes for parameters of these shapes."""
+        """Returns the state's shapes for parameters of these shapes."""
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         moments = {n: jax.eval_shape(rule.init, params[n]) for n, rule in self.rules.items()}
         params |= {n: rule.shapes(params[n]) for n, rule in self.rules.items()}
@@ -139,7 +139,7 @@ class Learner(Scorer):
     def _objective(
         self, params: Mapping[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Array, dict[str, Array]]:
-        """A micro-batch's contribution to the loss of its minibatch, and to the metrics.
+        """Returns a micro-batch's contribution to the loss of its minibatch, and to the metrics.
 
         Args:
           place: numbers of the update and of the micro-batch within it, which seed the micro-batch's noise.
@@ -168,7 +168,7 @@ class Learner(Scorer):
     def _slopes(
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Any, dict[str, Array]]:
-        """A micro-batch's gradient, in the dtype that its optimizer asks for, and its share of the metrics."""
+        """Returns a micro-batch's gradient, in the dtype that its optimizer asks for, and its share of the metrics."""
         objective = jax.value_and_grad(self._objective, has_aux=True)
         trained = {
             name: rested(tree, self.optimizers[name].slopes_dtype) for name, tree in self.trained(params).items()
@@ -179,14 +179,14 @@ class Learner(Scorer):
     def _gradient(
         self, params: dict[str, Params], batch: MicroBatch, bases: Bases, place: tuple[Any, Any]
     ) -> tuple[Any, dict[str, Array]]:
-        """`_slopes`, the gradient in float32, as gradients of other micro-batches are added to it."""
+        """Returns `_slopes` with the gradient in float32, since gradients of other micro-batches are added to it."""
         gradient, scalars = self._slopes(params, batch, bases, place)
         return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), gradient), scalars
 
     def _loaded(
         self, params: Mapping[str, Params], batches: Sequence[MicroBatch], bases: Bases
     ) -> Sequence[MicroBatch]:
-        """The micro-batches of a minibatch with the loads of its experts, where the loss that balances them needs these."""
+        """Adds the loads of a minibatch's experts to its micro-batches, where the loss that balances them needs these."""
         if not self.balances:
             return batches
         loads = [self._loads(params["policy"], batch, bases) for batch in batches]
@@ -204,7 +204,7 @@ class Learner(Scorer):
     def measure(
         self, params: Mapping[str, Params], batches: Iterable[MicroBatch], bases: Bases = NO_BASES
     ) -> dict[str, Array]:
-        """The loss and the metrics of a minibatch, without an update."""
+        """Returns the loss and the metrics of a minibatch, without an update."""
         batches = self._loaded(params, list(batches), bases)
         shares = [self._measure(self.trained(params), batch, dict(bases)) for batch in batches]
         return self._told(jax.tree.map(lambda *x: sum(x[1:], start=x[0]), *shares), batches)
@@ -214,7 +214,7 @@ class Learner(Scorer):
         return jax.jit(routers.metrics, static_argnums=1)
 
     def _told(self, scalars: dict[str, Any], batches: Sequence[MicroBatch]) -> dict[str, Array]:
-        """The metrics of a minibatch, with those of its routers in place of their sums."""
+        """Returns the metrics of a minibatch, with metrics of its routers in place of their sums."""
         if SUMS not in scalars:
             return scalars
         found = {name: x for name, x in scalars.items() if name != SUMS}
@@ -233,7 +233,7 @@ class Learner(Scorer):
 
     @property
     def _total_shardings(self) -> Any:
-        """Shardings of the summed gradient and metrics: gradients are sharded as parameters are, so one program adds every micro-batch."""
+        """The shardings of the summed gradient and metrics: gradients are sharded as parameters are, so one program adds every micro-batch."""
         return self.trained(self.shardings.params), self.partitioner.replicated
 
     @cached_property
@@ -242,7 +242,7 @@ class Learner(Scorer):
 
     @cached_property
     def _whole(self) -> Any:
-        """Gradient and update in one program, for a minibatch of one micro-batch: no gradient is ever stored."""
+        """The gradient and the update in one program, for a minibatch of one micro-batch: no gradient is ever stored."""
 
         def whole(state: TrainState, batch: MicroBatch, bases: Bases) -> tuple[TrainState, dict[str, Array]]:
             gradient, scalars = self._slopes(state.params, batch, bases, (state.step, 0))
@@ -261,7 +261,7 @@ class Learner(Scorer):
         return TrainState(**counters, params=params, moments=moments), metrics
 
     def _judged(self, step: Array, skipped: Array, gradient: dict[str, Any]) -> tuple[dict[str, Array], Any, Any]:
-        """The state's counters after the update, {model: (factor of its gradient, whether it learns)}, and metrics."""
+        """Returns the state's counters after the update, {model: (factor of its gradient, whether it learns)}, and metrics."""
         norms = {name: optax.global_norm(rested(g, "float32")) for name, g in gradient.items()}
         finite = jnp.all(jnp.isfinite(jnp.stack(list(norms.values()))))
         how = {}
@@ -276,7 +276,7 @@ class Learner(Scorer):
     def _updated(
         self, name: str, how: tuple[Array, Array], params: Any, gradient: Any, moments: Any
     ) -> tuple[Any, Any]:
-        """Parameters and moments of a model, or of some of its leaves, after the update."""
+        """Returns the parameters and moments of a model, or of some of its leaves, after the update."""
         scale, learns = how
         clipped = jax.tree.map(lambda g: g.astype(jnp.float32) * scale, gradient)
         changed, new = self.rules[name].updated(params, clipped, moments)
@@ -285,7 +285,7 @@ class Learner(Scorer):
 
     @cached_property
     def _move(self) -> Any:
-        """One compiled step of the biases by which experts are chosen; a gradient that was skipped moves none."""
+        """The compiled step of the biases by which experts are chosen; a skipped gradient moves none."""
 
         def move(old: Any, counts: Array, skipped: Array, step: Array) -> Any:
             learns = (skipped == 0) & (step > self.warmup)  # `step` counts this update too
@@ -295,7 +295,7 @@ class Learner(Scorer):
         return jax.jit(move, donate_argnums=0, out_shardings=routers.biases(self.shardings.policy))
 
     def _rebiased(self, state: TrainState, scalars: Mapping[str, Any]) -> TrainState:
-        """The state after an update, with the biases of experts moved by the loads of its minibatch."""
+        """Returns the state after an update, with the biases of experts moved by the loads of its minibatch."""
         old = routers.biases(state.policy) if self.router.bias_rate and SUMS in scalars else {}
         if not old:
             return state
@@ -308,11 +308,11 @@ class Learner(Scorer):
 
     @cached_property
     def _parts(self) -> dict[Any, Any]:
-        """Compiled updates of some leaves of a model, for optimizers whose moments are in host memory."""
+        """The compiled updates of some leaves of a model, for optimizers whose moments are in host memory."""
         return {}
 
     def _apply_parts(self, state: TrainState, gradient: dict[str, Any]) -> tuple[TrainState, dict[str, Array]]:
-        """Does what `_applied` does where moments are in host memory, for one group of leaves at a time."""
+        """Updates as `_applied` does, where moments are in host memory, for one group of leaves at a time."""
         counters, how, metrics = self._judge(state.step, state.skipped, gradient)
         params, moments = dict(state.params), {}
         for name in self.rules:
@@ -330,7 +330,7 @@ class Learner(Scorer):
         return TrainState(**counters, params=params, moments=moments), metrics
 
     def _mask(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Whether each part of a model's parameters learns in this phase."""
+        """Returns whether each part of a model's parameters learns in this phase."""
         if name != "policy" or self.trainable is None:
             return dict.fromkeys(parts, True)
         return self.trainable.mask(parts, self.policy.architecture.layers, self.policy.architecture.period)
@@ -358,7 +358,7 @@ class Learner(Scorer):
         return self._rebiased(state, scalars), self._told(scalars, batches)
 
     def lowered(self, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, jax.stages.Lowered]:
-        """The programs of an update with `microbatches` micro-batches like `batch`, or of scoring where it is 0, ready to be compiled.
+        """Lowers the programs of an update with `microbatches` micro-batches like `batch`, or of scoring where it is 0, ready to be compiled.
 
         Only shapes and shardings of `batch` and `bases` matter; no parameters are needed.
         """

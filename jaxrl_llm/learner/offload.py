@@ -1,8 +1,8 @@
-"""Offloading: optimizer state and frozen models stay in the host's pinned memory and move to the device when they are needed.
+"""Offloads optimizer state and frozen models to the host's pinned memory, from which they move to the device when they are needed.
 
 The moments of an offloaded optimizer are on the device only while their own parameters are updated: the parameters are
 split into groups of about GROUP bytes, small ones first, and while one group is updated and moves out, the moments of the
-next move in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of the groups that are done.
+next move in, unless the moments of both take more than AHEAD bytes. A device holds no gradient of groups that are done.
 """
 
 import math
@@ -13,24 +13,24 @@ import jax
 
 HOST, DEVICE = "pinned_host", "device"
 GROUP = 2**30  # bytes of float32 parameters
-# Bytes of moments. Above this, those of a large group find no room between the pieces of a device's memory that are in use.
+# Bytes of moments. Above this, the moments of a large group find no contiguous space in a device's memory.
 AHEAD = 2**33
 
 Path = tuple[str, ...]
 
 
 def to_host(tree: Any) -> Any:
-    """Moves the arrays to the pinned memory of their hosts, with the same shards; returns before they have arrived."""
+    """Moves the arrays to the pinned memory of their hosts, with the same shards; returns before the transfer is complete."""
     return jax.device_put(tree, jax.tree.map(lambda x: on_host(x.sharding), tree))
 
 
 def to_device(tree: Any) -> Any:
-    """Moves the arrays to the memory of their devices; returns before they have arrived."""
+    """Moves the arrays to the memory of their devices; returns before the transfer is complete."""
     return jax.device_put(tree, jax.tree.map(lambda x: x.sharding.with_memory_kind(DEVICE), tree))
 
 
 def shapes_on_host(tree: Any) -> Any:
-    """The same shapes, with shardings in the host's memory."""
+    """Returns the same shapes, with shardings in the host's memory."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_host(x.sharding)), tree)
 
 
@@ -39,17 +39,17 @@ def on_host(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
 
 
 def bytes_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
-    """Bytes of one device's shard, in whichever memory it is."""
+    """Returns the bytes of one device's shard, in whichever memory it is."""
     return leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
 
 
 def at(tree: Any) -> tuple[str, ...]:
-    """Paths of the leaves."""
+    """Returns the paths of the leaves."""
     return tuple(jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
 def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path]]:
-    """The paths of the leaves, small ones first, in groups of at most `most` bytes a device; a larger leaf stands alone."""
+    """Groups the paths of the leaves, small ones first, by at most `most` bytes a device; a larger leaf is a group of its own."""
     found: list[list[Path]] = []
     used, most = 0, GROUP if most is None else most
     leaves = [(bytes_of(leaf), path) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
@@ -63,7 +63,7 @@ def groups(params: Mapping[str, Any], most: int | None = None) -> list[list[Path
 
 
 def pruned(tree: Any, paths: Iterable[Path]) -> Any:
-    """The nested dictionary with the leaves at `paths` alone; a path that goes deeper than the tree keeps the leaf it reaches."""
+    """Returns the nested dictionary with the leaves at `paths` alone; a path that goes deeper than the tree keeps the leaf it reaches."""
     out: dict[str, Any] = {}
     for path in paths:
         source, target = tree, out
@@ -77,7 +77,7 @@ def pruned(tree: Any, paths: Iterable[Path]) -> Any:
 
 
 def joined(old: Any, parts: Sequence[Any]) -> Any:
-    """The nested dictionary `old` with the leaves of `parts` in place of its own."""
+    """Returns the nested dictionary `old` with the leaves of `parts` in place of its own."""
     out = {key: joined(x, []) if isinstance(x, dict) else x for key, x in old.items()}
     for part in parts:
         for key, x in part.items():
@@ -91,20 +91,20 @@ def of_parts(params: Mapping[str, Any]) -> Callable[[Any], bool]:
 
 
 def cut(state: Any, params: Mapping[str, Any], paths: list[Path]) -> Any:
-    """The optimizer's state of the parameters at `paths`."""
+    """Returns the optimizer's state of the parameters at `paths`."""
     by_part = of_parts(params)
     return jax.tree.map(lambda x: pruned(x, paths) if by_part(x) else x, state, is_leaf=by_part)
 
 
 def visits(params: Mapping[str, Any], state: Any) -> list[list[int]]:
-    """The bytes of moments that a device holds while each group is updated: the group's own, and those moving in for the next."""
+    """Returns the bytes of moments that a device holds while each group is updated: the group's own, and those moving in for the next."""
     sizes = [sum(map(bytes_of, jax.tree.leaves(cut(state, params, paths)))) for paths in groups(params)]
     both = [sizes[i : i + 2] for i in range(len(sizes))]
     return [pair if sum(pair) <= AHEAD else pair[:1] for pair in both]
 
 
 def _leaf(tree: Any, path: Path) -> Any:
-    """The value at a path; None where the tree ends before it."""
+    """Returns the value at a path; None where the tree ends before it."""
     for key in path:
         if not isinstance(tree, dict):
             return None

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW with a schedule, a step count for each layer and sharded moments; and the choice of parameters that learn."""
+"""The optimizer: AdamW with a schedule, a step count for each layer and sharded moments; and the choice of trainable parameters."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from jaxrl_llm import components
 from jaxrl_llm.models.architecture import PRECISE, stack_of
 from jaxrl_llm.models.value import HEAD
 
-DTYPES = ("float32", "bfloat16")  # of weights and of their gradients
+DTYPES = ("float32", "bfloat16")  # dtypes of weights and of their gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trainable:
-    """Which parameters of the policy learn; the others keep values, moments and step counts bit for bit.
+    """The choice of the policy's parameters that learn; the others keep values, moments and step counts bit for bit.
 
     Attributes:
       layers: number of first layers that learn; None for all.
@@ -35,7 +35,7 @@ class Trainable:
         components.at_least(self, 0, "layers")
 
     def mask(self, parts: Mapping[str, object], layers: int, period: int = 1) -> dict[str, np.ndarray]:
-        """Whether each part learns: bool [], and bool [L / period] for each stack of layers (`Architecture.stacks`)."""
+        """Returns whether each part learns: bool [], and bool [L / period] for each stack of layers (`Architecture.stacks`)."""
         first = layers if self.layers is None else self.layers
         known = {part: np.asarray(part not in self.frozen) for part in parts}
         stacks = {part: stack for part in parts if (stack := stack_of(part)) is not None}
@@ -56,18 +56,18 @@ class Optimizer:
       epsilon: added to the root of the second moment.
       weight_decay: decoupled weight decay, on matrices alone.
       max_grad_norm: global norm that gradients are clipped to; 0 never clips.
-      moments_dtype: dtype of the first moment; that of routers of experts is float32 whatever it is, and so is their second.
-      second_moment_dtype: dtype of the second moment; sums are float32 whatever it is (bfloat16 for both moments:
+      moments_dtype: dtype of the first moment; both moments of routers of experts are always float32.
+      second_moment_dtype: dtype of the second moment; sums are always float32 (bfloat16 for both moments:
         https://arxiv.org/abs/2412.19437, section 3.3.3).
-      offload: keep the moments in the host's pinned memory; they move to the device for one group of parameters at a time.
-      weights: how the trained weights rest: "float32"; "stochastic", bfloat16 that a change is rounded to at random, without a bias;
-        or "compensated", bfloat16 with 16 bits beside it among the moments, which make the float32 weight whole in each update.
-        Norms' scales, routers and heads of value models are float32 whatever it is. A stage that follows begins from the bfloat16 alone.
-      gradients_dtype: dtype of the gradient of a micro-batch, "float32" or "bfloat16"; gradients of several micro-batches are summed
-        in float32 whatever it is, and so is each product's. None takes the dtype that the weights rest in.
+      offload: keep the moments in the host's pinned memory, from which they move to the device for one group of parameters at a time.
+      weights: how the trained weights are stored: "float32"; "stochastic", bfloat16 to which each change is rounded at random, without
+        bias; or "compensated", bfloat16 with 16 further bits among the moments, which complete the float32 weight in each update.
+        Norms' scales, routers and heads of value models are always float32. A stage that follows begins from the bfloat16 alone.
+      gradients_dtype: dtype of the gradient of a micro-batch, "float32" or "bfloat16"; gradients of several micro-batches are always summed
+        in float32, and so is each product's. None takes the dtype in which the weights are stored.
       slow_above: last layer, from 0, that learns at the full rate; later layers and the final norm learn at `slow_factor` of it, their
-        weight decay included (BuPO's alternative to a first phase, https://arxiv.org/abs/2512.19673). None slows none.
-      slow_factor: that factor.
+        weight decay included (BuPO's alternative to a first phase, https://arxiv.org/abs/2512.19673). None slows no layer.
+      slow_factor: factor of the learning rate of those layers.
     """
 
     learning_rate: float = 1e-6
@@ -98,7 +98,7 @@ class Optimizer:
 
     @property
     def weights_dtype(self) -> str:
-        """The dtype that the weights rest in, norms' scales and the like apart."""
+        """The dtype in which the weights are stored, except those that are always float32."""
         return "float32" if self.weights == "float32" else "bfloat16"
 
     @property
@@ -107,7 +107,7 @@ class Optimizer:
         return self.gradients_dtype or self.weights_dtype
 
     def rate(self, updates: int) -> optax.Schedule:
-        """Learning rate by update, for a run of `updates` updates."""
+        """Returns the learning rate by update, for a run of `updates` updates."""
         decay = max(updates - self.warmup_steps, 1)
         after = {
             "constant": optax.constant_schedule(self.learning_rate),
@@ -121,7 +121,7 @@ class Optimizer:
         return optax.join_schedules([warmup, after], [self.warmup_steps]) if self.warmup_steps else after
 
     def transform(self, updates: int) -> optax.GradientTransformation:
-        """The optax chain for a run of `updates` updates; the learner clips gradients, since it knows the global norm."""
+        """Returns the optax chain for a run of `updates` updates; the learner clips gradients, since it knows the global norm."""
         slower = [] if self.slow_above is None else [scale_late_layers(self.slow_above, self.slow_factor)]
         return optax.chain(
             scale_by_adam(self.b1, self.b2, self.epsilon, self.moments_dtype, self.second_moment_dtype),
@@ -132,12 +132,12 @@ class Optimizer:
 
 
 def precise(path: tuple[Any, ...]) -> bool:
-    """Whether the leaf at a path of a model's parameters stays float32: a norm's scale, a router, the head of a value model."""
+    """Returns whether the leaf at a path of a model's parameters stays float32: a norm's scale, a router, the head of a value model."""
     return path[-1].key in PRECISE or path[0].key == HEAD
 
 
 def rested(params: Any, dtype: str) -> Any:
-    """Parameters, arrays or their shapes, in `dtype`, those apart that are `precise`, and float64, which stays."""
+    """Casts parameters, arrays or their shapes, to `dtype`, except those that are `precise` or float64."""
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
         if precise(path) or x.dtype in (dtype, jnp.float64):
@@ -151,7 +151,7 @@ def rested(params: Any, dtype: str) -> Any:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rule:
-    """How the weights of a model begin and change, for weights that rest in float32; see bfloat16_weights for the others.
+    """The rule by which the weights of a model begin and change, for weights stored in float32; see bfloat16_weights for the others.
 
     Attributes:
       transform: the optax chain.
@@ -164,19 +164,19 @@ class Rule:
     seed: int
 
     def shapes(self, params: Any) -> Any:
-        """Shapes and shardings of the weights as they rest, from those in float32."""
+        """Returns shapes and shardings of the weights as they are stored, from those in float32."""
         return params
 
     def init(self, params: Any) -> Any:
-        """The optimizer's state before the first update, which is 0 everywhere; only shapes of `params` matter."""
+        """Returns the optimizer's state before the first update, which is 0 everywhere; only shapes of `params` matter."""
         return self.transform.init(params)
 
     def begun(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """The weights as they rest, from float32 arrays, and the state with what is left of them; the state lies where it did."""
+        """Returns float32 weights as they are stored, and the state with their remainders; the state's sharding is unchanged."""
         return params, state
 
     def updated(self, params: Any, gradient: Any, state: Any) -> tuple[Any, Any]:
-        """The weights and the optimizer's state after an update by a float32 gradient; of all leaves, or of some."""
+        """Returns the weights and the optimizer's state after an update by a float32 gradient, of all leaves or of some."""
         changes, state = self.transform.update(gradient, state, params)
         return optax.apply_updates(params, changes), state
 
@@ -184,7 +184,7 @@ class Rule:
 def scale_by_adam(
     b1: float, b2: float, epsilon: float, mu_dtype: str = "float32", nu_dtype: str = "float32"
 ) -> optax.GradientTransformation:
-    """Adam's direction, with a step count for each part of the parameters, [L] for those stacked over layers.
+    """Scales gradients by Adam, with a step count for each part of the parameters, [L] for those stacked over layers.
 
     A part or a layer that was frozen for a time resumes its bias correction where it was; the learning rate's schedule
     counts the updates of the whole model.
@@ -255,12 +255,12 @@ def scale_late_layers(last: int, factor: float) -> optax.GradientTransformation:
 
 
 def _depth(stack: Any) -> tuple[int, ...]:
-    """The number of layers of a stack, as a shape."""
+    """Returns the number of layers of a stack, as a shape."""
     return tuple(jax.tree.leaves(stack)[0].shape[:1])
 
 
 def _moment_dtype(path: tuple[Any, ...], dtype: str) -> str:
-    """The dtype of a leaf's moment: float32 for routers, whose gradients are small and whose choices turn on small differences."""
+    """Returns the dtype of a leaf's moment: float32 for routers, since their gradients are small and small differences decide their choices."""
     return "float32" if path[-1].key == "router" else dtype
 
 
@@ -292,8 +292,8 @@ def keep(new: Any, old: Any, learns: Mapping[str, Any]) -> Any:
 
 
 def decays(params: Any) -> Any:
-    """Whether weight decay acts on each leaf: it acts on matrices, stacked over layers or not, and never on norms and biases, nor on the
-    decays and the convolution of layers with a recurrent state."""
+    """Returns whether weight decay acts on each leaf: it acts on matrices, stacked over layers or not, and never on norms and biases, nor
+    on the decays and the convolution of layers with a recurrent state."""
     return jax.tree_util.tree_map_with_path(
         lambda path, x: (
             not any(word in str(p) for p in path for word in ("norm", "bias", "scale", "log_decay", "taps"))
@@ -303,7 +303,7 @@ def decays(params: Any) -> Any:
 
 
 def state_shardings(init: Callable[[Any], Any], params: Any, replicated: Any) -> Any:
-    """Shardings of the optimizer's state: moments are sharded as their parameters are, everything else is replicated.
+    """Returns the shardings of the optimizer's state: moments are sharded as their parameters are, everything else is replicated.
 
     Args:
       init: makes the state from the parameters.

@@ -1,13 +1,13 @@
-"""Packs sequences of any length into rows of a fixed shape, with nothing learned twice and little padding.
+"""Packs sequences of any length into rows of a fixed shape, with no token learned twice and little padding.
 
 A sequence of n tokens takes n - 1 positions: position t holds token t and predicts token t + 1. Sequences are spread by
 longest-first scheduling (Graham 1969), so micro-batches and rows carry nearly equal numbers of tokens; where that leaves
 no room in the rows, they are filled one after the other (best fit, longest first), before another micro-batch is added.
 
-With a tail, rows are filled first, each with the longest sequence left and those beside it that leave the least room, and the last
-micro-batches have fewer rows in place of empty ones: their numbers of rows are halved, and each is a shape of its own to compile. Rows of similar cost then share a micro-batch,
-in an order by which the devices' shares cost nearly the same; a sequence of n tokens costs n + n^2 / ATTENTION, since attention
-grows with its length.
+With a tail, rows are filled first: each takes the longest sequence left, and those that then leave the least room. The last
+micro-batches have fewer rows in place of empty ones: their numbers of rows are halved, and each is a shape of its own to compile. Rows
+of similar cost then share a micro-batch, in an order by which the devices' shares cost nearly the same; a sequence of n tokens costs
+n + n^2 / ATTENTION, since attention grows with its length.
 """
 
 import bisect
@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_llm import components
 
-WINDOW = 128  # most sequences among which those beside a row's longest are looked for
+WINDOW = 128  # largest number of sequences that are tried beside a row's longest one
 
 # The length at which a causal sequence's attention costs as much as its matrix products, weights / (layers x heads x head width).
 # It is 23,000 for Qwen2.5-0.5B, 36,000 for 1.5B and 76,000 for 7B.
@@ -32,11 +32,11 @@ class Packing:
     """The shape of a micro-batch.
 
     Attributes:
-      row_tokens: positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
-      rows: rows of a micro-batch over all devices, a multiple of data x fsdp x expert; "auto" lets a launch choose them, with rematerialisation and
-        the place and dtype of moments, by the device's memory. A resumed run keeps what was chosen.
-      sequences_per_row: most sequences of one row; below row_tokens / (mean positions of a sequence) it leaves rows half empty.
-      tail: fewest rows of a step's last micro-batches, which have rows / 2, rows / 4, ... of them; a multiple of data x fsdp x expert. 0
+      row_tokens: number of positions of a row; a sequence (the tokens of prompt and response, less one) must fit.
+      rows: number of rows of a micro-batch over all devices, a multiple of data x fsdp x expert; "auto" lets a launch choose it by the
+        device's memory, with rematerialisation and the place and dtype of moments. A resumed run keeps what was chosen.
+      sequences_per_row: largest number of sequences of one row; below row_tokens / (mean positions of a sequence) it leaves rows half empty.
+      tail: smallest number of rows of a step's last micro-batches, which have rows / 2, rows / 4, ...; a multiple of data x fsdp x expert. 0
         gives every micro-batch the same shape.
     """
 
@@ -61,11 +61,11 @@ class Packing:
 
     @property
     def sequences(self) -> int:
-        """Most sequences of a micro-batch."""
+        """The largest number of sequences of a micro-batch."""
         return self.rows * self.sequences_per_row
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Whether sequences of `lengths` positions fit one micro-batch together."""
+        """Returns whether sequences of `lengths` positions fit one micro-batch together."""
         return max(lengths) <= self.row_tokens and self._rows(lengths, list(range(len(lengths)))) is not None
 
     def place(self, lengths: Sequence[int], atoms: Sequence[Sequence[int]] | None = None) -> list["Placement"]:
@@ -103,7 +103,7 @@ class Packing:
         return placed
 
     def _with_tail(self, lengths: Sequence[int]) -> list["Placement"]:
-        """Fills rows and puts them, the costliest first, into micro-batches of `rows` rows and then of halved numbers of rows."""
+        """Fills rows and places them, the costliest first, into micro-batches of `rows` rows and then of halved numbers of rows."""
         rows = _fill(lengths, self.row_tokens, self.sequences_per_row)
         cost = lambda row: sum(lengths[i] + lengths[i] ** 2 / ATTENTION for i in row)  # noqa: E731
         rows.sort(key=lambda row: (-cost(row), row))
@@ -143,7 +143,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which sequences stand in which row of a micro-batch, in order.
+    """The assignment of sequences to the rows of a micro-batch, in order.
 
     Attributes:
       rows: sequence numbers by row.
@@ -158,9 +158,9 @@ class Placement:
 
 
 def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
-    """Fills rows with at most `most` sequences each: the longest one left, and beside it those that leave the least room (Gupta and Ho 1999).
+    """Fills rows with at most `most` sequences each: the longest one left, and those that then leave the least room (Gupta and Ho 1999).
 
-    Where more than WINDOW sequences would fit beside it, evenly spaced ones of them are looked at.
+    Where more than WINDOW sequences would fit beside it, evenly spaced ones of them are tried.
     """
     size = [max(n, 1) for n in lengths]
     left, rows = sorted(range(len(lengths)), key=lambda i: (-size[i], i)), []
@@ -178,7 +178,7 @@ def _fill(lengths: Sequence[int], capacity: int, most: int) -> list[list[int]]:
 
 
 def _closest(sizes: Sequence[int], room: int) -> list[int]:
-    """The numbers, in order, of the `sizes` whose sum is the largest that is at most `room`; bit n of a sum set says that n can be reached."""
+    """Returns the indices, in order, of the `sizes` with the largest sum that is at most `room`; bit n of a sum set marks n as reachable."""
     within, reached = (1 << (room + 1)) - 1, [1]
     for size in sizes:
         reached.append((reached[-1] | (reached[-1] << size)) & within)
@@ -191,11 +191,11 @@ def _closest(sizes: Sequence[int], room: int) -> list[int]:
 
 
 def _spread_order(size: int) -> list[int]:
-    """The order in which `size` rows, sorted by cost, are placed: each half, quarter, ... gets every second, fourth, ... of them."""
+    """Returns the order in which `size` rows, sorted by cost, are placed: each half, quarter, ... gets every second, fourth, ... of them."""
     if size % 2:
         return list(range(size))
     half = _spread_order(size // 2)
-    # Of each two neighbours in cost, the two halves take turns to get the costlier one.
+    # Of each two neighbours in cost, the two halves get the costlier one in turn.
     return [2 * i + i % 2 for i in half] + [2 * i + 1 - i % 2 for i in half]
 
 
@@ -317,7 +317,7 @@ class PackedRows:
             into[member] = packed[here]
 
     def _places(self) -> list[tuple[Any, tuple[np.ndarray, ...]]]:
-        """(unpacked row, indices of its positions in order) of each sequence."""
+        """Returns (unpacked row, indices of its positions in order) of each sequence."""
         filled = self.segments > 0
         return [
             (member, np.nonzero(filled & (self.sequence == i)))

@@ -1,4 +1,4 @@
-"""What models say of a batch: log-probs, entropies and values by the policy, the critic, the reference and the teacher."""
+"""Scores a batch: log-probs, entropies and values by the policy, the critic, the reference and the teacher."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,28 +27,28 @@ from jaxrl_llm.protocols import Algorithm, Distilling, Params
 Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
 NO_BASES: Bases = {}
 STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob", "teacher_divergence")
-UPDATES = ("noise_logprob", "teacher_divergence")  # streams that are read in updates alone
-TEACHER = "teacher"  # the frozen model whose distribution the policy is drawn to, among the bases
+UPDATES = ("noise_logprob", "teacher_divergence")  # streams that only updates read
+TEACHER = "teacher"  # names, among the bases, the frozen model towards whose distribution the policy is pulled
 
-# The fields of Sequences that hold token stats which the learner names otherwise.
+# The fields of Sequences that hold token stats to which the learner gives other names.
 FIELDS = {"logprob": "old_logprobs", "value": "values"}
 
 TokenStats = Mapping[str, np.ndarray]  # {name: float32 [S, T]}
 
-ROUTES = "routes"  # the experts that the policy chose while it was scored, beside its token stats: an array of arrays, [S] of [n - 1, L, k]
+ROUTES = "routes"  # names, among the token stats, the experts that the policy chose while it was scored: an array [S] of arrays [n - 1, L, k]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scorer:
-    """Reads micro-batches with models; it knows an algorithm by the protocol alone.
+    """A scorer, which reads micro-batches with models; it knows an algorithm by the protocol alone.
 
     Attributes:
       models: {"policy": Policy} and, where the algorithm needs one, {"critic": ValueModel} or {"reward_model": ValueModel}.
       algorithm: the objective.
-      capture: where the policy's log-probs are read from; None is the model's own output.
+      capture: the layer from which the policy's log-probs are read; None is the model's own output.
       temperature: log-probs are those of softmax(logits / temperature), the distribution sampled from.
-      max_segments: most sequences of a packed row.
-      router: what is replayed and balanced where the policy has experts.
+      max_segments: largest number of sequences of a packed row.
+      router: the routers' replay and balance, where the policy has experts.
       teacher: the model of "teacher_divergence", whose parameters are bases["teacher"]; None for other algorithms.
     """
 
@@ -76,7 +76,7 @@ class Scorer:
         bases: Bases = NO_BASES,
         noise_key: Array | None = None,
     ) -> dict[str, dict[str, Array]]:
-        """Per-token float32 arrays [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
+        """Returns per-token float32 arrays [B, T] of the models that `params` names; log-probs are 0 where nothing is predicted.
 
         Here and below, `bases` holds the frozen parameters under adapters, of the models that have adapters.
         `noise_key` seeds the noise of "noise_logprob".
@@ -91,7 +91,7 @@ class Scorer:
         bases: Bases,
         noise_key: Array | None = None,
     ) -> tuple[dict[str, dict[str, Array]], Report | None]:
-        """`outputs`, and what the policy's experts did."""
+        """Returns `outputs`, and the report of the policy's experts."""
         places, report = (batch.tokens, batch.positions, batch.segments), None
         found = {}
         for name, model in self.models.items():
@@ -118,13 +118,13 @@ class Scorer:
         return found, report
 
     def _routed(self, whole: Params, batch: MicroBatch) -> tuple[Array, Report | None]:
-        """The policy's hidden states, with the batch's recorded experts, and what its experts did."""
+        """Returns the policy's hidden states, with the batch's recorded experts, and the report of its experts."""
         places, replay = (batch.tokens, batch.positions, batch.segments), self.router.replay != "off"
         more = {} if batch.routes is None else {"routes": batch.routes, "replay": replay}
         return self.policy.routed(whole, *places, **more, capture=self.capture, max_segments=self.max_segments)
 
     def _teacher(self, batch: MicroBatch, bases: Bases) -> tuple[Array, Array]:
-        """The teacher's hidden states [B T, E] and head [V, E]; where it has experts, they are its own."""
+        """Returns the teacher's hidden states [B T, E] and head [V, E]; its experts, where it has any, are its own choice."""
         assert self.teacher is not None  # by Stage
         places = (batch.tokens, batch.positions, batch.segments)
         hidden, _ = self.teacher.routed(bases[TEACHER], *places, max_segments=self.max_segments)
@@ -134,7 +134,7 @@ class Scorer:
     def _loads(self) -> Any:
         def loads(params: Params, batch: MicroBatch, bases: Bases) -> Array:
             report = self._routed(self.policy.joined(params, bases.get("policy")), batch)[1]
-            assert report is not None  # asked for policies with experts alone
+            assert report is not None  # called for policies with experts only
             return report.counts
 
         return jax.jit(loads, out_shardings=self.partitioner.replicated)
@@ -159,7 +159,7 @@ class Scorer:
     @cached_property
     def _score_frozen(self) -> Any:
         def logprob(params: Params, batch: MicroBatch, bases: Bases) -> Array:
-            live = batch.replace(routes=None)  # a frozen policy's experts are its own
+            live = batch.replace(routes=None)  # a frozen policy chooses its own experts
             return self.outputs({"policy": params}, live, ("logprob",), bases)["policy"]["logprob"]
 
         return jax.jit(logprob)
@@ -171,7 +171,7 @@ class Scorer:
         return self._score(dict(params), batch, dict(bases))
 
     def score_frozen(self, params: Params, batch: MicroBatch, bases: Bases = NO_BASES) -> Array:
-        """Log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
+        """Returns log-probs [B, T] of the batch's targets under frozen parameters of the policy's shape, such as the reference."""
         return self._score_frozen(params, batch, dict(bases))
 
     @cached_property
@@ -179,16 +179,16 @@ class Scorer:
         return jax.jit(self.algorithm.advantages)
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        """`Algorithm.advantages`, jitted, with the sequences split over the devices of the mesh."""
+        """Calls `Algorithm.advantages`, jitted, with the sequences split over the devices of the mesh."""
         found: Advantages = self._advantages(by_sequence(sequences, self.partitioner))
         return found
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Teacher:
-    """A frozen model on the policy's mesh that gives the log-probs of what the policy sampled.
+    """A frozen model on the policy's mesh that gives the log-probs of the tokens that the policy sampled.
 
-    Its architecture may differ from the policy's; its tokens are the same.
+    Its architecture may differ from the policy's; its vocabulary is the same.
 
     Attributes:
       learner: scores micro-batches.
@@ -200,7 +200,7 @@ class Teacher:
 
     @classmethod
     def open(cls, opened: Opened, learner: Scorer) -> "Teacher":
-        """Reads the parameters; the teacher scores with the temperature and row limits by which `learner` scores the policy."""
+        """Reads the parameters; the teacher scores with the temperature and row limits with which `learner` scores the policy."""
         scoring = Scorer(
             models={"policy": opened.policy}, algorithm=learner.algorithm, temperature=learner.temperature,
             max_segments=learner.max_segments,
@@ -208,7 +208,7 @@ class Teacher:
         return cls(learner=scoring, params=opened.params())
 
     def logprobs(self, batch: MicroBatch) -> Array:
-        """Log-probs [B, T] of the batch's targets."""
+        """Returns log-probs [B, T] of the batch's targets."""
         return self.learner.score_frozen(self.params, batch)
 
 
@@ -239,7 +239,7 @@ def token_stats(
     reference: Params | None = None,
     teacher: Teacher | None = None,
 ) -> dict[str, np.ndarray]:
-    """Token stats of a batch, {name: float32 [S, T]}, under the names of the fields of `Sequences`.
+    """Returns the token stats of a batch, {name: float32 [S, T]}, under the names of the fields of `Sequences`.
 
     Args:
       learner: reads the log-probs, at the end of the model or inside it.
@@ -268,7 +268,7 @@ def token_stats(
 
 
 def with_routes(batch: Batch, stats: TokenStats) -> tuple[Batch, TokenStats]:
-    """The batch with the experts that were recorded with its token stats, and the other token stats."""
+    """Returns the batch with the experts that were recorded with its token stats, and the other token stats."""
     if ROUTES not in stats:
         return batch, stats
     rest = {name: x for name, x in stats.items() if name != ROUTES}
@@ -276,7 +276,7 @@ def with_routes(batch: Batch, stats: TokenStats) -> tuple[Batch, TokenStats]:
 
 
 def means_of_rollouts(groups: Sequence[Group], stats: TokenStats) -> list[dict[str, np.ndarray]]:
-    """Means over the policy's own tokens of each rollout, {name: float64 [G]} by group, of token stats [S, T]."""
+    """Returns means over the policy's own tokens of each rollout, {name: float64 [G]} by group, of token stats [S, T]."""
     out, start = [], 0
     for group in groups:
         rows = range(start, start + len(group.rollouts))

@@ -1,4 +1,4 @@
-"""The state of training: parameters and moments of what learns, and the count of updates."""
+"""The state of training: parameters and moments of the models that learn, and the count of updates."""
 
 from dataclasses import dataclass
 from functools import partial

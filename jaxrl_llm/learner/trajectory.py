@@ -1,4 +1,4 @@
-"""Bounds the branches of rollouts, so that those that are learned from together fit a micro-batch."""
+"""Bounds the branches of rollouts, so that the branches of each rollout fit one micro-batch together."""
 
 import functools
 import logging
@@ -14,12 +14,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Bounded:
-    """Groups whose rollouts fit a batch.
+    """The groups with rollouts that fit a batch.
 
     Attributes:
       groups: the groups.
-      branches: number of branches that were left out.
-      tokens: number of sampled tokens that are not learned from for it.
+      branches: number of branches that were dropped.
+      tokens: number of sampled tokens in them, which are not learned from.
     """
 
     groups: Sequence[Group]
@@ -42,7 +42,7 @@ def bounded(groups: Sequence[Group], packing: Packing, most: int | None) -> Boun
 
 @functools.cache
 def _say_too_large(packing: Packing) -> None:
-    """Warns, once."""
+    """Warns once that branches are dropped."""
     _log.warning(
         "the branches of a rollout do not fit one micro-batch of %d rows of %d positions: its first ones are not learned from "
         "(trajectory/dropped_tokens); set train.Packing.rows or row_tokens higher, or Stage.branches_kept",
@@ -51,7 +51,7 @@ def _say_too_large(packing: Packing) -> None:
 
 
 def _bounded(rollout: Rollout, packing: Packing, most: int | None, lost: list[Branch]) -> Rollout:
-    """The rollout with the branches that are kept; those that are not are added to `lost`."""
+    """Returns the rollout with the branches that are kept, and adds the others to `lost`."""
     count = len(rollout.branches)
     if count < 2:
         return rollout

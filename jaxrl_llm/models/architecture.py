@@ -15,7 +15,7 @@ MOST_EXPERTS = 2**16 - 1
 
 
 def stack_of(part: str) -> int | None:
-    """The number of the stack of layers that a part of the parameters is, or None for another part."""
+    """Returns the number of the stack of layers that a part of the parameters is, or None for another part."""
     if part == LAYERS:
         return 0
     head, _, number = part.rpartition("_")
@@ -48,11 +48,11 @@ class Experts:
 
     Attributes:
       count: number of experts of a layer.
-      chosen: number of experts that a token goes to.
+      chosen: number of experts to which a token is routed.
       width: width of one expert's gated MLP.
       normalised: whether the weights of the chosen experts are divided by their sum, so that they add up to 1.
       layers: which layers have experts, while the others have a dense MLP; the pattern repeats over the depth.
-      shared: width of one more expert, which every token goes to and whose output is multiplied by the sigmoid of a gate of its own, or None.
+      shared: width of one more expert, to which every token goes and whose output is multiplied by the sigmoid of a gate of its own, or None.
       choice_bias: whether each expert has a number that is added to its probability where experts are chosen, and nowhere else; it is 0
         at the start, no gradient reaches it, and train.Router.bias_rate moves it.
     """
@@ -90,14 +90,14 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedDelta:
-    """The layers that hold a recurrent state, by the gated delta rule, in place of attention (kernels/delta_rule).
+    """Layers that hold a recurrent state, by the gated delta rule, in place of attention (kernels/delta_rule).
 
     Attributes:
       key_heads: number of query and key heads.
       value_heads: number of value heads, each with a state; a multiple of `key_heads`.
       key_width: width of a query and key head.
       value_width: width of a value head.
-      taps: tokens that the convolution before the recurrence sees, its own included.
+      taps: number of tokens that the convolution before the recurrence sees, its own included.
       layers: which layers are of this kind, while the others attend; the pattern repeats over the depth.
     """
 
@@ -123,12 +123,12 @@ class GatedDelta:
 
     @property
     def channels(self) -> int:
-        """Number of channels of the convolution: all queries, keys and values of a token."""
+        """The number of channels of the convolution: all queries, keys and values of a token."""
         return 2 * self.key_heads * self.key_width + self.value_heads * self.value_width
 
     @property
     def state_shape(self) -> tuple[int, int, int]:
-        """Shape of the state of one sequence and layer."""
+        """The shape of the state of one sequence and layer."""
         return self.value_heads, self.key_width, self.value_width
 
 
@@ -150,7 +150,7 @@ class Architecture:
       tied: whether the head is the embedding.
       qkv_bias: whether the query, key and value projections have a bias.
       qk_norm: whether queries and keys are RMS-normalised over the head width before the rotation.
-      window: tokens that a sliding layer sees, including the query's own; None lets every layer see all.
+      window: number of tokens that a sliding layer sees, including the query's own; None lets every layer see all.
       sliding: which layers slide where `window` is set; the pattern repeats over the depth.
       max_positions: longest sequence in tokens.
       init_std: standard deviation of random weights.
@@ -159,7 +159,7 @@ class Architecture:
       rotary_share: share of a head's width that is rotated, from its first dimension on.
       output_gate: whether the heads' outputs are multiplied by the sigmoid of a gate, which the query projection computes beside each query.
       zero_centred: whether the scale of an RMSNorm is kept as its difference from 1.
-      joined: whether the four projections into a layer with a state are kept as two, by key head.
+      joined: whether the four projections into a layer with a state are stored as two, by key head.
     """
 
     vocabulary_size: int
@@ -216,7 +216,7 @@ class Architecture:
 
     @property
     def rotated(self) -> int:
-        """Number of dimensions of a head that are rotated."""
+        """The number of dimensions of a head that are rotated."""
         return int(self.head_width * self.rotary_share)
 
     @property

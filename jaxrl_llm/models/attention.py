@@ -18,7 +18,7 @@ from jaxrl_llm.kernels.decode_attention.api import decode_attention, decode_step
 
 
 class Places(NamedTuple):
-    """Where tokens stand: positions and segments, int32 [B, T] each; segment 0 is padding."""
+    """The places of tokens: positions and segments, int32 [B, T] each; segment 0 is padding."""
 
     positions: Int[Array, "B T"]
     segments: Int[Array, "B T"]
@@ -28,15 +28,15 @@ class Places(NamedTuple):
 class MeshAttention:
     """Attention whose rows are split over the batch axes and whose heads over `tensor` and `context`; tokens are whole.
 
-    Between layers tokens lie split over `context`; around attention they are exchanged for heads, all to all (Ulysses,
+    Between layers tokens are split over `context`; around attention they are exchanged for heads, all to all (Ulysses,
     https://arxiv.org/abs/2309.14509), so that every backend sees whole packed rows and every device has the same work, which
     a causal mask over split queries would not give. Key/value heads that are fewer than the devices are repeated; heads that
-    the devices do not divide are filled up with heads of zeros, which are dropped from the output.
+    the devices do not divide are padded with heads of zeros, which are dropped from the output.
 
     Attributes:
       partitioner: the mesh and its axis table.
-      max_segments: most segments of one row, or None where unknown; a hint for the backends.
-      cached: the keys are a cache's: heads are split over `tensor` alone, and not at all where it does not divide them.
+      max_segments: largest number of segments of one row, or None where unknown; a hint for the backends.
+      cached: whether the keys are a cache's, whose heads are split over `tensor` alone, and not at all where it does not divide them.
     """
 
     partitioner: Partitioner
@@ -52,7 +52,7 @@ class MeshAttention:
         keys: Places,
         window: int | None,
     ) -> Float[Array, "B T H C"]:
-        """Softmax attention within segments, causal by position, over the last `window` positions if one is given."""
+        """Computes softmax attention within segments, causal by position, over the last `window` positions if one is given."""
 
         def local(q: jax.Array, k: jax.Array, v: jax.Array, queries: Places, keys: Places) -> jax.Array:
             return attention(
@@ -85,7 +85,7 @@ class MeshAttention:
         return self.partitioner.constrain(out[:, :, :heads], ("batch", tokens, "heads", "head_width"))
 
     def _head_axes(self, heads: int) -> tuple[str, ...]:
-        """The mesh axes that heads are split over."""
+        """Returns the mesh axes over which heads are split."""
         rules, sizes = self.partitioner.rules, self.partitioner.axis_sizes
         names = rules["heads"] if self.cached else (*rules["heads"], *rules["length"])
         axes = tuple(axis for axis in names if sizes[axis] > 1)
@@ -96,7 +96,7 @@ class MeshAttention:
 def divisible(
     q: Float[Array, "B T H C"], k: Float[Array, "B S K C"], v: Float[Array, "B S K C"], ways: int
 ) -> tuple[Float[Array, "B T heads C"], Float[Array, "B S kv_heads C"], Float[Array, "B S kv_heads C"]]:
-    """The same attention with heads and key/value heads that `ways` divides: repeated, and filled up with heads of zeros."""
+    """Repeats heads, and pads them with heads of zeros, so that `ways` divides heads and key/value heads; attention stays the same."""
     heads, kv_heads = q.shape[2], k.shape[2]
     if heads % ways == 0:
         repeats = ways // math.gcd(kv_heads, ways)
@@ -109,7 +109,7 @@ def divisible(
 
 
 def _repeated(x: Float[Array, "B S K C"], times: int) -> Float[Array, "B S heads C"]:
-    """Each head so many times; its gradient is their sum, which devices take in float32."""
+    """Repeats each head `times` times; its gradient is the sum over the copies, which devices take in float32."""
     return jnp.repeat(x.astype(jnp.float32), times, axis=2).astype(x.dtype)
 
 
@@ -121,7 +121,7 @@ def mesh_decode(
     positions: Int[Array, " S"],
     window: int | None,
 ) -> Float[Array, "S H C"]:
-    """Attention of a new token a slot over the cache of `layer`; each device attends with its own slots and heads."""
+    """Attends with one new token a slot over the cache of `layer`; each device uses its own slots and heads."""
     local = partial(decode_attention, window=window)
     if partitioner.mesh.size == 1:
         return local(q, cache["k"], cache["v"], layer, positions)
@@ -144,7 +144,7 @@ def mesh_step(
     positions: Int[Array, " S"],
     window: int | None,
 ) -> tuple[Float[Array, "S H C"], dict[str, Float[Array, "L S *T_K C"]]]:
-    """`mesh_decode` of a cache that the `new` entries are not in yet, and the cache with them; each device writes its own."""
+    """Attends as `mesh_decode` over a cache without the `new` entries, and returns the cache with them too; each device writes its own."""
     local = partial(decode_step, window=window)
     parts, entries = (new["k"], new["v"]), (cache["k"], cache["v"])
     if partitioner.mesh.size == 1:
@@ -163,7 +163,7 @@ def mesh_step(
 
 
 def _decode_specs(partitioner: Partitioner, q: jax.Array, cache: Mapping[str, jax.Array]) -> tuple[Any, Any]:
-    """How the mesh splits queries and cache; queries are not split where there are more devices than key heads."""
+    """Returns how the mesh splits queries and cache; queries' heads are not split where there are more devices than key heads."""
     queries = partitioner.spec(("batch", "heads", "head_width"), q.shape)
     entries = partitioner.spec(caches.axes(), cache["k"].shape)
     if queries[1] != entries[caches.axes().index("kv_heads")]:  # each device holds all heads

@@ -1,4 +1,4 @@
-"""The layer part that holds a recurrent state in place of attention: projections and a causal convolution around the gated delta rule.
+"""The mixer with a recurrent state in place of attention: projections and a causal convolution around the gated delta rule.
 
     (q, k, v) = silu(convolution(x W_input))     q = unit(q) / sqrt(dk)     k = unit(k)
     beta = sigmoid(x W_strength)     g = -exp(log_decay) softplus(x W_rate + rate_bias)
@@ -29,7 +29,7 @@ _SMALL = 1e-6  # added to a squared length before its root
 
 
 class Held(NamedTuple):
-    """What a layer keeps of the tokens before: the state, float32, and the last inputs of the convolution."""
+    """The state that a layer keeps of earlier tokens: the rule's state, float32, and the last inputs of the convolution."""
 
     state: Float[Array, "B Hv dk dv"]
     conv: Float[Array, "B reach channels"]
@@ -67,13 +67,13 @@ class GatedDeltaNet(nnx.Module):
         valid: Bool[Array, "B T"],
         held: Held | None = None,
     ) -> tuple[Float[Array, "B T D"], Held]:
-        """The outputs, and what is to be kept for the tokens that follow.
+        """Returns the outputs, and the state to keep for the tokens that follow.
 
         Args:
           x: inputs.
-          segments: the segment of each token, in which padding counts to its neighbour (gated_delta.continued).
-          valid: which tokens are no padding; where `held` is used further they come first.
-          held: what was kept of the tokens before, or None where nothing came before.
+          segments: the segment of each token, where padding belongs to the segment before it (gated_delta.continued).
+          valid: True for tokens that are no padding; they come first where the returned state is used further.
+          held: the state kept of earlier tokens, or None where there are none.
         """
         size, f32 = self.sizes, jnp.float32
         mixed, gate, strength, rate = self._projected(x)
@@ -93,13 +93,13 @@ class GatedDeltaNet(nnx.Module):
         return linear(y, self.output[...], 2), Held(state, conv)
 
     def empty(self, rows: int, dtype: jnp.dtype) -> Held:
-        """What is kept where no token came before."""
+        """Returns the state before any token."""
         size = self.sizes
         state = jnp.zeros((rows, *size.state_shape), jnp.float32)
         return Held(state, jnp.zeros((rows, size.taps - 1, size.channels), dtype))
 
     def _projected(self, x: Float[Array, "B T D"]) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Inputs of the convolution [B, T, channels], gates [B, T, Hv, dv], and strengths and rates [B, T, Hv] before their functions."""
+        """Returns inputs of the convolution [B, T, channels], gates [B, T, Hv, dv], and strengths and rates [B, T, Hv] before their functions."""
         if not self.joined:
             mixed, gate = (named(linear(x, kernel[...]), QUERY) for kernel in (self.input, self.gate))
             return mixed, gate, linear(x, self.strength[...]), linear(x, self.rate[...])
@@ -124,7 +124,7 @@ class GatedDeltaNet(nnx.Module):
         segments: Int[Array, "B T"],
         state: State,
     ) -> tuple[Float[Array, "B T Hv dv"], State]:
-        """The rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
+        """Applies the rule on the mesh: rows are split over the batch axes, and heads, in exchange for tokens, over `tensor` and `context`."""
         if q.shape[1] == 1:
             out, state = step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
             return out[:, None], state
@@ -151,5 +151,5 @@ class GatedDeltaNet(nnx.Module):
 
 
 def _unit(x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-    """`x` at length 1, or shorter where it is almost 0."""
+    """Scales `x` to length 1, or shorter where it is almost 0."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _SMALL)

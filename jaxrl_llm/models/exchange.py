@@ -1,8 +1,8 @@
-"""Sends tokens to the devices that hold their experts, and adds what comes back: each token goes once to each device that needs it.
+"""Sends tokens to the devices that hold their experts, and sums the rows that come back: each token goes once to each device that needs it.
 
-`sent` and `returned` are linear and transposes of each other, so that each is the other's gradient. The devices' rows lie one after
-another, in the order of the devices that they are from, with zeros behind the last one. XLA moves them by a ragged all-to-all, which its
-CPU backend does not have: there every device sends as many rows to each other one as it has tokens (all-to-all), of which the same are read.
+`sent` and `returned` are linear and transposes of each other, so that each is the other's gradient. Received rows are sorted by the
+devices that sent them, with zeros behind the last one. XLA moves rows by a ragged all-to-all, which its CPU backend does not have: there
+every device sends as many rows to each other one as it has tokens (all-to-all), of which the same rows are read.
 """
 
 from functools import partial
@@ -17,13 +17,13 @@ from jaxrl_llm.kernels import dispatch
 
 
 class Route(NamedTuple):
-    """Which rows a device sends to each device of the axis, and gets from it; under shard_map.
+    """The rows that a device sends to each device of the axis, and receives from it; under shard_map.
 
     Attributes:
-      token: int32 [n f] token of each row that leaves, sorted by where it goes, n behind the last one; f is how many devices a token needs
-        at most.
-      place: int32 [n f] rows that leave of each token, n f for no further one.
-      sizes: int32 [ways, ways] rows from each device to each.
+      token: int32 [n f] token of each row that is sent, sorted by destination, n behind the last one; f is the largest number of devices
+        that a token needs.
+      place: int32 [n, f] rows in which each token is sent, n f for no further one.
+      sizes: int32 [ways, ways] number of rows from each device to each.
     """
 
     token: jax.Array
@@ -32,7 +32,7 @@ class Route(NamedTuple):
 
 
 def route_of(devices: Int[Array, "n k"], ways: int, axis: str) -> Route:
-    """Returns the route of tokens that are needed on `devices`, ids outside of [0, ways) on none."""
+    """Returns the route of tokens that are needed on `devices`; ids outside of [0, ways) stand for none."""
     tokens, most = len(devices), min(devices.shape[1], ways)
     needed = jnp.any(devices[:, :, None] == jnp.arange(ways), axis=1)  # [n, ways]
     count = jnp.sum(needed, axis=0, dtype=jnp.int32)
@@ -50,7 +50,7 @@ def sent(x: Float[Array, "n D"], route: Route, axis: str) -> Float[Array, "rows 
 
 
 def returned(rows: Float[Array, "rows D"], route: Route, axis: str) -> Float[Array, "n D"]:
-    """Returns the sum, for each token of this device, of the rows that the devices have made of it, in the dtype of `rows`."""
+    """Returns the sum, for each token of this device, of the rows that the devices computed for it, in the dtype of `rows`."""
     return _returned(axis, rows, route)
 
 
@@ -63,7 +63,7 @@ def _sent(axis: str, x: jax.Array, route: Route) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _returned(axis: str, rows: jax.Array, route: Route) -> jax.Array:
     back = _moved(rows, len(route.token), route.sizes.T, axis)
-    # A sum of gathered rows has one order, which a scatter of them has not.
+    # A sum of gathered rows has a fixed order, which a scatter-add has not.
     parts = [back.at[place].get(mode="fill", fill_value=0) for place in route.place.T]
     return sum(parts[1:], parts[0])
 
@@ -77,7 +77,7 @@ _returned.defvjp(partial(_keep_route, _returned), lambda axis, route, g: (_sent(
 
 
 def _moved(rows: Float[Array, "P D"], most: int, sizes: Int[Array, "ways ways"], axis: str) -> Float[Array, "most D"]:
-    """Returns the rows that arrive, `most` at most: this device's send sizes[own] rows, one device's after another's."""
+    """Returns the received rows, at most `most`; this device sends sizes[own] rows, sorted by destination."""
     own = lax.axis_index(axis)
     leave, arrive = sizes[own], sizes[:, own]
     starts = jnp.cumsum(leave) - leave

@@ -11,9 +11,9 @@ Experts that were recorded for a token take the place of c, and w is computed fr
 https://arxiv.org/abs/2510.11370). Tokens of no segment go to no expert.
 
 On a mesh the weights are gathered over `fsdp` where they are used, and split over `tensor` by their width. Over `expert` each device keeps
-its own experts. It routes its own tokens, takes those of the other devices of the axis with the experts that they go to, computes what its
-experts add to them, and these parts are summed where the tokens lie. Where the axis has at most k devices all tokens are gathered: (ways - 1)
-n D numbers each way for the n tokens of a device. Where it has more, a token goes to the devices that hold its experts alone (`exchange`): at
+its own experts. It routes its own tokens, receives those of the axis's other devices with their choices, and computes the outputs of its
+experts, which are summed on the tokens' own devices. Where the axis has at most k devices all tokens are gathered: (ways - 1)
+n D numbers each way for the n tokens of a device. Where it has more, a token goes only to the devices that hold its experts (`exchange`): at
 most k n D numbers each way. Every token reaches every expert that it goes to; none has a capacity.
 """
 
@@ -39,13 +39,13 @@ from jaxrl_llm.models.linear import linear
 @partial(jax.tree_util.register_dataclass, data_fields=["valid", "routes"], meta_fields=["replay"])
 @dataclass(frozen=True)
 class Routed:
-    """What a layer of experts knows of its tokens.
+    """The tokens that a layer of experts routes, and their recorded experts.
 
     Attributes:
       valid: bool [B, T] tokens that are routed; the others get 0.
-      routes: [B, T, k] recorded experts of each token; ids at or beyond the number of experts were not recorded, and the token's live choice is
+      routes: [B, T, k] recorded experts of each token; ids at or beyond the number of experts stand for none, and the token's live choice is
         taken. None records nothing.
-      replay: whether recorded experts take the place of the live choice; False compares them with it alone.
+      replay: whether recorded experts take the place of the live choice; False only compares them with it.
     """
 
     valid: Any
@@ -54,7 +54,7 @@ class Routed:
 
 
 class Report(NamedTuple):
-    """What a layer of experts did with the valid tokens; stacked over layers where several report.
+    """A report on the valid tokens of a layer of experts; stacked over layers where several report.
 
     Attributes:
       counts: int32 [E] tokens that each expert took.
@@ -83,9 +83,9 @@ class Over(NamedTuple):
     """The mesh axes that divide a layer of experts; on one device none do.
 
     Attributes:
-      tokens: those that divide the tokens.
-      experts: those that divide the experts.
-      width: those that divide each expert's width.
+      tokens: axes that divide the tokens.
+      experts: axes that divide the experts.
+      width: axes that divide each expert's width.
     """
 
     tokens: tuple[str, ...] = ()
@@ -122,7 +122,7 @@ class ExpertMLP(nnx.Module):
             self.share = parameter(rngs, (width, 1), ("embed", None), std)
 
     def __call__(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
-        """The experts' weighted outputs, 0 for tokens that are not valid, with that of the shared one, and what was done."""
+        """Returns the experts' weighted outputs, 0 for tokens that are not valid, with that of the shared expert, and the report."""
         y, report = self._chosen(x, routed)
         if self.sizes.shared is None:
             return y, report
@@ -130,7 +130,7 @@ class ExpertMLP(nnx.Module):
         return y + share * self.shared(x), report
 
     def _chosen(self, x: Float[Array, "B T D"], routed: Routed) -> tuple[Float[Array, "B T D"], Report]:
-        """The weighted outputs of the chosen experts, and what was done."""
+        """Returns the weighted outputs of the chosen experts, and the report."""
         bias = None if self.choice_bias is None else self.choice_bias[...]
         weights = ((self.router[...], bias), self.gate_up[...], self.down[...])
         if self.partitioner.mesh.size == 1:
@@ -163,7 +163,7 @@ class ExpertMLP(nnx.Module):
         down: Float[Array, "own M D"],
         routed: Routed,
     ) -> tuple[Float[Array, "B T D"], Report]:
-        """The layer for a device's own tokens, by its own experts and those of the devices that share them; the report is of all tokens."""
+        """Computes the layer for a device's own tokens, by its own experts and those of the devices that share them; the report is of all tokens."""
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router[0].astype(jnp.float32), precision="highest")
         p = jax.nn.softmax(logits, axis=-1)
         scores = p if router[1] is None else p + router[1]
@@ -198,7 +198,7 @@ class ExpertMLP(nnx.Module):
         ids: Int[Array, "B T k"],
         valid: Bool[Array, "B T"],
     ) -> dict[str, jax.Array]:
-        """The sums of a report over the valid tokens; the sum of p alone has a gradient."""
+        """Returns a report's sums over the valid tokens; only the sum of p has a gradient."""
         total = lambda x, where: jnp.sum(jnp.where(where, x, 0))  # noqa: E731
         constant, w = jax.lax.stop_gradient(p), jax.lax.stop_gradient(weights)
         logs = jnp.where(constant > 0, jnp.log(jnp.where(constant > 0, constant, 1.0)), 0.0)
@@ -219,11 +219,11 @@ def _computed(
     ids: Int[Array, "n k"],
     weights: Float[Array, "n k"],
 ) -> Float[Array, "n D"]:
-    """The weighted outputs of all experts for a device's own tokens, of which it computes those of its own E experts; under shard_map.
+    """Returns the weighted outputs of all experts for a device's own tokens; the device computes its own E experts; under shard_map.
 
-    Where the axis that divides the experts divides the tokens too, they are gathered over it, and their sums are scattered back, or they are
-    exchanged where the axis has more devices than a token has experts; where the devices of the axis have the same tokens, as of a batch
-    that it does not divide, only the sums remain.
+    Where the axis that divides the experts divides the tokens too, tokens are gathered over it and their sums are scattered back, or tokens
+    are exchanged where the axis has more devices than a token has experts. Where the devices of the axis have the same tokens, as of a batch
+    that it does not divide, only the outputs are summed.
     """
     gathered = tuple(axis for axis in over.experts if axis in over.tokens)
     if gathered and jax.lax.axis_size(gathered) > ids.shape[1]:
@@ -246,7 +246,7 @@ def _computed(
 def _exchanged(
     over: Over, axis: str, x: jax.Array, gate_up: jax.Array, down: jax.Array, ids: jax.Array, weights: jax.Array
 ) -> Float[Array, "n D"]:
-    """What `_computed` returns, by sending each token to the devices of `axis` that hold its experts."""
+    """Returns the result of `_computed`, by sending each token to the devices of `axis` that hold its experts."""
     own, ways = len(down), jax.lax.axis_size(axis)
     route = exchange.route_of(ids // own, ways, axis)
     rows, shares = exchange.sent(x, route, axis), exchange.sent(weights, route, axis)

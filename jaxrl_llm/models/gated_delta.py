@@ -1,4 +1,4 @@
-"""The causal convolution before a gated delta rule (kernels/delta_rule), and what padding and segments mean to both."""
+"""The causal convolution before a gated delta rule (kernels/delta_rule), and the treatment of padding and segments in both."""
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,8 @@ def convolved(
     segments: Int[Array, "B T"],
     before: Float[Array, "B reach channels"],
 ) -> Float[Array, "B T channels"]:
-    """sum_j weights[:, j] x[t - taps + 1 + j] over tokens of t's segment, float32; `before` are the taps - 1 inputs of the first segment
-    that precede the row, 0 where it begins there."""
+    """Returns sum_j weights[:, j] x[t - taps + 1 + j] over tokens of t's segment, float32; `before` are the taps - 1 inputs of the first
+    segment that precede the row, 0 where it begins there."""
     reach, length = weights.shape[-1] - 1, x.shape[1]
     whole = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     owners = jnp.concatenate([jnp.broadcast_to(segments[:, :1], (x.shape[0], reach)), segments], axis=1)
@@ -27,12 +27,12 @@ def convolved(
 def last_inputs(
     x: Float[Array, "B T channels"], valid: Bool[Array, "B T"], before: Float[Array, "B reach channels"]
 ) -> Float[Array, "B reach channels"]:
-    """The last inputs of the convolution up to each row's last valid token, where the valid ones come first; as many as `before` holds."""
+    """Returns the last inputs of the convolution up to each row's last valid token, as many as `before` holds; valid tokens come first."""
     whole = jnp.concatenate([before.astype(x.dtype), x], axis=1)
     places = jnp.sum(valid.astype(jnp.int32), axis=1, keepdims=True) + jnp.arange(before.shape[1])
     return jnp.take_along_axis(whole, places[..., None], axis=1)
 
 
 def continued(segments: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """The segments with padding, 0, counted to the segment before it."""
+    """Returns the segments, where padding, 0, takes the segment before it."""
     return jax.lax.associative_scan(lambda left, right: jnp.where(right > 0, right, left), segments, axis=1)

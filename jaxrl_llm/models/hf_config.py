@@ -1,4 +1,4 @@
-"""Hugging Face's config.json and an Architecture, in both directions."""
+"""Converts Hugging Face's config.json to an Architecture, and back."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -29,8 +29,8 @@ NESTED: dict[str, str] = {
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }
-# What the class and `model_type` begin with where experts are chosen with a bias: other programs, which have no place for it in these
-# families, refuse such a folder, and do not send tokens to other experts without a word.
+# Prefixes of the class and of `model_type` where experts are chosen with a bias: other programs, which have no place for it in these
+# families, refuse such a folder instead of silently choosing other experts.
 BIASED_CLASS, BIASED_TYPE = "ChoiceBias", "choice_bias_"
 # The suffix of an architecture's class: for a language model and for a value model.
 LANGUAGE, VALUE = "ForCausalLM", "ForSequenceClassification"
@@ -47,7 +47,7 @@ ONLY: dict[str, Any] = {
 
 
 def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings of the text model in those of a vision-language model; others are returned as they are."""
+    """Returns the settings of the text model in those of a vision-language model; others are returned as they are."""
     names = [NESTED.get(str(name)) for name in config.get("architectures") or ()]
     if not names or names[0] is None:
         return config
@@ -56,7 +56,7 @@ def text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_classifier(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json describes a sequence classifier, which corresponds to a value model."""
+    """Returns whether a config.json describes a sequence classifier, which corresponds to a value model."""
     return any(str(name).endswith(VALUE) for name in config.get("architectures") or ())
 
 
@@ -203,7 +203,7 @@ def _written_scaling(scaling: Llama3RopeScaling | None) -> dict[str, Any] | None
 
 
 def _experts(config: Mapping[str, Any], source: str, *, shared: bool = False) -> Experts:
-    """The experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`.
+    """Returns the experts that a config describes, under the names of hub files or of transformers 5, which writes `num_local_experts`.
 
     Families with a `shared` expert divide the weights by their sum unless the file says otherwise; the others do not.
     """
@@ -237,7 +237,7 @@ def _written_experts(architecture: Architecture, experts: Experts) -> dict[str, 
 
 
 def _hybrid(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """What a config says of layers with a recurrent state, and of the attention among them."""
+    """Returns the sizes of layers with a recurrent state in a config, and the rotated share of the attention among them."""
     names = {
         "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads",
         "key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim", "taps": "linear_conv_kernel_dim",
@@ -291,7 +291,7 @@ def _written_hybrid(architecture: Architecture, delta: GatedDelta) -> dict[str, 
 
 
 def _period(pattern: tuple[bool, ...]) -> tuple[bool, ...]:
-    """The shortest pattern that repeats to the given one."""
+    """Returns the shortest pattern that repeats to the given one."""
     lengths = range(1, len(pattern) + 1)
     return pattern[: next(p for p in lengths if all(x == pattern[i % p] for i, x in enumerate(pattern)))]
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, and the names that its tensors have there.
+"""Reads the safetensors files of a Hugging Face folder, and finds the names that its tensors have there.
 
 A folder may have its tensors under other prefixes than a causal language model's own ("model." and "lm_head."): under that of a wrapper
 ("module.", "_orig_mod."), of a model around the language model ("language_model.model."), or under none.
@@ -24,10 +24,10 @@ EMBEDDING, HEADS = "embed_tokens.weight", ("lm_head.weight", "score.weight")
 
 
 def renamed(names: Iterable[str]) -> dict[str, str]:
-    """{name in a causal language model: name in the folder} of the folder's tensors.
+    """Returns {name in a causal language model: name in the folder} of the folder's tensors.
 
-    The prefix of the layers is what stands before the only embedding's name; the heads' prefixes may be others. Names that do not begin
-    with the layers' prefix stay as they are.
+    The layers' prefix is that of the only embedding's name; the heads' prefixes may be others. Names that do not begin with the layers'
+    prefix stay as they are.
     """
     names = list(names)
     prefixes = [name.removesuffix(EMBEDDING) for name in names if name == EMBEDDING or name.endswith(f".{EMBEDDING}")]
@@ -42,9 +42,9 @@ def renamed(names: Iterable[str]) -> dict[str, str]:
 
 
 class Checkpoint:
-    """The safetensors files of a folder, opened lazily; `prefix` is that of all names there, "" finds it.
+    """The safetensors files of a folder, opened lazily; `prefix` is the prefix of all names there, or "" to find it.
 
-    Where the folder may be a vision-language model's (`nested`), its text model alone is here.
+    Where the folder may be a vision-language model's (`nested`), only its text model is read.
     """
 
     def __init__(self, folder: Path, prefix: str = "", nested: bool = False):
@@ -72,16 +72,16 @@ class Checkpoint:
         self._handles = {file: open_file(file) for file in set(self._file_of.values())}
 
     def slices(self, name: str) -> Any:
-        """The tensor as a slice object that reads lazily."""
+        """Returns the tensor as a slice object that reads lazily."""
         return self._handles[self._file_of[name]].get_slice(self._names[name])
 
     def holder(self, tensor: Tensor) -> str:
-        """The name of the tensor here that holds its values: its own, or that of all experts of the layer."""
+        """Returns the name of the tensor in the folder that holds its values: its own, or that of the layer's fused experts."""
         whole = tensor.name not in self._file_of and tensor.fused in self._file_of
         return str(tensor.fused) if whole else tensor.name
 
     def part(self, tensor: Tensor, slices: tuple[slice, ...]) -> np.ndarray:
-        """The values of a tensor at `slices` of its layout in the checkpoint."""
+        """Reads the values of a tensor at `slices` of its layout in the checkpoint."""
         name = self.holder(tensor)
         if name == tensor.name:
             return np.asarray(self.slices(name)[slices])

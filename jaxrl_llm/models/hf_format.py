@@ -1,4 +1,4 @@
-"""Hugging Face's format, in both directions: a checkpoint's tensors and the leaves of Params; config.json is hf_config.py.
+"""Maps the tensors of a Hugging Face checkpoint to the leaves of Params, and back; config.json is in hf_config.py.
 
 A linear map in Params has its input axes first and its heads as an axis, [*in, *out]; the checkpoint's is a matrix [out, in]
 with flattened heads. Stacked leaves [L, ...] become one tensor a layer. Adapters {"a", "b"} in the place of a leaf get
@@ -66,8 +66,8 @@ EXPERT_TENSORS: dict[str, tuple[tuple[str, ...], str]] = {
     "layers/mlp/down": (("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",), "model.layers.{layer}.mlp.experts.down_proj"),
 }  # fmt: skip
 
-# In the folder of a vision-language model: what the names of its text model begin with in the place of "model.", and what those of its
-# other parts begin with, its vision model and the layers that guess further tokens.
+# In the folder of a vision-language model: the prefix of its text model's names in place of "model.", and the prefixes of its other
+# parts, its vision model and the layers that predict further tokens.
 NESTED, OTHER_PARTS = "model.language_model.", ("model.visual.", "mtp.")
 
 ADAPTERS = {"a": "lora_A", "b": "lora_B"}
@@ -101,13 +101,13 @@ class Tensor:
 
     @property
     def index(self) -> tuple[int | None, ...]:
-        """Where its values are in the leaf: an index for each axis that it has one place of, and None for an axis of its own."""
+        """The index of its values in the leaf: a number on each axis where it has one place, and None on each axis of its own."""
         if self.expert is None:
             return (*(() if self.layer is None else (self.layer,)), *(None,) * len(self.shape))
         return (self.layer, self.expert, None, *(() if self.part is None else (self.part,)), None)
 
     def of(self, leaf: Any) -> Any:
-        """Its values in the leaf, in the layout of Params."""
+        """Returns its values in the leaf, in the layout of Params."""
         return leaf[tuple(slice(None) if i is None else i for i in self.index)]
 
     @property
@@ -119,11 +119,11 @@ class Tensor:
         return (out, inner) if self.inputs else (out,)
 
     def to_hf(self, leaf: Any) -> Any:
-        """Its values (NumPy or JAX, [*in, *out]) in the checkpoint's layout."""
+        """Returns its values (NumPy or JAX, [*in, *out]) in the checkpoint's layout."""
         return leaf if self.inputs is None else leaf.reshape(self.hf_shape[::-1]).T
 
     def hf_slices(self, slices: tuple[slice, ...]) -> tuple[slice, ...]:
-        """The part of the checkpoint tensor that holds `slices` (with start and stop) of its values.
+        """Returns the part of the checkpoint tensor that holds `slices` (with start and stop) of its values.
 
         Raises:
           ValueError: an axis other than the first of a flattened group is split, so that the part is no rectangle there.
@@ -162,7 +162,7 @@ def tensors(tree: Mapping[str, Any]) -> list[Tensor]:
 def _of_leaf(
     plain: str, keys: tuple[str, ...], shape: tuple[int, ...], layer: int | None, number: int | None
 ) -> list[Tensor]:
-    """The tensor of a leaf, or of one layer of it."""
+    """Returns the tensor of a leaf, or of one layer of it."""
     parent = plain.rpartition("/")[0]
     adapter = ADAPTERS.get(keys[-1]) if parent in TENSORS else None
     known = parent if adapter else plain
@@ -178,7 +178,7 @@ def _of_leaf(
 def _of_experts(
     plain: str, keys: tuple[str, ...], shape: tuple[int, ...], layer: int | None, number: int | None
 ) -> list[Tensor]:
-    """The tensors of one layer of a leaf of experts, [L, E, in, out] or [L, E, in, parts, out]."""
+    """Returns the tensors of one layer of a leaf of experts, [L, E, in, out] or [L, E, in, parts, out]."""
     names, fused = EXPERT_TENSORS[plain]
     return [
         Tensor(
@@ -191,13 +191,13 @@ def _of_experts(
 
 
 def unnested(names: Iterable[str]) -> dict[str, str]:
-    """The tensors of the text model in a folder that may be a vision-language model's: name as in a text folder -> name there."""
+    """Returns {name as in a text model's folder: name here} of the text model in a folder that may be a vision-language model's."""
     own = [name for name in names if not name.startswith(OTHER_PARTS)]
     return {f"model.{name.removeprefix(NESTED)}" if name.startswith(NESTED) else name: name for name in own}
 
 
 def leaf_of(tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
-    """The leaf at `path`."""
+    """Returns the leaf at `path`."""
     for key in path:
         tree = tree[key]
     return tree

@@ -65,7 +65,7 @@ def architecture(folder: Path, *, value: bool = False) -> Architecture:
 
 
 def is_classifier(folder: Path) -> bool:
-    """Whether the folder holds a sequence classifier; raises the errors of `architecture`."""
+    """Returns whether the folder holds a sequence classifier; raises the errors of `architecture`."""
     return hf_config.is_classifier(config_of(folder))
 
 
@@ -128,7 +128,7 @@ def read(
     """Reads the leaves of `abstract`, a tree of shapes with shardings like Params; see `load`.
 
     Args:
-      sizes: the leaves' own shapes, as they are in the folder; None where none is filled up (distributed/padding.py).
+      sizes: the leaves' own shapes, as they are in the folder; None where none is padded (distributed/padding.py).
       unread: names of further tensors that the folder may hold; None allows any.
       prefix: prefix of all tensor names in the folder.
       nested: whether the folder may be a vision-language model's, of which the text model is read and the other parts are not.
@@ -165,7 +165,7 @@ def save(
       folder: folder to write; must not exist yet, or be empty.
       tokenizer: a transformers tokenizer to save beside the weights, or None.
       dtype: dtype of the written tensors: "float32", "bfloat16" or "float16".
-      shard_bytes: most bytes of tensors in one file; more are spread over several files with an index.
+      shard_bytes: largest number of bytes of tensors in one file; more are spread over several files with an index.
 
     Raises:
       FileExistsError: the folder is not empty.
@@ -213,7 +213,7 @@ def save_adapters(
 
 
 def write_peft(lora: LoRA, tensors: Mapping[str, np.ndarray], folder: Path, base_name: str | None) -> None:
-    """Writes adapters under their names without PEFT's prefix, in its format, to a folder that is there."""
+    """Writes adapters under their names without PEFT's prefix, in its format, to an existing folder."""
     config = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base_name, "r": lora.rank,
         "lora_alpha": lora.alpha, "lora_dropout": 0.0, "target_modules": list(lora.targets), "bias": "none",
@@ -277,7 +277,7 @@ def _shard_reader(checkpoint: Checkpoint, group: Sequence[Tensor], shape: tuple[
 def _filled_shard(
     reader: Callable[..., np.ndarray], stored: tuple[int, ...], own: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """A shard of a leaf in the shape in which it is stored: what `reader` gives of its own part, and zeros."""
+    """Returns a shard of a leaf in its stored shape: the values that `reader` gives for the leaf's own part, and zeros."""
     bounds = [s.indices(n)[:2] for s, n in zip(index, stored)]
     shape = [stop - start for start, stop in bounds]
     inside = tuple(slice(start, min(stop, n)) for (start, stop), n in zip(bounds, own))
@@ -327,7 +327,7 @@ def _gathered(policy: Policy | ValueModel, leaf: jax.Array, tensor: Tensor, dtyp
 def _replicated(
     leaf: jax.Array, index: tuple[jax.Array | None, ...], policy: Policy | ValueModel, dtype: str
 ) -> jax.Array:
-    """The values of a leaf at an index for each axis, None for a whole one, on every device."""
+    """Returns the values of a leaf, on every device, at an index for each axis; None takes the whole axis."""
     values = leaf
     for axis, i in reversed(list(enumerate(index))):
         values = values if i is None else jax.lax.dynamic_index_in_dim(values, i, axis, keepdims=False)

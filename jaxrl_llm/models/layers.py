@@ -1,24 +1,24 @@
-"""The parts of a layer: RMSNorm, rotary positions, grouped-query projections, gated MLP; and what their backward pass recomputes.
+"""The parts of a layer: RMSNorm, rotary positions, grouped-query projections and gated MLP; and what their backward pass recomputes.
 
 RMSNorm: https://arxiv.org/abs/1910.07467, RoPE (half-split form): https://arxiv.org/abs/2104.09864,
 GQA: https://arxiv.org/abs/2305.13245, SwiGLU: https://arxiv.org/abs/2002.05202.
 Each parameter carries its logical axes (`axes`), which the partitioner maps to the mesh; parameters are float32 and are
 cast to the compute dtype where they are used. Statistics and rotations are computed in float32.
 
-A rematerialisation policy (`POLICIES`) says what the backward pass finds in memory and what it computes again. Bytes kept of each
+A rematerialisation policy (`POLICIES`) says what the backward pass finds in memory and what it recomputes. Bytes kept for each
 token and layer in bfloat16, for width D, H heads and K key/value heads of width C, and an MLP of width M:
 
     offload        0 on the device, 2 D on the host
     full           2 D                          the layer's input
-    attention      2 D + 2 H C + 4 H            and what attention returned, so that it runs once
+    attention      2 D + 2 H C + 4 H            and attention's results, so that it runs once
     projections    4 D + 4 H C + 4 K C + 4 H    and queries, keys, values and the stream between attention and MLP
     gate           that and 2 M                 and the MLP's gate
     dots           about 2 (4 D + 2 H C + 2 K C + 2 M)   all matrix products
     none           everything
 
-A layer with k experts of width M in place of its MLP keeps with "gate" 4 k M bytes of them: both of their first products.
+A layer with k experts of width M in place of its MLP keeps 4 k M bytes of them with "gate": both of their first products.
 
-"full" computes again all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
+"full" recomputes all products but the MLP's last; "projections" only the MLP's first two, "gate" one of these.
 """
 
 import contextlib
@@ -41,19 +41,19 @@ from jaxrl_llm.models.linear import added, biased, gated_linear, linear, linears
 # Names that a layer gives to its values.
 INPUT, QUERY, KEY, VALUE, MIDDLE, GATE = "layer_input", "query", "key", "value", "middle", "gate"
 ROUTER, EXPERT_GATE = "router", "expert_gate"
-# By which primitive or name fused attention's forward pass returns its output and sums.
+# The primitive, and the name, with which fused attention's forward pass returns its output and sums.
 ATTENTION_PRIMITIVE, ATTENTION_NAME = cudnn.FORWARD, "splash_attention_residual"
 
 Policy = Callable[..., Any]
 
 
 def named(x: Shaped[Array, "..."], name: str) -> Shaped[Array, "..."]:
-    """`x`, known to the policies by `name`."""
+    """Names `x` for the rematerialisation policies."""
     return checkpoint_name(x, name)
 
 
 def _keeping(*names: str, products: bool = False) -> Policy:
-    """Keeps what attention returned, the experts that tokens went to, the named values and, if asked, every product that has no batch axes."""
+    """Makes a policy that keeps attention's results, experts' choices, the named values and, if asked, every product that has no batch axes."""
     of_name = jax.checkpoint_policies.save_only_these_names(ATTENTION_NAME, ROUTER, *names)
 
     def policy(primitive: Any, *args: Any, **params: Any) -> Any:
@@ -82,12 +82,12 @@ Rope = tuple[Float[Array, "B T half"], Float[Array, "B T half"]]
 
 
 def parameter(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], std: float) -> nnx.Param:
-    """A float32 parameter drawn from a normal distribution, with its logical axes."""
+    """Returns a float32 parameter drawn from a normal distribution, with its logical axes."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
-    """Radians per position of each pair of head dimensions, with Llama 3's stretch where the architecture has one."""
+    """Returns radians per position of each pair of head dimensions, with Llama 3's stretch where the architecture has one."""
     half = architecture.rotated // 2
     frequencies = architecture.rope_theta ** -(jnp.arange(half, dtype=jnp.float32) / half)
     scaling = architecture.rope_scaling
@@ -100,13 +100,13 @@ def rope_frequencies(architecture: Architecture) -> Float[Array, " half"]:
 
 
 def rope(architecture: Architecture, positions: Int[Array, "B T"]) -> Rope:
-    """Cosine and sine of each rotation, float32; on TPUs computed once, and not in each layer."""
+    """Returns cosine and sine of each rotation, float32; on TPUs they are computed once, and not in each layer."""
     angles = pinned(positions[..., None].astype(jnp.float32) * _known_frequencies(architecture))
     return written(pinned(jnp.cos(angles))), written(pinned(jnp.sin(angles)))
 
 
 def _known_frequencies(architecture: Architecture) -> Float[Array, " half"]:
-    """`rope_frequencies`, in ordered programs as numbers, which no program computes by itself."""
+    """Returns `rope_frequencies`; ordered programs hold them as constants and do not compute them."""
     with jax.ensure_compile_time_eval() if dispatch.ordered() else contextlib.nullcontext():
         return rope_frequencies(architecture)
 
@@ -142,7 +142,7 @@ def rotate_first(x: Float[Array, "B T heads C"], rotation: Rope) -> Float[Array,
 
 
 class RMSNorm(nnx.Module):
-    """scale * x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32; with 1 + scale where it is `centred` on zero."""
+    """RMSNorm: scale * x / sqrt(mean(x^2) + epsilon) over the last axis, in float32; with 1 + scale where it is `centred` on zero."""
 
     def __init__(self, width: int, epsilon: float, centred: bool = False):
         first = jnp.zeros if centred else jnp.ones
@@ -157,7 +157,7 @@ class RMSNorm(nnx.Module):
         return (x32 * inverse * self._scale()).astype(x.dtype)
 
     def of_sum(self, x: Float[Array, "B T D"], y: Float[Array, "B T D"], name: str) -> tuple[jax.Array, jax.Array]:
-        """Returns x + y, known to the policies by `name`, and its norm; in ordered programs those of a single token a row, a sampler's, in one pass."""
+        """Returns x + y, named `name` for the policies, and its norm; ordered programs compute those of one token a row, a sampler's, in one pass."""
         if dispatch.ordered() and x.shape[1] == 1:
             return arithmetic.added_norm(x, y, self._scale(), self.epsilon)
         total = named(added(x, y), name)
@@ -177,12 +177,12 @@ class Projection(nnx.Module):
         self.bias = bias if architecture.qkv_bias else None
 
     def of(self, y: Float[Array, "B T heads C"]) -> Float[Array, "B T heads C"]:
-        """The projection whose product is `y`."""
+        """Adds the projection's bias, where there is one, to its product `y`."""
         return y if self.bias is None else biased(y, self.bias[...])
 
 
 class Attention(nnx.Module):
-    """The projections around attention; what attends to what is the caller's business."""
+    """The projections around attention, which the caller computes."""
 
     def __init__(self, architecture: Architecture, *, rngs: nnx.Rngs):
         self.gated, self.head_width = architecture.output_gate, architecture.head_width
@@ -198,7 +198,7 @@ class Attention(nnx.Module):
     def project(
         self, x: Float[Array, "B T D"], rotation: Rope
     ) -> tuple[Float[Array, "B T H C"], Float[Array, "B T K C"], Float[Array, "B T K C"], jax.Array | None]:
-        """Rotated queries, rotated keys, values, and the gate of the heads' outputs, [B, T, H, C], where there is one."""
+        """Returns rotated queries, rotated keys, values, and the gate of the heads' outputs, [B, T, H, C], where there is one."""
         maps, gate = (self.query, self.key, self.value), None
         q, k, v = (part.of(y) for part, y in zip(maps, linears(x, [part.kernel[...] for part in maps])))
         if self.gated:
@@ -208,14 +208,14 @@ class Attention(nnx.Module):
         return rotate_first(q, rotation), rotate_first(k, rotation), v, gate
 
     def merge(self, heads: Float[Array, "B T H C"], gate: jax.Array | None = None) -> Float[Array, "B T D"]:
-        """The heads' outputs, through their gate where there is one, brought back to the residual stream."""
+        """Projects the heads' outputs, through their gate where there is one, back to the residual stream."""
         if gate is not None:
             heads = heads * jax.nn.sigmoid(gate.astype(jnp.float32)).astype(heads.dtype)
         return linear(heads, self.output[...], 2)
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """A gated MLP: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, architecture: Architecture, mlp_width: int, *, rngs: nnx.Rngs):
         width, std = architecture.width, architecture.init_std

@@ -55,7 +55,7 @@ class Quantized:
 
     Attributes:
       values: [*in, *out].
-      scale: float32 [*out], by which products with `values` are multiplied.
+      scale: float32 [*out] factors of products with `values`.
     """
 
     values: Any
@@ -68,13 +68,13 @@ class Quantized:
 
 @dataclass(frozen=True)
 class Stored:
-    """How a mesh holds a weight.
+    """The placement of a weight on a mesh.
 
     Attributes:
       mesh: the device mesh.
       rows: the mesh axes that split the batch and the length of activations, over which the weight's gradient is summed here; None
         leaves that sum to XLA.
-      spec: the mesh axes that split each dimension of the weight where it lies.
+      spec: the mesh axes that split each dimension of the stored weight.
     """
 
     mesh: Mesh
@@ -82,22 +82,22 @@ class Stored:
     spec: PartitionSpec
 
     def parts(self, dimensions: Sequence[int]) -> bool:
-        """Whether a product over these dimensions of the weight gives each device a part of a sum: it has no other share than its own."""
+        """Returns whether a product over these dimensions of the weight gives each device a part of a sum, as an axis besides fsdp splits them."""
         return any(axis != GATHERED for d in dimensions for axis in names(self.spec[d]))
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["weights"], meta_fields=["stored"])
 @dataclass(frozen=True)
 class Spread:
-    """A weight that a mesh divides: the gradient that a device finds with its rows is summed to where the weight lies, and
-    products of which devices have parts are summed in float32, as one device's are.
+    """A weight that a mesh divides: the gradients that devices compute from their rows are summed to the weight's shards, and partial
+    products are summed in float32, as on one device.
 
-    Left to XLA, sums over many TPUs become all-reduces of the whole gradient, which are waited for, and parts are rounded to the
+    Left to XLA, sums over many TPUs become all-reduces of the whole gradient, which block, and parts are rounded to the
     activations' dtype before they are summed.
 
     Attributes:
       weights: [*in, *out].
-      stored: where it lies.
+      stored: its placement.
     """
 
     weights: Any
@@ -109,7 +109,7 @@ class Spread:
 
 
 def _summed(product: Any, stored: Stored | None, x: jax.Array, g: jax.Array) -> jax.Array:
-    """`product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
+    """Returns `product(x, g)`, the gradient of a weight in float32, summed over the devices that split the rows of `x` and `g`."""
     if stored is None or stored.rows is None:
         return product(x, g)
     mesh, split = stored.mesh, [axis for part in stored.rows for axis in names(part)]
@@ -154,7 +154,7 @@ def linear(
 
 
 def linears(x: Float[Array, "B T D"], weights: Sequence[Any]) -> list[Float[Array, "B T ..."]]:
-    """Returns the `linear` of each of the weights; in ordered programs those of a single token a row, a sampler's, are one kernel's."""
+    """Returns the `linear` of each of the weights; ordered programs compute those of one token a row, a sampler's, in one kernel."""
     if dispatch.ordered() and x.shape[1] == 1 and not any(isinstance(w, Adapted | Quantized | Spread) for w in weights):
         return _products(x, list(weights))
     return [linear(x, w) for w in weights]
@@ -181,12 +181,12 @@ def _unwrapped(weights: Any) -> tuple[Any, Stored | None]:
 
 
 def pinned(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x`, in ordered programs rounded before anything is added to it."""
+    """Returns `x`, which ordered programs round before anything is added to it."""
     return arithmetic.pin(x) if dispatch.ordered() else x
 
 
 def rounded(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
-    """Returns `x` in `dtype`, in ordered programs by a rounding that the compiler keeps."""
+    """Returns `x` in `dtype`; ordered programs use a rounding that the compiler keeps."""
     return arithmetic.rounded(x, dtype) if dispatch.ordered() else x.astype(dtype)
 
 
@@ -234,12 +234,12 @@ def _written(x: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(x)
 
 
-# The gradient has no barrier, so that what it is summed up to is computed with the product that it comes from.
+# The gradient has no barrier, so that a sum of it is computed with the product that it comes from.
 _written.defvjp(lambda x: (_written(x), None), lambda _, g: (g,))
 
 
 def written(x: Float[Array, "B T N"]) -> Float[Array, "B T N"]:
-    """Returns `x`, on TPUs computed once and not in each product that reads it; a single token a row is left to the compiler."""
+    """Returns `x`, which TPUs compute once and not in each product that reads it; one token a row is left to the compiler."""
     return _written(x) if _on_tpu() and x.shape[1] > 1 else x
 
 
@@ -298,7 +298,7 @@ _gated_product.defvjp(_gated_forward, _gated_backward)
 
 
 def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | None, over: Sequence[int]) -> jax.Array:
-    """tensordot in the dtype of `x`, where the dimensions `over` of the weights are contracted; parts are summed in float32."""
+    """Contracts as tensordot in the dtype of `x`, over the dimensions `over` of the weights; parts are summed in float32."""
     weights = weights.astype(x.dtype)
     if stored is None or not stored.parts(over):
         return jnp.tensordot(x, weights, axes)
@@ -306,7 +306,7 @@ def _contracted(x: jax.Array, weights: jax.Array, axes: Any, stored: Stored | No
 
 
 def _applied(x: jax.Array, weights: jax.Array, inputs: int, stored: Stored | None) -> jax.Array:
-    """The product of the forward pass: the last `inputs` axes of `x` with the first of the weights."""
+    """Computes the product of the forward pass: the last `inputs` axes of `x` with the first of the weights."""
     if dispatch.ordered():
         return arithmetic.linear(x, weights, inputs)
     return _contracted(x, weights, inputs, stored, range(inputs))

@@ -92,7 +92,7 @@ class AdaptedPolicy(Policy):
         return Policy(self.architecture, self.partitioner, self.compute_dtype, self.remat, unroll=self.unroll)
 
     def axes(self) -> dict[str, Any]:
-        """Logical axes of each adapter: A is sharded like the weight's inputs, B like its outputs."""
+        """Returns the logical axes of each adapter: A is sharded like the weight's inputs, B like its outputs."""
         whole = self.plain.axes()
         axes: dict[str, Any] = {}
         for path in self._paths:
@@ -101,7 +101,7 @@ class AdaptedPolicy(Policy):
         return axes
 
     def sizes(self) -> dict[str, Any]:
-        """Shape and dtype (float32) of each adapter, whatever the mesh."""
+        """Returns shape and dtype (float32) of each adapter, regardless of the mesh."""
         whole = self.plain.sizes()
         tree: dict[str, Any] = {}
         for path in self._paths:
@@ -177,7 +177,7 @@ class AdaptedPolicy(Policy):
 def _sum(
     w: jax.Array, a: jax.Array, b: jax.Array, scale: float, sharding: jax.sharding.Sharding, own: tuple[int, ...]
 ) -> jax.Array:
-    """Returns w + scale x a b of every layer, computed in float32; `own` is the weight's own shape, without filling."""
+    """Returns w + scale x a b of every layer, computed in float32; `own` is the weight's own shape, without padding."""
     a, b = (padding.cut(x, shape) for x, shape in zip((a, b), adapter_shapes(own, a, b)))
     product = jax.vmap(lambda a, b: jnp.tensordot(a, b, 1, precision="highest"))(a, b)
     product = padding.filled(product, w.shape)

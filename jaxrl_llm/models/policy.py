@@ -31,7 +31,7 @@ Params = dict[
 
 COMPUTE_DTYPES = ("float32", "bfloat16")
 ROW_AXES = ("data", "fsdp", "expert", "context")  # mesh axes that may split the tokens of a batch
-# Mesh axes that the bitwise mode does not have, and what they do to a token's sums.
+# Mesh axes that the bitwise mode does not support, and their effect on a token's sums.
 DIVIDING = {
     "tensor": "makes products sums of the devices' parts",
     "context": "exchanges the tokens of a row for heads, which is no part of the ordered programs",
@@ -51,12 +51,12 @@ class Policy:
     Attributes:
       architecture: sizes and switches of the model.
       partitioner: the mesh and its axis table.
-      compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32, but where `Optimizer.weights` says otherwise.
-      remat: name of what the backward pass recomputes: "none", "dots", "gate", "projections", "attention", "full" or
+      compute_dtype: dtype of activations, "float32" or "bfloat16"; parameters are float32 except where `Optimizer.weights` says otherwise.
+      remat: name of the values that the backward pass recomputes: "none", "dots", "gate", "projections", "attention", "full" or
         "offload"; see models/layers.py.
-      unroll: layers in one step of the scan over layers.
-      bitwise: whether a token's forward pass has one order of sums, so that its log-prob is the same bits in the learner and in the
-        embedded sampler, whatever it is computed with (`check_bitwise` says of which models).
+      unroll: number of layers in one step of the scan over layers.
+      bitwise: whether a token's forward pass has one order of sums, so that its log-prob has the same bits in the learner and in the
+        embedded sampler, whatever other tokens it is computed with (`check_bitwise` says for which models).
     """
 
     architecture: Architecture
@@ -96,7 +96,7 @@ class Policy:
         return params
 
     def axes(self) -> dict[str, Any]:
-        """Logical axes of each parameter: a tree like Params with a tuple at each leaf."""
+        """Returns the logical axes of each parameter: a tree like Params with a tuple at each leaf."""
 
         def leaf_axes(path: tuple[Any, ...], variable: nnx.Variable) -> Axes:
             axes = variable.get_metadata("axes")
@@ -105,15 +105,15 @@ class Policy:
         return nnx.to_pure_dict(nnx.map_state(leaf_axes, self._blueprint[1]))
 
     def sizes(self) -> dict[str, Any]:
-        """Shape and dtype of each parameter as the model computes with it, whatever the mesh: a tree like Params of ShapeDtypeStructs."""
+        """Returns shape and dtype of each parameter as the model computes with it, regardless of the mesh: a tree like Params of ShapeDtypeStructs."""
         return nnx.to_pure_dict(self._blueprint[1])
 
     def abstract(self) -> dict[str, Any]:
-        """Shape, dtype and sharding of each parameter as it is stored: a tree like Params of ShapeDtypeStructs."""
+        """Returns shape, dtype and sharding of each parameter as it is stored: a tree like Params of ShapeDtypeStructs."""
         return jax.tree.map(partial(stored, self.partitioner), self.sizes(), self.axes())
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Random parameters, created in place on the mesh; the same values on every mesh."""
+        """Creates random parameters in place on the mesh, with the same values on every mesh."""
         abstract = self.abstract()
 
         def create(key: jax.Array) -> Params:
@@ -140,7 +140,7 @@ class Policy:
           positions: position of each token within its own sequence.
           segments: number, from 1, of a token's sequence in its row; 0 is padding.
           capture: a state inside the model to be returned instead; later layers are not run.
-          max_segments: most segments in one row where it is known; a hint that some attention kernels use.
+          max_segments: largest number of segments in one row where it is known; a hint that some attention kernels use.
 
         Raises:
           ValueError: the model does not have the layer of `capture`.
@@ -159,9 +159,9 @@ class Policy:
         capture: Capture | None = None,
         max_segments: int | None = None,
     ) -> tuple[Float[Array, "B T D"], Report | None]:
-        """Returns what `hidden` does, and the report of the layers with experts, [E_layers, ...]; None of a model without any.
+        """Returns the result of `hidden`, and the report of the layers with experts, [E_layers, ...]; None for a model without any.
 
-        `routes` are recorded experts, which take the place of those that the router would choose now, or are compared with them alone
+        `routes` are recorded experts, which take the place of those that the router would choose now, or are only compared with them
         where `replay` is False; ids at or beyond the number of experts stand for none.
         """
         if capture is not None:
@@ -184,12 +184,12 @@ class Policy:
         return self._model(self._cut(params)).measured(tokens, Places(positions, segments), measure, None)
 
     def head(self, params: Params) -> Float[Array, "V D"]:
-        """The matrix that maps hidden states to logits; the embedding where the two are tied."""
+        """Returns the matrix that maps hidden states to logits; the embedding where the two are tied."""
         name = "embedding" if self.architecture.tied else "head"
         return self._cut({name: params[name]})[name]
 
     def cache_shapes(self, slots: int, length: int, dtype: str | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes and shardings of a cache: {"k", "v"} of the layers that attend, in `dtype` or the compute dtype, with the axes
+        """Returns shapes and shardings of a cache: {"k", "v"} of the layers that attend, in `dtype` or the compute dtype, with the axes
         `kernels.decode_attention.cache.axes()`; of layers with a state, "state" [L, slots, Hv, dk, dv] in float32 and
         "conv" [L, slots, taps - 1, channels]."""
         size, delta = self.architecture, self.architecture.delta
@@ -216,7 +216,7 @@ class Policy:
         return jax.jit(zeros, out_shardings={name: x.sharding for name, x in shapes.items()})()
 
     def constrained(self, cache: Cache) -> Cache:
-        """The cache with the sharding of each part fixed inside jit."""
+        """Fixes the sharding of each part of the cache inside jit."""
         return {name: self.partitioner.constrain(entries, _cache_axes(name)) for name, entries in cache.items()}
 
     def extend(
@@ -234,8 +234,8 @@ class Policy:
         A token is stored in the cache at its position; it attends to the entries up to its own. Entries beyond a
         right-padded prompt may hold garbage: no token attends to them before they are overwritten. A token whose
         position is not below the cache's length is not written. `fresh` promises that the cache is empty and that positions count
-        up from 0, so that fused attention may be used. Of a model whose layers hold a state, the first `counts` tokens of each slot
-        alone (None: all) enter it, since a state, unlike a cache's entry, is not overwritten.
+        up from 0, so that fused attention may be used. In a model whose layers hold a state, only the first `counts` tokens of each slot
+        (None: all) enter the state, since a state, unlike a cache's entry, is not overwritten.
         """
         return self.routed_extend(params, cache, tokens, positions, fresh=fresh, counts=counts)[:2]
 
@@ -250,7 +250,7 @@ class Policy:
         counts: Int[Array, " S"] | None = None,
         apart: Apart | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
-        """Returns what `extend` does, and the report of the layers with experts, as `routed`; see `apart`."""
+        """Returns the result of `extend`, and the report of the layers with experts, as `routed`; see `apart`."""
         model = self._model(self._spread(params, tokens.shape))
         with self.ordering():
             hidden, cache, report = model.extend(cache, tokens, positions, fresh=fresh, counts=counts, apart=apart)
@@ -259,12 +259,12 @@ class Policy:
     def apart(self, params: Params, rows: tuple[int, int]) -> Apart:
         """Returns the parameters of each layer by itself, for tokens of shape [S, T] `rows`.
 
-        A loop over tokens that is given them copies no weight out of its stack at every step.
+        With them, a loop over tokens copies no weight out of its stack at every step.
         """
         return self._model(self._spread(params, rows)).apart()
 
     def ordering(self) -> AbstractContextManager[None]:
-        """A context that traces with one order of sums where the policy is bitwise, and divides rows as its mesh does."""
+        """Returns a context that traces with one order of sums where the policy is bitwise, and divides rows as its mesh does."""
         return dispatch.ordering(self.bitwise, self.partitioner)
 
     def _build(self, rngs: nnx.Rngs) -> Transformer:
@@ -276,7 +276,7 @@ class Policy:
         return nnx.split(nnx.eval_shape(lambda: self._build(nnx.Rngs(0))), nnx.Param)
 
     def _cut(self, params: Params) -> Params:
-        """The parameters in their own sizes, in place of those in which the mesh stores them."""
+        """Slices the parameters from the sizes in which the mesh stores them to their own."""
         if self.partitioner.axis_sizes[STORED] == 1:
             return params
         own = {path: x.shape for path, x in jax.tree_util.tree_leaves_with_path(self.plain.sizes())}
@@ -291,15 +291,15 @@ class Policy:
                 return Quantized(leaf(path, x.values), padding.cut(x.scale, (x.scale.shape[0], *outputs)))
             if x.shape == own.get(path, x.shape):
                 return x
-            # The shares of its devices, of which the last may be smaller than the others.
+            # Sharded as it is stored, so that the last device's shard may be smaller than the others.
             return jax.lax.with_sharding_constraint(padding.cut(x, own[path]), stored[path])
 
         return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_several)
 
     def _spread(self, params: Params, rows: tuple[int, ...]) -> Params:
-        """The parameters in their own sizes with how the mesh holds each matrix of the layers, for activations of [B, T] `rows`.
+        """Slices the parameters to their own sizes, and marks each matrix of the layers with its placement, for activations of [B, T] `rows`.
 
-        Gradients are summed there where all devices split the activations. GPUs are left to XLA, whose sums of them are
+        Gradients are summed to the shards where all devices split the activations. GPUs are left to XLA, whose sums of gradients are
         reduce-scatters that overlap with products.
         """
         params, split = self._cut(params), self.partitioner.spec(("batch", "length"), rows)
@@ -311,7 +311,7 @@ class Policy:
         over = tuple(split) if here else None
 
         def marked(leaf: Any, like: jax.ShapeDtypeStruct, axes: Axes) -> Any:
-            # Frozen under its adapters, or a sampler's; a norm's scale or a bias; experts, which sum their own gradients.
+            # Not for weights under adapters or a sampler's; norms' scales and biases; experts, which sum their own gradients.
             if _several(leaf) or "embed" not in axes or "experts" in axes:
                 return leaf
             return Spread(leaf, Stored(self.partitioner.mesh, over, PartitionSpec(*like.sharding.spec[1:])))
@@ -331,19 +331,19 @@ class Policy:
 
 
 def _several(x: Any) -> bool:
-    """Whether several arrays are in the place of one parameter."""
+    """Returns whether several arrays take the place of one parameter."""
     return isinstance(x, Adapted | Quantized)
 
 
 def stored(partitioner: Partitioner, own: jax.ShapeDtypeStruct, axes: Axes) -> jax.ShapeDtypeStruct:
-    """Shape, dtype and sharding of a parameter of its own size as the mesh stores it."""
+    """Returns shape, dtype and sharding of a parameter, given in its own size, as the mesh stores it."""
     shape = partitioner.padded(axes, own.shape)
     return jax.ShapeDtypeStruct(shape, own.dtype, sharding=partitioner.stored(axes, shape))
 
 
 def adapter_shapes(weight: tuple[int, ...], a: Any, b: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The own shapes of an adapter's two parts, [L, *in, rank] and [L, rank, *out], beside a weight [L, *in, *out]."""
-    inputs = a.ndim - 1  # and layers
+    """Returns the own shapes of an adapter's two parts, [L, *in, rank] and [L, rank, *out], beside a weight [L, *in, *out]."""
+    inputs = a.ndim - 1  # the axis of layers included
     return (*weight[:inputs], a.shape[-1]), (*b.shape[:2], *weight[inputs:])
 
 
@@ -367,5 +367,5 @@ def check_bitwise(architecture: Architecture, partitioner: Partitioner, dtype: s
 
 
 def _cache_axes(name: str) -> Axes:
-    """The logical axes of a part of a cache."""
+    """Returns the logical axes of a part of a cache."""
     return STATE_AXES[name] if name in STATE_AXES else caches.axes()

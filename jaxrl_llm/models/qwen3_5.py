@@ -7,7 +7,7 @@ from jaxrl_llm.models.architecture import Architecture, Experts, GatedDelta, Lla
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Architecture):
-    """What the models whose layers hold a recurrent state have in common; see Architecture."""
+    """The base class of models whose layers hold a recurrent state; see Architecture."""
 
     delta: GatedDelta
     rope_theta: float = 1e7

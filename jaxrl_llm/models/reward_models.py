@@ -38,7 +38,7 @@ SHORTEST = 16  # length of the shortest compiled shape
 
 @dataclass(frozen=True, kw_only=True)
 class HFRewardModel:
-    """Rewards a response by a reward model, such as `python -m jaxrl_llm.tools.export RUN --model reward_model` writes.
+    """A reward by a reward model, such as `python -m jaxrl_llm.tools.export RUN --model reward_model` writes.
 
     The model is loaded at the first response. Sequences are padded to powers of two, so that few programs are compiled.
 
@@ -46,8 +46,8 @@ class HFRewardModel:
       folder: a Hugging Face folder or id ("owner/name") of a sequence classifier with one label.
       name: the part's name.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      rows: sequences in one forward pass.
-      mesh: sizes of the mesh axes that the model lies on.
+      rows: number of sequences in one forward pass.
+      mesh: sizes of the axes of the mesh that holds the model.
     """
 
     needs_stats: ClassVar[bool] = False
@@ -79,7 +79,7 @@ class HFRewardModel:
         return np.concatenate(arrays)[: len(sequences)]
 
     def _values(self, sequences: Sequence[np.ndarray]) -> list[jax.Array]:
-        """The values at the last token, [rows] for each forward pass."""
+        """Returns the values at the last token, [rows] for each forward pass."""
         model, params = self._loaded
         largest, limit = max(int(s.max()) for s in sequences), model.architecture.vocabulary_size
         if largest >= limit:
@@ -131,14 +131,14 @@ def padded(sequences: Sequence[np.ndarray], rows: int) -> Iterator[tuple[np.ndar
 
 @dataclass(frozen=True, kw_only=True)
 class HFPairs:
-    """Similarity of two texts as sigmoid(value) of a classifier that gin/darling_partition_classifier.gin trained.
+    """The similarity of two texts, as sigmoid(value) of a classifier that gin/darling_partition_classifier.gin trained.
 
     Attributes:
       model: the classifier.
       tokenizer: its tokenizer, a component.
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      budget: most tokens of a pair.
+      budget: largest number of tokens of a pair.
     """
 
     model: HFRewardModel
@@ -164,17 +164,17 @@ CONVERSATION = "BEGINNING OF CONVERSATION: USER: {question} ASSISTANT:{response}
 
 @dataclass(frozen=True, kw_only=True)
 class Moderation:
-    """Gives 1 for a harmful response, and logs the probability of each label. The model is loaded at the first response.
+    """A reward of 1 for a harmful response; it logs the probability of each label. The model is loaded at the first response.
 
     Attributes:
       folder: a Hugging Face folder or id of a Llama-shaped (or Qwen-shaped) sequence classifier with several labels.
       question: whether the question is included; False leaves it blank.
       threshold: probability of a label above which the response is harmful.
       template: the text, with {question} and {response}; the end-of-sequence token follows.
-      max_tokens: most tokens; longer texts lose their ends.
+      max_tokens: largest number of tokens; longer texts lose their ends.
       compute_dtype: dtype of activations, "float32" or "bfloat16".
-      rows: texts in one forward pass.
-      mesh: sizes of the mesh axes that the model lies on.
+      rows: number of texts in one forward pass.
+      mesh: sizes of the axes of the mesh that holds the model.
     """
 
     needs_stats: ClassVar[bool] = False

@@ -53,15 +53,15 @@ class PolicySource:
       remat: activations that the backward pass recomputes, from none to whole layers: "none", "dots" (all but matrix products),
         "gate" (half of the MLP), "projections" (the MLP), "attention" (all but fused attention), "full", or "offload" (as "full",
         with the layers' inputs kept on the host).
-      unroll: layers in one step of the scan over layers; more layers take longer to compile and copy less.
+      unroll: number of layers in one step of the scan over layers; more layers take longer to compile and copy less.
       lora: adapters to train in place of the model's own weights; None trains all weights.
       bitwise: True makes the embedded sampler's log-prob of each token the learner's, bit for bit, at the price of slower products
-        (docs/explanation/bitwise.md); of dense models, without adapters, on a mesh of data and fsdp: CPUs, or Hopper GPUs with compute_dtype
-        "bfloat16". Value models have no need of it.
-      choice_bias: gives each expert of the model a bias for their choice, as architecture.Experts.choice_bias does, 0 where a pretrained
-        model's folder has none.
-      slow_kernels: True lets a run go on with kernels that make it more than twice as slow as others would that the device
-        has, as float32 does with long rows on a GPU; False refuses such a run, and says which setting makes it fast.
+        (docs/explanation/bitwise.md); for dense models, without adapters, on a mesh of data and fsdp: CPUs, or Hopper GPUs with compute_dtype
+        "bfloat16". Value models do not need it.
+      choice_bias: whether each expert of the model has a bias in its choice (architecture.Experts.choice_bias), which is 0 where a
+        pretrained model's folder has none.
+      slow_kernels: True allows kernels that make a run more than twice as slow as other kernels of the device would, as float32
+        does with long rows on a GPU; False refuses such a run, and says which setting makes it fast.
     """
 
     architecture: Architecture | None = None
@@ -118,7 +118,7 @@ class PolicySource:
         return self._weights(policy, key)
 
     def base(self, policy: Policy, key: PRNGKeyArray) -> Params | None:
-        """The frozen parameters under the adapters, the same for the same `key`; None where all parameters are trained."""
+        """Returns the frozen parameters under the adapters, the same for the same `key`; None where all parameters are trained."""
         return policy.frozen(self._weights(policy.plain, key)) if isinstance(policy, AdaptedPolicy) else None
 
     def _weights(self, policy: Policy, key: PRNGKeyArray) -> Params:
@@ -164,7 +164,7 @@ class ValueSource:
         return ValueModel.like(self.backbone.policy(partitioner, value=True), self.bias)
 
     def base(self, model: ValueModel, key: PRNGKeyArray) -> Params | None:
-        """The frozen layers under the adapters; None where all parameters are trained."""
+        """Returns the frozen layers under the adapters; None where all parameters are trained."""
         return None if self.backbone is None else self.backbone.base(model.backbone, key)
 
     def params(self, model: ValueModel, policy: Params, key: PRNGKeyArray) -> Params:
@@ -182,7 +182,7 @@ class ValueSource:
         return {**copied, HEAD: model.head()}
 
     def _head(self, model: ValueModel) -> Params:
-        """The head of the backbone's folder where that is a sequence classifier, else a head at 0."""
+        """Returns the head of the backbone's folder where that is a sequence classifier, else a head at 0."""
         assert self.backbone is not None
         if self.backbone.pretrained is None or not hf_weights.is_classifier(
             hf_weights.locate(self.backbone.pretrained)

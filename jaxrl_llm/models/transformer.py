@@ -1,4 +1,4 @@
-"""A decoder of identical layers, stacked along a leading axis and run by one scan."""
+"""A decoder of layers that are stacked along a leading axis and run by one scan."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from jaxrl_llm.models.layers import (
 )
 from jaxrl_llm.models.linear import added, looked_up, rounded
 
-# "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of those with a state "state" [L, S, Hv, dk, dv]
+# "k" and "v" of the layers that attend, in the order of `kernels.decode_attention.cache`; of layers with a state "state" [L, S, Hv, dk, dv]
 # and "conv" [L, S, taps - 1, channels].
 Cache = dict[str, jax.Array]
 States = dict[str, jax.Array]  # {site: [B, T, D]}
@@ -48,7 +48,7 @@ Routes = Integer[Array, "B T E_layers k"]
 
 
 class At(NamedTuple):
-    """Where a layer is: its number, and the experts that were recorded for its tokens, [B, T, k], where any were."""
+    """A layer's number, and the experts that were recorded for its tokens, [B, T, k], where any were."""
 
     layer: jax.Array
     routes: jax.Array | None
@@ -56,12 +56,12 @@ class At(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Running:
-    """How the layers are run.
+    """The settings by which the layers are run.
 
     Attributes:
-      dtype: of the activations.
-      remat: what the backward pass recomputes, one of `remat.NAMES`.
-      unroll: layers of one step of the scan.
+      dtype: dtype of the activations.
+      remat: name of the values that the backward pass recomputes, one of `layers.NAMES`.
+      unroll: number of layers in one step of the scan.
     """
 
     dtype: str
@@ -73,7 +73,7 @@ Apart = list[Any]  # the parameters of each layer, in the layers' order
 
 
 def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
-    """`x` as the cache keeps it; one of 8 bits has a largest value, which stands for all beyond it."""
+    """Casts `x` to a cache's `dtype`; for one of 8 bits, values are clipped to its range."""
     if dtype.itemsize > 1:
         return x.astype(dtype)
     most = float(jnp.finfo(dtype).max)
@@ -81,14 +81,14 @@ def stored(x: Float[Array, "..."], dtype: jnp.dtype) -> Float[Array, "..."]:
 
 
 class Kind(NamedTuple):
-    """What a layer consists of: an MLP of experts where it is `sparse`, and a recurrent state in place of attention where it is `recurrent`."""
+    """The kind of a layer: an MLP of experts where it is `sparse`, and a recurrent state in place of attention where it is `recurrent`."""
 
     sparse: bool
     recurrent: bool
 
 
 class Layer(nnx.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)), with what its kind has in place of attention and MLP."""
+    """A layer: x + attention(norm(x)), then x + mlp(norm(x)), with what its kind has in place of attention and MLP."""
 
     def __init__(self, architecture: Architecture, partitioner: Partitioner, kind: Kind, *, rngs: nnx.Rngs):
         norm = (architecture.width, architecture.norm_epsilon, architecture.zero_centred)
@@ -102,7 +102,7 @@ class Layer(nnx.Module):
         self.mlp = ExpertMLP(architecture, partitioner, rngs=rngs) if kind.sparse else dense()
 
     def states(self, x: Float[Array, "B T D"], mix: Mix, routed: Routed) -> tuple[States, Any, Report | None]:
-        """The hidden state at every site of the layer (phases.Site), what else `mix` returns, and the experts' report."""
+        """Returns the hidden state at every site of the layer (architecture.Site), the second result of `mix`, and the experts' report."""
         x = named(x, INPUT)
         attn_in = self.attention_norm(x)
         attn_out, extra = mix(self.delta if hasattr(self, "delta") else self.attention, attn_in)
@@ -115,14 +115,14 @@ class Layer(nnx.Module):
 def attended(
     attention: Attention, x: Float[Array, "B T D"], rotation: Rope, attend: Attend
 ) -> tuple[Float[Array, "B T D"], Any]:
-    """The output of a layer's attention, and what else `attend(q, k, v)` returns."""
+    """Returns the output of a layer's attention, and the second result of `attend(q, k, v)`."""
     *projected, gate = attention.project(x, rotation)
     heads, extra = attend(*(named(part, name) for part, name in zip(projected, (QUERY, KEY, VALUE))))
     return attention.merge(heads, None if gate is None else named(gate, QUERY)), extra
 
 
 class Transformer(nnx.Module):
-    """Embedding, stacked layers, final norm, and a head where it is not the embedding."""
+    """The embedding, stacked layers, final norm, and a head where it is not the embedding."""
 
     def __init__(self, architecture: Architecture, partitioner: Partitioner, run: Running, *, rngs: nnx.Rngs):
         self.architecture, self.partitioner, self.run, self.dtype = architecture, partitioner, run, run.dtype
@@ -144,8 +144,8 @@ class Transformer(nnx.Module):
         routes: Routes | None = None,
         replay: bool = True,
     ) -> tuple[Float[Array, "B T D"], Report | None]:
-        """Hidden states of packed rows, after the final norm or what `capture` names, and the experts' report of the layers
-        that were run whole, stacked over those with experts; no layer after the captured one is run."""
+        """Returns hidden states of packed rows, after the final norm or at the site that `capture` names, and the experts' report of the
+        layers that were run whole, stacked over those with experts; no layer after the captured one is run."""
         states = self._states(places, max_segments, replay)
 
         def step(layer: Layer, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
@@ -169,7 +169,7 @@ class Transformer(nnx.Module):
     def measured(
         self, tokens: Int[Array, "B T"], places: Places, measure: Callable[[States], Any], max_segments: int | None
     ) -> Any:
-        """`measure` of the states at every site of each layer, stacked over layers; one layer's states exist at a time."""
+        """Returns `measure` of the states at every site of each layer, stacked over layers; one layer's states exist at a time."""
         states = self._states(places, max_segments)
 
         def step(layer: Layer, x: jax.Array, at: At) -> tuple[jax.Array, Any]:
@@ -181,7 +181,7 @@ class Transformer(nnx.Module):
     def _states(
         self, places: Places, max_segments: int | None, replay: bool = True
     ) -> Callable[[Layer, jax.Array, At], tuple[States, Report | None]]:
-        """(layer, its input, where it is) -> the states at its sites, of packed rows, and its experts' report."""
+        """Returns a function (layer, its input, its `At`) -> (the states at its sites, of packed rows; its experts' report)."""
         rotation = rope(self.architecture, places.positions)
         attention = MeshAttention(partitioner=self.partitioner, max_segments=max_segments)
         owners = None if self.architecture.delta is None else continued(places.segments)
@@ -212,11 +212,11 @@ class Transformer(nnx.Module):
         counts: Int[Array, " S"] | None = None,
         apart: Apart | None = None,
     ) -> tuple[Float[Array, "S T D"], Cache, Report | None]:
-        """Hidden states after the final norm of tokens that follow the cached ones, the cache with them written, and the experts'
-        report.
+        """Returns hidden states after the final norm of tokens that follow the cached ones, the cache with these tokens written, and the
+        experts' report.
 
-        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does. The first `counts`
-        tokens of each slot, or all of them, enter the states of layers that hold one. The layers are run one by one where they are given `apart`.
+        Where the cache is `fresh`, that is empty, tokens attend to each other as a packed row of one segment does. The first `counts` tokens
+        of each slot, or all of them, enter the states of layers that hold one. Where `apart` is given, the layers are run one by one.
         """
         slots, length = cache["k"].shape[1], cache["k"].shape[caches.entry_axis()]
         rotation = rope(self.architecture, positions)
@@ -269,13 +269,13 @@ class Transformer(nnx.Module):
         return self.norm(x), cache, reports
 
     def apart(self) -> Apart:
-        """The parameters of each layer by itself."""
+        """Returns the parameters of each layer by itself."""
         split = [nnx.split(getattr(self, stack))[1] for stack in self.architecture.stacks]
         places = (divmod(layer, self.architecture.period) for layer in range(self.architecture.layers))
         return [jax.tree.map(lambda leaf, row=row: leaf[row], split[stack]) for row, stack in places]
 
     def _each(self, step: Callable[[Layer, Any, At], tuple[Any, Any]], carry: Any, apart: Apart) -> tuple[Any, Any]:
-        """Runs `step(layer, carry, where it is)` over layers whose parameters are given one by one; returns what `_scan` does."""
+        """Runs `step(layer, carry, at)` over layers whose parameters are given one by one; returns as `_scan` does."""
         graphs = [nnx.split(getattr(self, stack))[0] for stack in self.architecture.stacks]
         outs = []
         for layer, state in enumerate(apart):
@@ -285,7 +285,7 @@ class Transformer(nnx.Module):
         return carry, jax.tree.map(lambda *x: jnp.stack(x), *outs) if outs else None
 
     def _entry(self, layer: jax.Array) -> jax.Array:
-        """Where the cache holds what a layer keeps: its number among the layers of its kind."""
+        """Returns the index of a layer's entries in the cache: its number among the layers of its kind."""
         kinds = self.architecture.recurrent
         if not any(kinds):
             return layer
@@ -299,7 +299,7 @@ class Transformer(nnx.Module):
         return self.partitioner.constrain(rounded(found, self.dtype), ("lookup", "length", "embed"))
 
     def _by_window(self, index: jax.Array, attend: Callable[[int | None], Any]) -> Any:
-        """`attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""
+        """Calls `attend` with the window of layer `index`; windows stay static, as fused attention kernels want them."""
         windows = self.architecture.windows
         if len(set(windows)) == 1:
             return attend(windows[0])
@@ -307,7 +307,7 @@ class Transformer(nnx.Module):
         return jax.lax.cond(slides, lambda: attend(self.architecture.window), lambda: attend(None))
 
     def _of_layer(self, routes: Routes | None, layer: int) -> jax.Array | None:
-        """The recorded experts of a layer, [B, T, k], which are there for layers with experts alone."""
+        """Returns the recorded experts of a layer, [B, T, k]; None without a record or where the layer has no experts."""
         sparse = self.architecture.sparse
         return None if routes is None or not sparse[layer] else routes[:, :, sum(sparse[:layer])]
 
@@ -318,9 +318,9 @@ class Transformer(nnx.Module):
         layers: int | None,
         routes: Routes | None = None,
     ) -> tuple[Any, Any]:
-        """Runs `step(layer, carry, where it is)` over the first `layers` layers under the remat policy.
+        """Runs `step(layer, carry, at)` over the first `layers` layers under the remat policy.
 
-        Returns the last carry, and what the steps returned beside it, stacked in the layers' order over those that returned anything.
+        Returns the last carry, and the steps' second results, stacked in the layers' order over those that are not None.
         """
         depth, period = self.architecture.layers if layers is None else layers, self.architecture.period
         split = [nnx.split(getattr(self, stack)) for stack in self.architecture.stacks]
@@ -334,7 +334,7 @@ class Transformer(nnx.Module):
 
             if self.run.remat == "none":
                 return run
-            # Without a loop between them, XLA would find that forward and recomputation are the same.
+            # Without a loop between them, XLA would merge the forward pass and its recomputation.
             return jax.checkpoint(run, policy=POLICIES[self.run.remat], prevent_cse=period > 1 or unroll == blocks)
 
         runs = [one(graph) for graph, _ in split]
@@ -352,7 +352,7 @@ class Transformer(nnx.Module):
         recorded = [self._recorded(routes, position, blocks) for position in range(period)]
         carry, found = jax.lax.scan(body, carry, (states, jnp.arange(blocks), recorded), unroll=unroll)
         outs = _in_order(found)
-        for layer in range(blocks * period, depth):  # the first layers of a block that is not run whole
+        for layer in range(blocks * period, depth):  # the first layers of a partial block
             state = jax.tree.map(lambda leaf: leaf[blocks], split[layer % period][1])
             at = At(jnp.asarray(layer), self._of_layer(routes, layer))
             carry, out = runs[layer % period](carry, (state, at))
@@ -361,7 +361,7 @@ class Transformer(nnx.Module):
         return carry, outs
 
     def _recorded(self, routes: Routes | None, position: int, blocks: int) -> jax.Array | None:
-        """The recorded experts of the layers at a position of the period, [blocks, B, T, k]."""
+        """Returns the recorded experts of the layers at a position of the period, [blocks, B, T, k]."""
         period = self.architecture.period
         layers = [self._of_layer(routes, block * period + position) for block in range(blocks)]
         there = [layer for layer in layers if layer is not None]  # all of them, or none
@@ -369,7 +369,7 @@ class Transformer(nnx.Module):
 
 
 def _in_order(found: list[Any]) -> Any:
-    """Outputs of the positions of a period, [blocks, ...] each, stacked in the layers' order; positions without any are left out."""
+    """Stacks the outputs of the positions of a period, [blocks, ...] each, in the layers' order; positions without any are left out."""
     there = [out for out in found if out is not None]
     if len(there) <= 1:
         return there[0] if there else None

@@ -43,16 +43,16 @@ class ValueModel:
         return self.backbone.architecture
 
     def axes(self) -> dict[str, Any]:
-        """Logical axes of each parameter."""
+        """Returns the logical axes of each parameter."""
         head: dict[str, Any] = {"kernel": (None,)} | ({"bias": ()} if self.bias else {})
         return {**self.backbone.axes(), HEAD: head}
 
     def sizes(self) -> dict[str, Any]:
-        """Shape and dtype of each parameter, whatever the mesh; see `Policy.sizes`."""
+        """Returns shape and dtype of each parameter, regardless of the mesh; see `Policy.sizes`."""
         return {**self.backbone.sizes(), HEAD: jax.eval_shape(self._head)}
 
     def abstract(self) -> dict[str, Any]:
-        """Shape, dtype and sharding of each parameter as it is stored."""
+        """Returns shape, dtype and sharding of each parameter as it is stored."""
         replicated = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.partitioner.replicated)  # noqa: E731
         return {**self.backbone.abstract(), HEAD: jax.tree.map(replicated, jax.eval_shape(self._head))}
 
@@ -70,7 +70,7 @@ class ValueModel:
         return replace(self, backbone=self.backbone.plain)
 
     def merged(self, params: Params, base: Params | None) -> Params:
-        """The parameters of `plain`; see `Policy.merged`."""
+        """Returns the parameters of `plain`; see `Policy.merged`."""
         return {**self.backbone.merged(_layers(params), base), HEAD: params[HEAD]}
 
     def joined(self, params: Params, base: Params | None) -> Params:

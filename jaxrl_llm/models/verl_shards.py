@@ -1,7 +1,7 @@
-"""The weights that verl's FSDP workers saved, one file a rank with DTensor shards, put together tensor by tensor.
+"""Reads the weights that verl's FSDP workers saved, one file a rank with DTensor shards, tensor by tensor.
 
 A folder holds `model_world_size_W_rank_R.pt` for R in 0..W-1, and `huggingface/` with config.json and the tokenizer. The files are
-pickles, of which torch reads tensors and the classes of DTensor alone. PyTorch is needed, and no process group.
+pickles, from which torch reads only tensors and the classes of DTensor. PyTorch is needed, and no process group.
 """
 
 import re
@@ -17,7 +17,7 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 
 def rank_files(folder: Path) -> list[Path]:
-    """The files of all ranks of a folder, or of its folder `actor`, in the order of the ranks.
+    """Returns the files of all ranks of a folder, or of its folder `actor`, in the order of the ranks.
 
     Raises:
       FileNotFoundError: there are none, or not all of them.
@@ -59,7 +59,7 @@ def tensors(files: Sequence[Path]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def named(name: str) -> str:
-    """A parameter's name without those of the modules that training wrapped around its model."""
+    """Removes from a parameter's name those of the modules that training wrapped around its model."""
     for wrapper in WRAPPERS:
         name = name.removeprefix(wrapper) if wrapper == "module." else name.replace(wrapper, "")
     return name
@@ -81,7 +81,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _whole(name: str, parts: Sequence[Any]) -> Any:
-    """The tensor of which each rank holds a part; a plain tensor is whole in each."""
+    """Joins the parts that the ranks hold to a whole tensor; a plain tensor is whole in each."""
     import torch
     from torch.distributed.tensor import DTensor
 

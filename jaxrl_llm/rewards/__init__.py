@@ -1,1 +1,1 @@
-"""What a rollout is worth: verifiers, judges, clients of services, and their weighted sum."""
+"""Rewards of rollouts: verifiers, judges, clients of services, and their weighted sum."""

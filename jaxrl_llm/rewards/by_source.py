@@ -12,7 +12,7 @@ from jaxrl_llm.protocols import Reward
 
 @dataclass(frozen=True, kw_only=True)
 class BySource:
-    """Scores each group with the reward of its source.
+    """A reward that scores each group with the reward of its source.
 
     The total is one part, "by_source", for every source, so that an algorithm sees the same parts at each step. The parts of
     the chosen reward are logged as "log/name/part", where `name` is the key that matched without its "*", or "default".
@@ -35,7 +35,7 @@ class BySource:
         return any(reward.needs_stats for reward in self._all)
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Part "by_source" [G], the total of the chosen reward.
+        """Returns the part "by_source" [G], the total of the chosen reward.
 
         Raises:
           ValueError: the source has no reward.

@@ -14,7 +14,7 @@ from jaxrl_llm.rewards.wrap import Failed, PlainReward, none_judged, part
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Scores texts: `Served`, `hf_classifier.HfClassifier`, or a user's own model."""
+    """A scorer of texts: `Served`, `hf_classifier.HfClassifier`, or a user's own model."""
 
     async def scores(self, texts: Sequence[Any]) -> Sequence[float | None]:
         """Returns the score of each text, or None for a text that has none; raises wrap.Failed where no scores could be obtained."""
@@ -23,7 +23,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """Scores texts with the server of rewards/services/classifier_server.py.
+    """A scorer that asks the server of rewards/services/classifier_server.py.
 
     Attributes:
       service: the server's address and time limits.
@@ -67,7 +67,7 @@ class Classifier(PlainReward):
             raise ValueError(f"Classifier.minimum must be <= maximum (got {self.minimum} and {self.maximum})")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """One part, float64 [G]; invalid where the scorer failed or a score is not finite."""
+        """Returns one part, float64 [G]; invalid where the scorer failed or a score is not finite."""
         del stats
         if not rollouts:
             return part(self.name, [])
@@ -84,7 +84,7 @@ class Classifier(PlainReward):
         return Scores(parts={self.name: np.where(scores.valid[self.name], clipped, 0.0)}, valid=scores.valid)
 
     def shown(self, rollout: Rollout) -> Any:
-        """Returns what the scorer gets of a rollout.
+        """Returns the text, pair or chat of a rollout that the scorer gets.
 
         Raises:
           ValueError: `sees` is "chat" and the prompt has no messages.

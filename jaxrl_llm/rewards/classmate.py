@@ -92,7 +92,7 @@ class Ratings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ClassmateCoT(PlainReward):
-    """Gives the parts "main" and "classmate" of a behaviour. Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
+    """A reward for a behaviour in two parts, "main" and "classmate". Rollouts need the spans of thought_span.ThoughtSpan (Stage.marker).
 
     Attributes:
       behaviour: rates an output of the policy or of a classmate; the thought precedes both.
@@ -103,7 +103,7 @@ class ClassmateCoT(PlainReward):
       condition: when the classmate part counts: "always", "no_classmate" (0), "no_classmate_when_main_incorrect" (0 where
         the behaviour is not above 0; classmates are not asked), "neg_classmate_when_main_incorrect" (its sign flips there).
       weight: weight of the classmate part.
-      samples: answers of each classmate to each thought.
+      samples: number of answers of each classmate to each thought.
       keep: the part of a thought that is passed on: 1.0 (all), a share of its tokens from the start (at least one token),
         "first-N" or "last-N" tokens.
       absent: the classmate part of a rollout whose thought is empty, too long or without end tag; None makes it invalid.
@@ -164,7 +164,7 @@ class ClassmateCoT(PlainReward):
     def _scores(
         self, base: Float[np.ndarray, "G"], valid: Bool[np.ndarray, "G"], wanted: Bool[np.ndarray, "G"], helped: Ratings
     ) -> Scores:
-        """The parts from the behaviour's ratings of the policy (`base`) and of the classmates (`helped`, where `wanted`)."""
+        """Returns the parts from the behaviour's ratings of the policy (`base`) and of the classmates (`helped`, where `wanted`)."""
         flip = np.where((self.condition == "neg_classmate_when_main_incorrect") & ~(base > 0), -1.0, 1.0)
         part, known = self.sign * self.weight * flip * helped.values, helped.known | ~wanted
         if self.absent is not None:
@@ -183,7 +183,7 @@ class ClassmateCoT(PlainReward):
     # -- asking the classmates -----------------------------------------------------------------------------------------
 
     def _thought(self, rollout: Rollout) -> np.ndarray | None:
-        """The ids of the rollout's thought that are passed on; None without a closed thought."""
+        """Returns the ids of the rollout's thought that are passed on; None without a closed thought."""
         if THOUGHT not in rollout.spans or OUTPUT not in rollout.spans:
             raise ValueError(
                 "ClassmateCoT needs to know where the thought stands: set train.Stage.marker = @thought_span.ThoughtSpan()"
@@ -199,7 +199,7 @@ class ClassmateCoT(PlainReward):
     async def _helped(
         self, rollouts: Sequence[Rollout], thoughts: Sequence[np.ndarray | None], wanted: Bool[np.ndarray, "G"]
     ) -> Ratings:
-        """The mean rating over the classmates for the rollouts in `wanted`."""
+        """Returns the mean rating over the classmates for the rollouts in `wanted`."""
         there = np.array([t is not None and len(t) > 0 for t in thoughts], bool)
         values, known, lacking = np.zeros(len(rollouts)), wanted & there, wanted & ~there
         rows = np.flatnonzero(known)
@@ -212,7 +212,7 @@ class ClassmateCoT(PlainReward):
         return Ratings(np.where(known, values, 0.0), known, lacking)
 
     async def _by_one(self, mate: Classmate, given: Sequence[tuple[Rollout, np.ndarray]]) -> Ratings:
-        """Ratings of one classmate's answers to R thoughts; "remove_wo_cot" subtracts those of answers without a thought."""
+        """Returns ratings of one classmate's answers to R thoughts; "remove_wo_cot" subtracts those of answers without a thought."""
         try:
             found = await self._answered(mate, given)
             if self.reward_type == "remove_wo_cot":
@@ -225,7 +225,7 @@ class ClassmateCoT(PlainReward):
         return found
 
     async def _answered(self, mate: Classmate, given: Sequence[tuple[Rollout, np.ndarray]]) -> Ratings:
-        """The mean rating of a classmate's answers to each thought."""
+        """Returns the mean rating of a classmate's answers to each thought."""
         asked = [Asked(r.prompt, t, mate.decode(t), self._seed(r)) for r, t in given]
         answers = await mate.answers(asked, self.samples)
         if len(answers) != len(given):
@@ -245,7 +245,7 @@ class ClassmateCoT(PlainReward):
         return group.total(), group.valid()
 
     def _seed(self, rollout: Rollout) -> int:
-        """A seed from the rollout's own tokens, independent of when and with which others it is scored."""
+        """Returns a seed from the rollout's own tokens, independent of when and with which others it is scored."""
         name = rollout.prompt.id.encode() + np.asarray(rollout.tokens, np.int32).tobytes()
         return int(np.random.SeedSequence((self.seed, zlib.crc32(name))).generate_state(1)[0] >> 1)
 

@@ -1,4 +1,4 @@
-"""The share of its tests that the program in a response passes, run by the service of rewards/services/sandbox.py."""
+"""Rewards the share of its tests that the program in a response passes, run by the service of rewards/services/sandbox.py."""
 
 import json
 import re
@@ -25,7 +25,7 @@ class CodeTests(PlainReward):
       service: the sandbox; its limit_s should cover all tests of a response, over the sandbox's workers.
       kind: "assert" (tests are Python that follows the program) or "stdio" (objects with `input` and `output`).
       column: column of the prompt that holds the tests, a list or its JSON text.
-      test_limit_s: seconds of one test.
+      test_limit_s: time limit of one test in seconds.
       least: smallest share of passed tests that earns anything; the score is the share. The original asks for 0.99. Where one
         failed test leaves nothing to earn, the tests after it are not run, and log/pass_rate counts them as not passed.
     """
@@ -42,7 +42,7 @@ class CodeTests(PlainReward):
         components.within(self, "[0, 1]", "least")
 
     def isolation(self) -> str:
-        """How each server says that it shuts programs in."""
+        """Returns how each server says that it isolates programs."""
         return ", ".join(
             f"{url}: {self.service.health(url).get('isolation', 'isolation unknown')}" for url in self.service.urls
         )

@@ -55,7 +55,7 @@ class Countdown(PlainReward):
         return 1.0 if self.right(equation, given["numbers"], given["target"]) else self.attempt
 
     def right(self, equation: str, numbers: Sequence[int], target: int) -> bool:
-        """Whether the left side of `equation` uses the numbers as allowed and equals `target`."""
+        """Returns whether the left side of `equation` uses the numbers as allowed and equals `target`."""
         left = equation.partition("=")[0].strip()
         if not _ALLOWED.fullmatch(left):
             return False

@@ -95,7 +95,7 @@ class Darling(PlainReward):
     def combined(
         self, quality: Float[np.ndarray, "G"], distinct: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]
     ) -> Float[np.ndarray, "G"]:
-        """The reward; `counted` marks the rollouts that the group's statistics use."""
+        """Returns the reward; `counted` marks the rollouts that the group's statistics use."""
         if self.combine == "product":
             return self._shifted(quality, counted) * distinct
         if self.normalise:
@@ -115,7 +115,7 @@ class Darling(PlainReward):
 
 
 def _standard(values: Float[np.ndarray, "G"], counted: Bool[np.ndarray, "G"]) -> Float[np.ndarray, "G"]:
-    """Values minus the mean of the counted ones, divided by their standard deviation; 0 where they are all equal."""
+    """Returns the values minus the mean of the counted ones, divided by their standard deviation; 0 where they are all equal."""
     own = values[counted]
     if not len(own) or np.ptp(own) == 0:
         return np.zeros(len(values))

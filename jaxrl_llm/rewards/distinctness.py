@@ -22,7 +22,7 @@ from jaxrl_llm.rewards.partition import Partition, class_sizes
 
 @runtime_checkable
 class Distinctness(Protocol):
-    """Measures how distinct each rollout of a group is."""
+    """A measure of how distinct each rollout of a group is."""
 
     async def measure(
         self, rollouts: Sequence[Rollout], correct: Bool[np.ndarray, "G"]
@@ -37,7 +37,7 @@ class ByClasses:
 
     Attributes:
       partition: divides the group into classes.
-      floor: least distinctness, so that a group of equal right answers still differs from wrong ones.
+      floor: smallest distinctness, so that a group of equal right answers still differs from wrong ones.
       correct_only: whether classes contain the correct rollouts alone, n being their number; the others get the floor, as
         all do where at most one is correct.
       sigmoid: squashes D to 1 / (1 + exp(-D)).
@@ -105,6 +105,6 @@ class ByLogprob:
 
 
 def of_sizes(sizes: Int[np.ndarray, "G"], floor: float = 0.1) -> Float[np.ndarray, "G"]:
-    """max((n - s) / (n - 1), floor) of class sizes s; 1 for a group of one."""
+    """Returns max((n - s) / (n - 1), floor) of class sizes s; 1 for a group of one."""
     n = len(sizes)
     return np.ones(n) if n == 1 else np.maximum((n - sizes) / max(n - 1, 1), floor)

@@ -22,7 +22,7 @@ from jaxrl_llm.rewards.wrap import Failed, PlainReward, none_judged, part
 
 @runtime_checkable
 class Embedder(Protocol):
-    """Embeds texts."""
+    """An embedder of texts."""
 
     async def embed(self, texts: Sequence[str]) -> np.ndarray:
         """Returns float [N, D]; raises wrap.Failed where it cannot."""
@@ -100,7 +100,7 @@ class SemanticDistance(PlainReward):
 
 
 def distances(embeddings: np.ndarray) -> np.ndarray:
-    """Mean cosine distance [G] of each of [G, D] to the others; a zero vector is orthogonal to all."""
+    """Returns the mean cosine distance [G] of each of [G, D] to the others; a zero vector is orthogonal to all."""
     size = np.linalg.norm(embeddings, axis=1, keepdims=True)
     unit = embeddings / np.where(size > 0, size, 1.0)
     count = len(unit)

@@ -18,7 +18,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @runtime_checkable
 class Endpoint(Protocol):
-    """Answers messages."""
+    """An endpoint, which answers messages."""
 
     async def reply(self, messages: Messages, judged: str, read: Callable[[str], float]) -> float:
         """Returns `read(answer)` of the answer to `messages`, which ask about `judged`; raises wrap.Failed.
@@ -36,7 +36,7 @@ class ChatEndpoint:
       service: the server's address without "/v1"; its retries, limits and back-off.
       model: the model's name on the server.
       temperature: sampling temperature; 0 for the likeliest answer.
-      max_tokens: most tokens of an answer.
+      max_tokens: largest number of tokens of an answer.
       extra: further fields of the request's body.
       cache: folder that keeps readable answers, by a hash of the whole question; empty keeps none.
     """

@@ -61,7 +61,7 @@ class FormatAnswer(PlainReward):
         )
 
     def formatted(self, text: str) -> bool:
-        """Whether the response has the form."""
+        """Returns whether the response has the form."""
         return all(re.search(pattern, text) for pattern in FORMS[self.form])
 
     def answer(self, text: str) -> str | None:

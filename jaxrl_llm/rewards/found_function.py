@@ -1,4 +1,4 @@
-"""Finds a function that is named by a file or a module, and knows it again by its source."""
+"""Finds a function that is named by a file or a module, and identifies it by a hash of its source."""
 
 import ast
 import functools
@@ -21,7 +21,7 @@ def load(function: Any, setting: str = "the reward function") -> Callable[..., A
 
     Args:
       function: a name, or a callable.
-      setting: whose value it is, for errors.
+      setting: the setting whose value it is, for errors.
 
     Raises:
       ValueError: there is no such file, module or function, or the file cannot be run; the message says what was looked for.
@@ -71,7 +71,7 @@ def _run(file: Path, digest: str) -> ModuleType:
 
 
 def _line(error: Exception, file: Path) -> str:
-    """ ":LINE" of the file that raised the error; empty where none is known."""
+    """Returns ":LINE" of the file that raised the error; empty where none is known."""
     if isinstance(error, SyntaxError):
         return f":{error.lineno}"
     lines = (
@@ -92,9 +92,9 @@ def _of_name(place: str, setting: str) -> ModuleType:
 
 
 def content(function: Callable[..., Any]) -> str:
-    """A hash of a function's code, of the functions of its module that it calls and of the plain values it reads there.
+    """Returns a hash of a function's code, of the functions of its module that it calls and of the plain values it reads there.
 
-    Comments, docstrings' places and formatting do not change it, nor does the place of the file. Where the source is not known,
+    Comments and formatting do not change it, nor does the place of the file. Where the source is not known,
     it is the function's name.
     """
     try:
@@ -126,12 +126,12 @@ def _sources(function: Any, seen: set[Any]) -> Iterator[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """The names that code reads, those of functions inside it too."""
+    """Returns the names that code reads, including those of functions inside it."""
     return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _normal(source: str) -> str:
-    """The source without comments and formatting; unchanged where it is part of a longer statement."""
+    """Returns the source without comments and formatting; unchanged where it is part of a longer statement."""
     try:
         return ast.dump(ast.parse(textwrap.dedent(source)))
     except SyntaxError:

@@ -16,7 +16,7 @@ from jaxrl_llm.rewards.wrap import PlainReward, none_judged, part, report
 TEXTS = ("text", "completion", "response")
 # Parameters of functions that take the rollouts of a group at once, as TRL's do.
 TOGETHER = ("completions", "completion_ids")
-# What TRL's trainers give beside the columns, for functions that name it: there is no trainer here, and nothing is logged by them.
+# Arguments that TRL's trainers pass beside the columns, for functions that name them: there is no trainer here, and they log nothing.
 TRAINERS: Mapping[str, Any] = {
     "trainer_state": None, "log_extra": lambda column, values: None, "log_metric": lambda name, value: None,
 }  # fmt: skip
@@ -37,7 +37,7 @@ class Function(PlainReward):
     Attributes:
       function: a callable, "path/to/file.py:name" or "package.module:name"; a file may import what lies beside it.
       name: the part's name in metrics; empty takes the function's name.
-      content: a hash of the function and of what it uses of its own module, by which a resumed run knows it again; its
+      content: a hash of the function and of what it uses of its own module, by which a resumed run recognises it; its
         name where Python does not know its source.
     """
 
@@ -62,11 +62,11 @@ class Function(PlainReward):
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """How a function is called.
+    """A reward function and how it is called.
 
     Attributes:
       function: the function.
-      parameters: its parameters by name, those for further columns left out.
+      parameters: its parameters by name, without the one for further columns.
       columns: whether it takes every column.
       together: whether it takes all rollouts of a group as lists, as TRL's do.
     """
@@ -102,7 +102,7 @@ class Call:
         return name if name.isidentifier() else "function"
 
     def arguments(self, values: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The keyword arguments out of `values`, which are given where they are asked for, and the columns.
+        """Returns the keyword arguments: those of `values` that the function asks for, and the columns.
 
         Raises:
           ValueError: a parameter without a default is neither; the message names the columns.
@@ -119,7 +119,7 @@ class Call:
 
 
 def asked(prompt: Prompt) -> Any:
-    """The prompt as its row has it: a text, or a list of messages."""
+    """Returns the prompt as its row has it: a text, or a list of messages."""
     if "prompt" in prompt.extra:
         return prompt.extra["prompt"]
     if prompt.messages is not None and len(prompt.messages) > 1:
@@ -128,18 +128,18 @@ def asked(prompt: Prompt) -> Any:
 
 
 def columns_of(prompt: Prompt) -> dict[str, Any]:
-    """The further columns of a prompt's row, and its reference."""
+    """Returns the further columns of a prompt's row, and its reference."""
     reference = {"reference": prompt.reference} if prompt.reference else {}
     return {**reference, **{name: value for name, value in prompt.extra.items() if name != "prompt"}}
 
 
 async def _each(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
-    """One call a rollout; async ones run at the same time."""
+    """Calls the function once for each rollout; async calls run at the same time."""
 
     async def judged(rollout: Rollout) -> float | None:
         prompt = rollout.prompt
         values = {"prompt": asked(prompt), **dict.fromkeys(TEXTS, rollout.text)}
-        # A column that has the name of the response's parameter is given under neither: the response is meant.
+        # The response goes to one parameter alone; a column of that name is not passed, columns of the other names are.
         taken = next(t for t in TEXTS if t in call.parameters)
         values = {n: v for n, v in values.items() if n in ("prompt", taken)}
         return number(await _awaited(call.function(**call.arguments(values, columns_of(prompt)))))
@@ -154,7 +154,7 @@ async def _each(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
 
 
 async def _all(name: str, call: Call, rollouts: Sequence[Rollout]) -> Scores:
-    """One call for all rollouts of a group, in TRL's form: completions are messages where the prompt is."""
+    """Calls the function once for all rollouts of a group, in TRL's form: completions are messages where the prompt is."""
     prompts = [asked(rollout.prompt) for rollout in rollouts]
     said = [
         r.text if isinstance(p, str) else [{"role": "assistant", "content": r.text}] for p, r in zip(prompts, rollouts)
@@ -184,7 +184,7 @@ async def _awaited(value: Any | Awaitable[Any]) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A returned value as a float; None stays. Raises TypeError for what is no number."""
+    """Converts a returned value to a float; None stays. Raises TypeError for any other value."""
     if value is None or isinstance(value, bool | int | float):
         return None if value is None else float(value)
     if getattr(value, "size", None) == 1 or type(value).__module__ == "torch":

@@ -49,7 +49,7 @@ class JudgedPairs:
             components.refuse(self, "question", f"a text with {{first}} and {{second}}, or one of {sorted(QUESTIONS)}")
 
     async def similar(self, pairs: Sequence[Pair]) -> list[float]:
-        """Returns 0 or 1 for each pair; raises wrap.Failed where an answer could not be had or read."""
+        """Returns 0 or 1 for each pair; raises wrap.Failed where an answer could not be obtained or read."""
         return list(await asyncio.gather(*(self._one(pair) for pair in pairs)))
 
     async def _one(self, pair: Pair) -> float:

@@ -65,7 +65,7 @@ class Maths(PlainReward):
         return await judge_together("maths", judgements, rollouts)
 
     def isolation(self) -> str:
-        """How the verifier's processes are shut in."""
+        """Returns how the verifier's processes are isolated."""
         return self._pool.isolation()
 
     def close(self) -> None:

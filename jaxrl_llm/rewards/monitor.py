@@ -105,7 +105,7 @@ def _correlation(a: Float[np.ndarray, "N"], b: Float[np.ndarray, "N"]) -> float:
 
 
 def _ranks(values: Float[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Ranks from 1; equal values share their mean rank."""
+    """Returns ranks from 1; equal values share their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     ends = np.cumsum(counts)
     return ((ends - counts + 1 + ends) / 2)[inverse.reshape(-1)]

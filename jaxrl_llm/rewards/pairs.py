@@ -19,7 +19,7 @@ Pair = tuple[str, str]
 
 @runtime_checkable
 class Pairwise(Protocol):
-    """Rates the similarity of two texts."""
+    """A measure of the similarity of two texts."""
 
     async def similar(self, pairs: Sequence[Pair]) -> Sequence[float]:
         """Returns P(same class) of each pair, in [0, 1]; raises wrap.Failed where it could not be obtained."""
@@ -39,8 +39,8 @@ class Classify:
       tokenizer: folder or Hugging Face id, for "tokens".
       cls: the token that opens a pair.
       sep: the token that ends each text.
-      budget: most tokens, or words, of a pair; each text is cut to half of what the marks leave.
-      batch: pairs in one request.
+      budget: largest number of tokens, or words, of a pair; each text is cut to half of what the marks leave.
+      batch: number of pairs in one request.
     """
 
     service: Service
@@ -89,7 +89,7 @@ class Classify:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedWords:
-    """Offline measure: n-grams of words that both texts share over all of both (Jaccard), letter case ignored.
+    """An offline measure: n-grams of words that both texts share over all of both (Jaccard), letter case ignored.
 
     Attributes:
       n: number of words in an n-gram.
@@ -108,7 +108,7 @@ class SharedWords:
 
 @dataclass(frozen=True, kw_only=True)
 class SameText:
-    """Offline measure: 1 where two responses are equal, white space at the ends aside, else 0; for tasks with many answers.
+    """An offline measure: 1 where two responses are equal, white space at the ends aside, else 0; for tasks with many answers.
 
     Attributes:
       pattern: regular expression of the compared part, or its first group where it has one; empty compares the
@@ -138,7 +138,7 @@ def pair_ids(tokenizer: Any, pair: Pair, marks: tuple[str, str], budget: int) ->
 
     Args:
       marks: the tokens CLS and SEP.
-      budget: most tokens.
+      budget: largest number of tokens.
 
     Raises:
       ValueError: a mark is not a token.

@@ -25,7 +25,7 @@ class Partition:
       threshold: probability above which two texts are equal; DARLING uses 0.5 for maths and 0.32 for chat.
       linkage: "single" (transitive closure of equality, DARLING's in training), "complete" (a text joins the first
         class in which it equals every member), "greedy" (it joins the first class with an equal first member, NoveltyBench's).
-      short_words: most words of texts that are compared by the words they share; 0 always asks the classifier.
+      short_words: largest number of words of texts that are compared by the words they share; 0 always asks the classifier.
     """
 
     pairs: Pairwise
@@ -39,7 +39,7 @@ class Partition:
         components.at_least(self, 0, "short_words")
 
     async def classes(self, texts: Sequence[str]) -> Int[np.ndarray, "G"]:
-        """The class of each text, numbered in the order of their first members.
+        """Returns the class of each text, numbered in the order of their first members.
 
         Raises:
           wrap.Failed: the classifier could not be asked.
@@ -47,7 +47,7 @@ class Partition:
         return linked(await self.equal(texts), self.linkage)
 
     async def equal(self, texts: Sequence[str]) -> Bool[np.ndarray, "G G"]:
-        """Which texts are equal: a symmetric matrix, True on its diagonal. Identical texts are equal without asking the classifier."""
+        """Returns which texts are equal: a symmetric matrix, True on its diagonal. Identical texts are equal without asking the classifier."""
         found = np.eye(len(texts), dtype=bool)
         asked: dict[Pair, list[tuple[int, int]]] = {}
         for i, j in combinations(range(len(texts)), 2):
@@ -65,14 +65,14 @@ class Partition:
 
 
 def short_texts_equal(first: str, second: str, most_words: int = 5) -> bool | None:
-    """Whether two short texts share at least half the longer one's words; None where one is longer than `most_words`."""
+    """Returns whether two short texts share at least half the longer one's words; None where one is longer than `most_words`."""
     a, b = first.lower().split(), second.lower().split()
     longest = max(len(a), len(b))
     return None if longest > most_words or most_words == 0 else 2 * len(set(a) & set(b)) >= longest
 
 
 def linked(equal: Bool[np.ndarray, "G G"], linkage: str) -> Int[np.ndarray, "G"]:
-    """The classes of a matrix of equality, numbered in the order of their first members."""
+    """Returns the classes of a matrix of equality, numbered in the order of their first members."""
     if linkage == "single":
         reach = equal.copy()
         while True:  # each turn doubles the length of the paths
@@ -98,5 +98,5 @@ def linked(equal: Bool[np.ndarray, "G G"], linkage: str) -> Int[np.ndarray, "G"]
 
 
 def class_sizes(classes: Int[np.ndarray, "G"]) -> Int[np.ndarray, "G"]:
-    """The size of each text's class."""
+    """Returns the size of each text's class."""
     return np.sum(classes[:, None] == classes[None], axis=1)

@@ -2,7 +2,7 @@
 
     part = mean over both orders of [the response is chosen]        1, 0.5 (the order decided) or 0
 
-Asking in both orders takes the judge's liking for the first or the second place out; AlpacaEval draws one order for each instruction.
+Asking in both orders cancels the judge's bias for the first or the second place; AlpacaEval draws one order for each instruction.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Preferred(PlainReward):
             components.refuse(self, "question", "a text with {asked}, {first} and {second}")
 
     async def score(self, rollouts: Sequence[Rollout], stats: Mapping[str, np.ndarray] | None = None) -> Scores:
-        """Returns part "preferred", 0, 0.5 or 1 [G]; invalid where an answer could not be had or read."""
+        """Returns part "preferred", 0, 0.5 or 1 [G]; invalid where an answer could not be obtained or read."""
         del stats
         return await judge_together("preferred", [self._one(rollout) for rollout in rollouts], rollouts)
 

@@ -61,7 +61,7 @@ class ReasoningGym(PlainReward):
         return await judge_together("reasoning_gym", judgements, rollouts)
 
     def isolation(self) -> str:
-        """How the verifier's processes are shut in."""
+        """Returns how the verifier's processes are isolated."""
         return self._pool.isolation()
 
     def close(self) -> None:

@@ -53,8 +53,8 @@ class Rubric(PlainReward):
       criteria: criteria to rate.
       lower_is_better: criteria for which 20 minus the rating counts.
       question: the question, with {prompt}, {judged}, {criteria} and {lower}.
-      least_rated: number of criteria that an answer must rate to count.
-      least_characters: characters below which a piece is invalid.
+      least_rated: smallest number of criteria that an answer must rate to count.
+      least_characters: number of characters below which a piece is invalid.
     """
 
     endpoint: Endpoint

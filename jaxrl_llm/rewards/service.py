@@ -1,7 +1,7 @@
 """HTTP client of the services that rewards call: JSON, several servers, time limits, retries with back-off.
 
-The back-off is a loop of its own: each attempt asks another server and may wait as long as the last one's Retry-After asks, and
-what tenacity would replace is the one line that computes the delay.
+The retry loop is written out: each attempt asks another server and may wait as long as the last one's Retry-After asks, and
+tenacity would replace only the line that computes the delay.
 """
 
 import asyncio
@@ -36,10 +36,10 @@ class Service:
       urls: addresses such as "http://127.0.0.1:8000"; calls go to them in turn, and a retry asks the next one.
       token_env: environment variable that holds the bearer token; empty sends none.
       limit_s: time limit of one attempt in seconds.
-      tries: attempts of a call.
-      backoff_s: most seconds before the second attempt; doubles with each further one, and a random part of up to half is cut off.
-      concurrency: most calls at the same time.
-      stop_after: consecutive calls whose attempts all failed before the run is stopped; 0 never stops it.
+      tries: number of attempts of a call.
+      backoff_s: largest number of seconds before the second attempt; doubles with each further one, and a random part of up to half is cut off.
+      concurrency: largest number of calls at the same time.
+      stop_after: number of consecutive calls whose attempts all failed before the run is stopped; 0 never stops it.
     """
 
     urls: Sequence[str]
@@ -66,7 +66,7 @@ class Service:
 
         Args:
           path: path from the server's root, such as "/score".
-          read: raises ValueError, KeyError, TypeError or IndexError for an answer that is not as it should be.
+          read: reads the answer; raises ValueError, KeyError, TypeError or IndexError for one that is not as it should be.
 
         Raises:
           Failed: no attempt gave an answer that `read` accepts, or the server refused the call.
@@ -108,7 +108,7 @@ class Service:
         raise Failed(f"{url}: {problem} ({self.tries} attempts)")
 
     def health(self, url: str, limit_s: float = 3.0) -> dict[str, Any]:
-        """What the server at `url` says of itself at /health; {} where it does not answer in time with a JSON object."""
+        """Returns what the server at `url` reports of itself at /health; {} where it does not answer in time with a JSON object."""
         ask = urllib.request.Request(url.rstrip("/") + "/health", headers=self._headers())
         direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # as the calls themselves
         try:
@@ -119,7 +119,7 @@ class Service:
         return found if isinstance(found, dict) else {}
 
     def _headers(self) -> dict[str, str]:
-        # Servers that are asked by several give each its turn.
+        # Servers with several clients serve them in turn.
         who = {"X-Client": f"{socket.gethostname()}:{os.getpid()}"}
         if not self.token_env:
             return who

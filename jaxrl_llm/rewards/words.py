@@ -14,7 +14,7 @@ class Words:
 
     Attributes:
       words: listed words; letter case is ignored, and each occurrence counts.
-      most: occurrences that give 1.
+      most: number of occurrences that gives 1.
     """
 
     words: Sequence[str] = ("wonderful", "great", "happy", "amazing", "love", "beautiful", "perfect", "excellent")

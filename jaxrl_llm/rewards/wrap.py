@@ -17,7 +17,7 @@ from jaxrl_llm.experience import Prompt, Rollout, Scores
 Judge = Callable[[Prompt, str], float]
 
 _log = logging.getLogger(__name__)
-_failures: Counter[tuple[str, type[BaseException]]] = Counter()  # of each reward and type of exception, in this process
+_failures: Counter[tuple[str, type[BaseException]]] = Counter()  # by reward and type of exception, in this process
 
 
 class Failed(RuntimeError):

@@ -1,4 +1,4 @@
-"""A run is composed here: stages, the loop, one step, evaluation and checkpoints.
+"""Composes a run: stages, the loop, one step, evaluation and checkpoints.
 
 `from jaxrl_llm import train` is all that a gin file of a run needs of the framework.
 """

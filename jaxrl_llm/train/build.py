@@ -34,10 +34,10 @@ from jaxrl_llm.train.step import StageTrainer
 
 
 def sampled_policy(sampler: Any, policy: Policy) -> Policy:
-    """The policy that a sampler is started with: with its adapters where it serves them apart from their base, else `plain`.
+    """Returns the policy that a sampler is started with: with its adapters where it serves them apart from their base, else `plain`.
 
     Raises:
-      ValueError: it is to serve adapters, and the run trains none.
+      ValueError: the sampler is set to serve adapters, and the run trains none.
     """
     if not getattr(sampler, "adapters", False):
         return policy.plain
@@ -86,7 +86,7 @@ def open_stage(config: Stage, trainer: Any, number: int) -> StageTrainer:
     rows = config.data.rows()
     content = content_of(rows)
     trainer.processes.same(f"the rows of stage {config.name!r}", [len(rows), content])
-    generator = generator_of(config, trainer, extra=0)  # of evaluations: what it counts is not the step's
+    generator = generator_of(config, trainer, extra=0)  # for evaluations, whose counts are not the step's
     collector = collector_of(config, generator_of(config, trainer, extra=config.episodes.extra), trainer)
     loader = loader_of(config, encoder, rows, collector, trainer)
     if config.pairing is not None:
@@ -138,7 +138,7 @@ def check_bias(stage: str, router: Router, policy: Any) -> None:
 
 
 def generator_of(config: Stage, trainer: Any, extra: int = 0) -> RolloutGenerator:
-    """The rollout generator of a stage, with `extra` rollouts a group; all processes call the sampler where it runs on the devices of all."""
+    """Makes the rollout generator of a stage, with `extra` rollouts a group; where the sampler runs on the devices of all processes, all call it."""
     together = trainer.processes if getattr(trainer.sampler, "everywhere", False) else Processes()
     generator = RolloutGenerator(
         sampler=trainer.sampler, tokenizer=trainer.tokenizer, marker=config.marker, processes=together
@@ -168,7 +168,7 @@ def generator_of(config: Stage, trainer: Any, extra: int = 0) -> RolloutGenerato
 
 
 def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Collector | None:
-    """The collector of a stage's sampled groups; None for an algorithm that learns from given responses."""
+    """Makes the collector of a stage's sampled groups; None for an algorithm that learns from given responses."""
     if not config.samples:
         return None
     return Collector(
@@ -182,7 +182,7 @@ def collector_of(config: Stage, generator: RolloutGenerator, trainer: Any) -> Co
 def loader_of(
     config: Stage, encoder: Encoder, rows: Sequence[Prompt], collector: Collector | None, trainer: Any
 ) -> GroupLoader:
-    """The group loader of a stage, for what its algorithm learns from.
+    """Makes the group loader of a stage, for the data that its algorithm learns from.
 
     Each process encodes its part of the rows; where process 0 alone calls the sampler, it encodes all of them.
     """
@@ -216,7 +216,7 @@ def loader_of(
 
 
 def stream_of(part: Sequence[Any], processes: Processes, seed: int) -> PromptStream[Any]:
-    """The stream of all rows, of which this process holds a part; a process alone holds them all."""
+    """Returns the stream of all rows, of which this process holds a part; a single process holds them all."""
     return SharedStream(part, processes, seed=seed) if processes.count > 1 else PromptStream(part, seed=seed)
 
 
@@ -231,7 +231,7 @@ def part_of(processes: Processes, encode: Callable[[], list[Any]]) -> list[Any]:
 
 
 def given_groups(config: Stage, encoder: Encoder, rows: Sequence[Prompt], seed: int) -> list[Group]:
-    """The groups of given responses that the rows of a dataset hold."""
+    """Returns the groups of given responses that the rows of a dataset hold."""
     return given(encoder, rows, config.algorithm, row_tokens=config.packing.row_tokens, seed=seed)
 
 
@@ -249,12 +249,12 @@ def held_out_of(
 
 
 def content_of(rows: Sequence[Prompt]) -> str:
-    """A hash of all that rows hold and of their order."""
+    """Returns a hash of everything that rows hold and of their order."""
     return hashed([[x for f in fields(row) if (x := getattr(row, f.name)) is not None] for row in rows])
 
 
 def hashed(value: Any) -> str:
-    """BLAKE2b of a JSON-like value, as hexadecimal text."""
+    """Returns the BLAKE2b hash of a JSON-like value, as hexadecimal text."""
     digest = hashlib.blake2b(digest_size=16)
     for item in value:
         digest.update(json.dumps(item, sort_keys=True, default=str).encode() + b"\n")
@@ -271,7 +271,7 @@ def say(what: str, counts: Mapping[str, int]) -> None:
 
 
 def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
-    """The learner of a stage, with the value models that its algorithm needs."""
+    """Makes the learner of a stage, with the value models that its algorithm needs."""
     models: dict[str, Any] = {"policy": policy}
     models |= {name: source.model(policy) for name, source in config.value_models.items()}
     optimizers = {"reward_model" if "reward_model" in models else "policy": config.optimizer}
@@ -293,7 +293,7 @@ def learner_of(config: Stage, policy: Policy, seed: int) -> Learner:
 
 
 def opened_teacher(config: Stage, policy: Policy) -> Policy | None:
-    """The teacher whose distribution an update reads, without its parameters; None where the algorithm has none."""
+    """Opens the teacher whose distribution an update reads, without its parameters; None where the algorithm has none."""
     if config.teacher is None or "teacher_divergence" not in config.algorithm.needs:
         return None
     opened: Policy = config.teacher.open(policy.partitioner).policy
@@ -301,14 +301,14 @@ def opened_teacher(config: Stage, policy: Policy) -> Policy | None:
 
 
 def teacher_base(config: Stage, learner: Learner) -> dict[str, Params]:
-    """{"teacher": parameters} of the teacher whose distribution an update reads; {} where the algorithm has none."""
+    """Returns {"teacher": parameters} of the teacher whose distribution an update reads; {} where the algorithm has none."""
     if config.teacher is None or learner.teacher is None:
         return {}
     return {score.TEACHER: config.teacher.open(learner.partitioner).params()}
 
 
 def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
-    """The frozen models that the algorithm and the rewards of a stage need; the teacher has the policy's tokens."""
+    """Makes the frozen models that the algorithm and the rewards of a stage need; the teacher has the policy's tokens."""
     teacher = None
     if "teacher" in config.algorithm.needs:
         assert config.teacher is not None  # by Stage
@@ -321,11 +321,11 @@ def frozen_of(config: Stage, learner: Learner, trainer: Any) -> FrozenModels:
 
 
 def value_bases(config: Stage, learner: Learner, key: jax.Array) -> dict[str, Params]:
-    """The frozen parameters under the adapters of value models."""
+    """Returns the frozen parameters under the adapters of value models."""
     bases = {name: source.base(learner.models[name], key) for name, source in config.value_models.items()}
     return {name: base for name, base in bases.items() if base is not None}
 
 
 def new_key(seed: int, number: int) -> jax.Array:
-    """The random key for the new parameters of stage `number`."""
+    """Returns the random key for the new parameters of stage `number`."""
     return jax.random.fold_in(jax.random.key(seed), number)

@@ -1,4 +1,4 @@
-"""Atomic checkpoints of everything that a bit-exact resume needs, written by orbax.
+"""Writes atomic checkpoints of everything that a bit-exact resume needs, by orbax.
 
 A checkpoint holds the train state, the frozen models that change, and a JSON of the host's state: stage and step, the data stream's
 position, controllers, best evaluation; the groups of a run that samples ahead are bytes beside it. A stage's reference, which never
@@ -29,17 +29,17 @@ from jaxrl_llm.distributed.out_of_memory import ran_out
 from jaxrl_llm.distributed.tree_sums import NONE_FILLED, Damaged, Sizes
 
 _PACKED = "deferred"  # the item of a checkpoint that holds the deferred parts of the host's state, and the entry about them there
-_MOVED = ("best", "controls")  # what an evaluation moves of the host's state
-_REFERENCE = "reference"  # a stage's reference, and what its checkpoints say of it
+_MOVED = ("best", "controls")  # the entries of the host's state that an evaluation changes
+_REFERENCE = "reference"  # names a stage's reference, and the record of it in checkpoints
 _TORN = ".orbax-checkpoint-tmp"  # part of the names of folders that are still being written
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """When to save checkpoints, and which to keep.
+    """The rule that says when to save checkpoints, and which to keep.
 
     Attributes:
-      every: steps between saves; the last step of a stage is always saved.
+      every: number of steps between saves; the last step of a stage is always saved.
       keep: number of last checkpoints that are kept.
       best: evaluation metric whose highest value's checkpoint is kept too, such as "eval/heldout/greedy"; None keeps none.
     """
@@ -55,8 +55,8 @@ class Checkpointing:
 class Checkpoints:
     """The checkpoints of a run folder, RUN/checkpoints/STEP; the best one is also under RUN/best/STEP, as the newest there.
 
-    Where the best one is newer than the last checkpoint, the best of those before that one stays beside it: a run that is killed
-    goes on from there, and the newer one is of a future that is given up.
+    Where the best one is newer than the last checkpoint, the best one up to the last checkpoint stays beside it: a run that is killed
+    resumes from the last checkpoint, and the newer best one then belongs to a discarded future.
 
     The reference of a stage that begins after STEP is under RUN/reference/STEP.
 
@@ -64,7 +64,7 @@ class Checkpoints:
       run_dir: the run folder.
       config: when to save, and what to keep.
       deferred: whether the host's state may hold deferred parts (serialization.Deferred), as that of a run that samples ahead does; all
-        processes of the run say the same.
+        processes of the run must agree.
     """
 
     def __init__(self, run_dir: Path, config: Checkpointing, *, deferred: bool = False) -> None:
@@ -73,18 +73,18 @@ class Checkpoints:
         self._references = (run_dir / _REFERENCE).absolute()
         self._held: dict[
             int, dict[str, str]
-        ] = {}  # {first step: what checkpoints say} of the references that this start wrote or read
+        ] = {}  # {first step: record in checkpoints} of the references that this start wrote or read
         self._evaluated = run_dir / "evaluated.json"
         self._last = _manager(self.folder, config.keep)
         self._best = _manager((run_dir / "best").absolute(), None) if config.best else None
         self._managers = [manager for manager in (self._last, self._best) if manager]
 
     def latest(self) -> int | None:
-        """Step of the last complete checkpoint, or None."""
+        """Returns the step of the last complete checkpoint, or None."""
         return self._last.latest_step()
 
     def best_until(self, step: int) -> float | None:
-        """The value of the best checkpoint of `step` or before it, or None; those of a future that is given up are removed."""
+        """Returns the value of the best checkpoint of `step` or before it, or None; removes those of a discarded future."""
         if self._best is None:
             return None
         for later in [s for s in self._best.all_steps() if s > step]:
@@ -93,15 +93,15 @@ class Checkpoints:
         return None if kept is None else _host(self._best, kept)[0]["best"]
 
     def host(self, step: int) -> dict[str, Any]:
-        """The host's state of the checkpoint at `step`, without its deferred parts; raises ValueError where it is damaged."""
+        """Returns the host's state of the checkpoint at `step`, without its deferred parts; raises ValueError where it is damaged."""
         return self._amended(step, _host(self._last, step)[0])
 
     def whole_host(self, step: int) -> dict[str, Any]:
-        """The host's state of the checkpoint at `step` with its deferred parts in place; raises ValueError where it is damaged."""
+        """Returns the host's state of the checkpoint at `step` with its deferred parts in place; raises ValueError where it is damaged."""
         return self._amended(step, _whole_host(self._last, step))
 
     def amend(self, step: int, host: dict[str, Any]) -> None:
-        """Notes that the evaluation which the checkpoint at `step` leaves to a later start is done, and what it moved; atomically."""
+        """Records that the evaluation which the checkpoint at `step` left to a later start is done, and what it changed; atomically."""
         if jax.process_index():
             return
         known = {"step": step, **{name: host[name] for name in _MOVED}}
@@ -110,7 +110,7 @@ class Checkpoints:
         torn.replace(whole)
 
     def _amended(self, step: int, host: dict[str, Any]) -> dict[str, Any]:
-        """The host's state with what `amend` noted of it."""
+        """Returns the host's state with what `amend` recorded of it."""
         known: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             known = json.loads(self._evaluated.read_text())
@@ -119,7 +119,7 @@ class Checkpoints:
         return {name: x for name, x in host.items() if name != "pending"} | {name: known[name] for name in _MOVED}
 
     def restore(self, step: int, abstract: dict[str, Any], sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
-        """The device trees of a checkpoint, in the shardings of `abstract` (any mesh); `sizes` has the own shapes of leaves that are filled up.
+        """Restores the device trees of a checkpoint, in the shardings of `abstract` (any mesh); `sizes` has the own shapes of padded leaves.
 
         Raises:
           ValueError: the checkpoint is of another model, optimizer or algorithm, or damaged.
@@ -141,9 +141,9 @@ class Checkpoints:
         Args:
           trees: device pytrees by name.
           host: the host's state, JSON-like but for its deferred parts, which are made where a save is due.
-          sizes: the own shapes of arrays that are filled up.
-          last: save as the last checkpoint.
-          best: save as the best one.
+          sizes: the own shapes of padded arrays.
+          last: whether to save it as the last checkpoint.
+          best: whether to save it as the best one.
         """
         wanted = [manager for manager, asked in ((self._best, best), (self._last, last)) if asked and manager]
         if not wanted:
@@ -164,9 +164,9 @@ class Checkpoints:
                 manager.save(step, args=ocp.args.Composite(**args))
 
     def keep(self, offset: int, tree: Any, sizes: Sizes = NONE_FILLED) -> dict[str, Any]:
-        """Stores the reference of the stage that begins after step `offset`, unless this start has; returns what its checkpoints say of it.
+        """Stores the reference of the stage that begins after step `offset`, unless this start has; returns the record of it for checkpoints.
 
-        It is on disk at the return, so that no checkpoint names one that is not there. What an earlier start left, which broke off before
+        It is on disk on return, so that no checkpoint names an absent one. A reference that an earlier start left, which ended before
         its first checkpoint, is replaced. Raises OSError where it cannot be written.
         """
         if offset not in self._held:
@@ -186,9 +186,9 @@ class Checkpoints:
 
         Args:
           offset: the step after which the stage begins.
-          said: what the checkpoint says of the reference.
+          said: the checkpoint's record of the reference.
           shapes: dtype -> the shapes and shardings of a reference whose weights have it.
-          sizes: the own shapes of arrays that are filled up.
+          sizes: the own shapes of padded arrays.
 
         Raises:
           ValueError: it is not there, is another one than the checkpoint's, or damaged.
@@ -208,7 +208,7 @@ class Checkpoints:
         return tree
 
     def _forget_worse(self, best: ocp.CheckpointManager) -> None:
-        """Removes best checkpoints that no start needs any more: another is better, and no newer than what a killed run goes on from."""
+        """Removes best checkpoints that no start needs any more: a better one exists that is no newer than the checkpoint a killed run resumes from."""
         with _written(self._last):
             self._last.wait_until_finished()
         durable = self.latest()
@@ -216,20 +216,20 @@ class Checkpoints:
             best.delete(worse)
 
     def wait(self) -> None:
-        """Returns when every save is on disk."""
+        """Waits until every save is on disk."""
         for manager in self._managers:
             with _written(manager):
                 manager.wait_until_finished()
 
     def close(self) -> None:
-        """Closes the managers after what is being saved; raises OSError where that fails."""
+        """Closes the managers after the saves in progress; raises OSError where one fails."""
         with contextlib.ExitStack() as closing:
             for manager in self._managers:
                 closing.callback(_written(manager)(manager.close))
 
 
 def _said(sums: Mapping[str, str], tree: Any) -> dict[str, str]:
-    """What checkpoints say of a reference: the dtype of most of its bytes, and a hash of the checksums of all."""
+    """Returns the record of a reference in checkpoints: the dtype of most of its bytes, and a hash of the checksums of all."""
     dtypes = Counter[str]()
     for x in jax.tree.leaves(tree):
         dtypes[x.dtype.name] += x.nbytes
@@ -248,7 +248,7 @@ def _manager(folder: Path, keep: int | None) -> ocp.CheckpointManager:
 def restore(
     manager: ocp.CheckpointManager, step: int, abstract: dict[str, Any], sizes: Sizes = NONE_FILLED
 ) -> dict[str, Any]:
-    """Reads the trees named by `abstract` (leaves: ShapeDtypeStruct with shardings, filled up where `sizes` says so) from one checkpoint."""
+    """Reads the trees named by `abstract` (leaves: ShapeDtypeStruct with shardings, padded where `sizes` says so) from one checkpoint."""
     host, written = _host(manager, step)
     theirs = host.get(tree_sums.SIZES, {})
     try:
@@ -275,7 +275,7 @@ def restore(
 
 
 def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """The host's state of a checkpoint and the checksums of its arrays."""
+    """Returns the host's state of a checkpoint and the checksums of its arrays."""
     where = f"{manager.directory}/{step}"
     try:
         content = manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
@@ -287,7 +287,7 @@ def _host(manager: ocp.CheckpointManager, step: int) -> tuple[dict[str, Any], di
 
 
 def _whole_host(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-    """The host's state of a checkpoint, with its deferred parts where it has any."""
+    """Returns the host's state of a checkpoint, with its deferred parts where it has any."""
     where = f"{manager.directory}/{step}"
     host, _ = _host(manager, step)
     written = host.pop(_PACKED, None)
@@ -306,7 +306,7 @@ def _whole_host(manager: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def _way_out(manager: ocp.CheckpointManager, step: int) -> str:
-    """What to do about a damaged checkpoint."""
+    """Returns what to do about a damaged checkpoint."""
     before = [s for s in manager.all_steps() if s < step]
     then = f"go on from step {max(before)}" if before else "begin anew"
     return f"move {manager.directory}/{step} away, and the same command will {then}"
@@ -319,7 +319,7 @@ def _same_shapes(trees: dict[str, Any], abstract: dict[str, Any]) -> None:
 
 
 def last_step(folder: Path) -> int:
-    """The step of the last complete checkpoint under `folder`.
+    """Returns the step of the last complete checkpoint under `folder`.
 
     Raises:
       FileNotFoundError: there is none.
@@ -331,7 +331,7 @@ def last_step(folder: Path) -> int:
 
 
 def read_host(folder: Path, step: int) -> dict[str, Any]:
-    """The host's state of a checkpoint, read without a manager; raises ValueError where it is damaged."""
+    """Returns the host's state of a checkpoint, read without a manager; raises ValueError where it is damaged."""
     return _read(folder, step)[0]
 
 
@@ -365,7 +365,7 @@ def _first_line(error: Exception) -> str:
 def read_model(folder: Path, step: int, abstract: Any, name: str = "policy", own: Any = None) -> Any:
     """Reads one model's trained parameters alone, in the shardings of `abstract`; optimizer state is not read.
 
-    `own` is a tree like `abstract` with the own shapes of its leaves; None where none is filled up.
+    `own` is a tree like `abstract` with the own shapes of its leaves; None where none is padded.
 
     Raises:
       ValueError: the checkpoint is of another model, or damaged.

@@ -1,4 +1,4 @@
-"""Says on which paths a run goes before it starts: kernels, dtypes, sampler, verifiers; refuses paths that are much too slow.
+"""Describes a run before it starts, by its kernels, dtypes, sampler and verifiers, and refuses kernels that are much too slow.
 
 The kernels are those that the run's own programs choose: each stage's scoring pass and the embedded sampler's prefill and
 decoding are traced with the run's shapes, which computes nothing. Where a kernel falls back to a backend although the
@@ -56,11 +56,11 @@ TPU_LANES = 128
 
 
 def describe(run: Any, policy: Policy) -> list[str]:
-    """Lines that name the backend of every kernel, the dtype of every part, the sampler, the verifiers' isolation, and what fsdp divides.
+    """Returns lines that name the backend of every kernel, the dtype of every part, the sampler, the verifiers' isolation, and what fsdp divides.
 
     Raises:
       ValueError: a kernel makes the run more than MOST_SLOWDOWN times as slow as another that the device has, and
-        sources.PolicySource.slow_kernels is False; the message names the setting that mends it.
+        sources.PolicySource.slow_kernels is False; the message names the setting that corrects it.
     """
     found = chosen(run, policy)
     if not getattr(run.policy, "slow_kernels", False):
@@ -87,7 +87,7 @@ def announce(lines: Sequence[str], *, main: bool = True) -> None:
 
 
 def chosen(run: Any, policy: Policy) -> list[Choice]:
-    """What each kernel chooses in the programs of the run; they are traced, and nothing is compiled."""
+    """Returns the choice of each kernel in the programs of the run, which are traced and not compiled."""
     traced: set[Any] = set()
     with dispatch.recording() as found:
         for stage in run.stages:
@@ -114,7 +114,7 @@ def chosen(run: Any, policy: Policy) -> list[Choice]:
 
 
 def _micro_batch(stage: Stage) -> MicroBatch:
-    """A micro-batch of the stage as shapes, with its tokens alone."""
+    """Returns a micro-batch of the stage as shapes, with its tokens alone."""
     shape = (stage.packing.rows, stage.packing.row_tokens)
     whole, number = jax.ShapeDtypeStruct(shape, jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
     each = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -126,7 +126,7 @@ def _micro_batch(stage: Stage) -> MicroBatch:
 
 
 def capacity_of(sampler: EmbeddedSampler, stage: Stage, max_length: int, shards: int) -> Capacity:
-    """The slots that a step of the stage wants, at the longest prompts and responses."""
+    """Returns the slots that a step of the stage needs, at the longest prompts and responses."""
     request = Request(
         prefixes=[np.zeros(stage.max_prompt_tokens, np.int32)] * stage.prompts_per_step, n=stage.group_size,
         settings=stage.settings, seeds=[0] * stage.prompts_per_step, max_length=max_length,
@@ -135,7 +135,7 @@ def capacity_of(sampler: EmbeddedSampler, stage: Stage, max_length: int, shards:
 
 
 def block_of(policy: Policy, sampler: EmbeddedSampler, stage: Stage, capacity: Capacity) -> jax.ShapeDtypeStruct:
-    """The tokens of a block of the longest prompts, as they are prefilled together."""
+    """Returns the shape of the tokens of a block of the longest prompts, as they are prefilled together."""
     length = min(bucket(stage.max_prompt_tokens), capacity.length)
     rows = min(max(sampler.prefill_tokens // length, 1), stage.prompts_per_step)
     return jax.ShapeDtypeStruct((bucket(rows, policy.partitioner.batch_shards), length), jnp.int32)
@@ -152,7 +152,7 @@ def _trace_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_
 
 
 def better(choice: Choice) -> str | None:
-    """The backend that the device has for the call in bfloat16 and, on TPUs, in rows of whole lanes; None where it is used."""
+    """Returns the backend that the device has for the call in bfloat16 and, on TPUs, in rows of whole lanes; None where it is used."""
     changes: dict[str, Any] = {"dtype": "bfloat16"} if hasattr(choice.call, "dtype") else {}
     if choice.op == "attention" and choice.call.platform == "tpu" and choice.call.max_segments is not None:
         changes |= dict.fromkeys(("queries", "keys"), choice.call.queries + -choice.call.queries % TPU_LANES)
@@ -163,7 +163,7 @@ def better(choice: Choice) -> str | None:
 
 
 def slowdown(choice: Choice, run: Any, policy: Policy) -> float:
-    """How many times as long the choice makes the program that it is of, by the module's estimate."""
+    """Returns how many times as long the choice makes the program that it is part of, by the module's estimate."""
     if choice.op == "attention" and choice.call.max_segments is not None:
         rest, part, slow = _attention_times(choice, run, policy)
     elif choice.op == "decode_attention":
@@ -179,7 +179,7 @@ def slowdown(choice: Choice, run: Any, policy: Policy) -> float:
 
 
 def _attention_times(choice: Choice, run: Any, policy: Policy) -> tuple[float, float, float]:
-    """Times for a token of an update, in FLOPs at the device's peak: of all but attention, of attention by its better backend and by `choice`."""
+    """Returns times of a token of an update, in FLOPs at the peak rate: of all but attention, of attention by its better backend and by `choice`."""
     size, rates, queries = policy.architecture, flops.RATES, choice.call.queries
     longest = max(min(s.max_prompt_tokens + s.settings.max_tokens, queries) for s in run.stages)
     seen = sum(flops.attention_pairs(longest, window) / longest for window in flops.attending(size))
@@ -256,7 +256,7 @@ def _dtypes(run: Any, policy: Policy) -> Iterator[str]:
 
 
 def _held(optimizer: Optimizer) -> str:
-    """How trained weights rest, and the dtype of their gradients."""
+    """Returns how trained weights are stored, and the dtype of their gradients."""
     if optimizer.weights_dtype == optimizer.slopes_dtype == "float32":
         return "weights and gradients float32"
     how = "float32" if optimizer.weights == "float32" else f"{optimizer.weights_dtype} ({optimizer.weights})"
@@ -273,7 +273,7 @@ def _sampling(sampler: Any) -> str:
 
 
 def _verifiers(stages: Sequence[Stage]) -> Iterator[str]:
-    """Each reward that evaluates what the model wrote, and how that is shut in."""
+    """Yields each reward that evaluates what the model wrote, with its isolation."""
     rewards = [[stage.reward, *(e.reward for e in stage.evaluations)] for stage in stages]
     found = {components.selector(type(r)): r for r in components.parts(rewards, Isolating)}
     for name, reward in found.items():

@@ -23,7 +23,7 @@ class HeldOut:
       prompts: encoded prompts of each of its evaluations.
       given: groups of responses whose loss is measured.
       generator: generates the answers.
-      preemption: listens for signals, which end an evaluation for which process 0 alone asks the sampler.
+      preemption: listens for signals, which end an evaluation where process 0 alone asks the sampler.
     """
 
     config: Stage

@@ -28,7 +28,7 @@ REFERENCE = "reference"
 
 
 def reference_shapes(policy: Policy, dtype: str) -> Params:
-    """Shapes and shardings of a reference of the policy's weights in `dtype`.
+    """Returns shapes and shardings of a reference of the policy's weights in `dtype`.
 
     Norms' scales and routers stay float32, as the layers use them, and so do adapters, which are small.
     """
@@ -47,7 +47,7 @@ class AuxiliaryModel(Protocol):
 
     Attributes:
       follows: True where it holds weights of the policy.
-      refresh_every: steps after which it gets the policy's weights anew; 0 keeps those that the stage began with.
+      refresh_every: number of steps after which it gets the policy's weights anew; 0 keeps those that the stage began with.
     """
 
     @property
@@ -57,7 +57,7 @@ class AuxiliaryModel(Protocol):
     def refresh_every(self) -> int: ...
 
     def start(self, policy: Any, tokenizer: Any, run_dir: Path) -> None:
-        """Makes the model ready beside `policy`, before its first use; `run_dir` is a folder for this model alone."""
+        """Prepares the model beside `policy`, before its first use; `run_dir` is a folder for this model alone."""
 
     async def publish(self, params: Params, version: int) -> None:
         """Holds `params`, the policy's parameters, from now on."""
@@ -74,7 +74,7 @@ class FrozenModels:
       policy: the run's policy.
       base: frozen parameters under the policy's adapters, or None.
       refers: whether the stage needs the reference policy.
-      every: steps after which the reference takes the policy's weights anew; None for never.
+      every: number of steps after which the reference takes the policy's weights anew; None for never.
       offloads: whether the reference stays in host memory, and moves to the device while a step is scored.
       dtype: element type of the reference's weights; norms' scales, routers and adapters stay float32.
       teacher: scores what the policy samples, where the algorithm needs it.
@@ -115,7 +115,7 @@ class FrozenModels:
 
     @property
     def abstract(self) -> dict[str, Any]:
-        """Shapes and shardings of the copies that each checkpoint holds."""
+        """The shapes and shardings of the copies that each checkpoint holds."""
         renewed = {REFERENCE: self.reference_of(self.dtype)} if self.refers and not self.lasting else {}
         return renewed | {name: self.policy.abstract() for name in self.following}
 
@@ -125,7 +125,7 @@ class FrozenModels:
         return {name: copy for name, copy in self.params.items() if name != REFERENCE or not self.lasting}
 
     def reference_of(self, dtype: str) -> Params:
-        """Shapes and shardings of a stored reference of `dtype`."""
+        """Returns shapes and shardings of a stored reference of `dtype`."""
         shapes = reference_shapes(self.policy, dtype)
         return offload.shapes_on_host(shapes) if self.offloads else shapes
 
@@ -148,7 +148,7 @@ class FrozenModels:
         self.params[REFERENCE] = jax.tree.map(kept, params, reference_shapes(self.policy, self.dtype))
 
     def _copied(self, params: Params) -> Params:
-        """A copy of the policy's parameters in the dtypes of `abstract`, whatever dtype they are trained in."""
+        """Copies the policy's parameters in the dtypes of `abstract`, whatever dtype they are trained in."""
         return jax.tree.map(lambda x, like: jnp.copy(x).astype(like.dtype), params, self.policy.abstract())
 
     async def refresh(self, params: Params, steps: int) -> None:
@@ -165,14 +165,14 @@ class FrozenModels:
 
 
 def own_sizes(learner: Learner, abstract: Mapping[str, Any]) -> Sizes:
-    """The own shapes of what a mesh stores filled up: of the arrays that each checkpoint holds, as `abstract` has them, and the reference."""
+    """Returns the own shapes of arrays that a mesh stores padded: those that each checkpoint holds, as in `abstract`, and the reference."""
     policy, copies = learner.policy, [name for name in (*abstract, REFERENCE) if name != "state"]
     stored = {"state": abstract["state"], **dict.fromkeys(copies, policy.abstract())}
     return tree_sums.filled_up(stored, {"state": learner.sizes, **dict.fromkeys(copies, policy.sizes())})
 
 
 def base_sizes(learner: Learner, bases: Mapping[str, Params]) -> dict[str, float]:
-    """Mean |weight| of frozen parameters under adapters, and of a teacher's, without what a mesh fills up."""
+    """Returns the mean |weight| of frozen parameters under adapters, and of a teacher's, without a mesh's padding."""
     found = {}
     for name, base in bases.items():
         model: Any = learner.teacher if name == TEACHER else learner.models[name]

@@ -88,11 +88,11 @@ class Saved:
     policy: Any
 
     def trained(self) -> Any:
-        """The trained parameters of the policy: all of them, or its adapters."""
+        """Reads the trained parameters of the policy: all of them, or its adapters."""
         return read_model(self.folder, self.step, self.policy.abstract(), own=self.policy.sizes())
 
     def merged(self) -> Any:
-        """All parameters of the policy, with adapters merged."""
+        """Returns all parameters of the policy, with adapters merged."""
         base = self.run.policy.base(self.policy, jax.random.key(self.run.seed))
         return self.policy.merged(self.trained(), base)
 

@@ -1,7 +1,7 @@
-"""Where a stage's old log-probs come from: a scoring pass, the sampler, the update's own pass, or what a measured rule says.
+"""Chooses the source of a stage's old log-probs: a scoring pass, the sampler, the update's own pass, or a measured rule.
 
 The clip of an update compares the policy with the one before the step. In a step's only update these are the same, so that no scoring
-pass is needed. In a step of several updates the sampler's log-probs stand for it where sampler and learner hardly differ.
+pass is needed. In a step of several updates the sampler's log-probs can replace it where sampler and learner hardly differ.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from typing import Any
 from jaxrl_llm import components
 from jaxrl_llm.algorithms.grpo import PolicyGradient
 
-TAKEN = "old_logprobs/sampler"  # whether the sampler's are taken
-CALM = "old_logprobs/calm"  # measures in a row that were small
+TAKEN = "old_logprobs/sampler"  # control: whether the sampler's are taken
+CALM = "old_logprobs/calm"  # control: the number of small measures in a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class GapRule:
-    """Takes the sampler's log-probs as old ones while the gap to the learner's is measured to be small, with hysteresis.
+    """A rule that takes the sampler's log-probs as old ones while their measured gap to the learner's is small, with hysteresis.
 
     The measure is `gap/p99` of a step, the size in nats that the gap of one token in a hundred passes. It multiplies that token's ratio
     by exp(gap), so that at the clip range, 0.2, one token in a hundred is clipped by the gap alone.
@@ -25,8 +25,8 @@ class GapRule:
     Attributes:
       below: largest gap/p99 at which the sampler's may be taken, in nats.
       above: gap/p99 above which the learner scores again, in nats; at least `below`.
-      steps: measured steps in a row that must be at most `below`.
-      every: steps of the run between measures while the sampler's are taken; each costs a scoring pass.
+      steps: number of measured steps in a row that must be at most `below`.
+      every: number of steps of the run between measures while the sampler's are taken; each costs a scoring pass.
     """
 
     below: float = 0.1
@@ -45,13 +45,13 @@ class GapRule:
         return {TAKEN: 0.0, CALM: 0.0}
 
     def measures(self, controls: Mapping[str, float], step: int) -> bool:
-        """Whether the learner scores a step."""
+        """Returns whether the learner scores a step."""
         return not controls[TAKEN] or step % self.every == 0
 
     def moved(
         self, controls: Mapping[str, float], metrics: Mapping[str, float], *, tells: bool = False
     ) -> Mapping[str, float]:
-        """The state after a step with `metrics`; a step without a measure changes nothing, and a gap that is no number counts as large.
+        """Returns the state after a step with `metrics`; without a measure it stays, and a gap that is no number counts as large.
 
         With `tells` it prints a line where the source of old log-probs changes.
         """
@@ -68,14 +68,14 @@ class GapRule:
 
 
 def automatic(stage: Any) -> str:
-    """The source that 'auto' stands for in a stage that samples: "update" where nothing is against it, else "measured", by `GapRule`."""
+    """Returns the source that 'auto' stands for in a stage that samples: "update" where nothing is against it, else "measured", by `GapRule`."""
     if not stage.samples:
         return "learner"
     return "measured" if against_update(stage) else "update"
 
 
 def against_update(stage: Any) -> str:
-    """The reason why the update's own log-probs cannot be the old ones; "" where they can."""
+    """Returns the reason why the update's own log-probs cannot be the old ones; "" where they can."""
     algorithm, updates = stage.algorithm, stage.minibatches * stage.epochs
     if updates > 1:
         return f"a step makes {updates} updates (set MINIBATCHES and EPOCHS to 1)"

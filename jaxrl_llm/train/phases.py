@@ -13,7 +13,7 @@ from jaxrl_llm.protocols import Algorithm
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """How the steps of a phase score and learn.
+    """A phase of a stage, which says how its steps score and learn.
 
     Attributes:
       name: name of the phase in metrics and checkpoints.
@@ -50,7 +50,7 @@ class BuPO:
 
     Attributes:
       layer: k, from 0; the last layer is refused, since its policy differs from the model's own in the final norm alone.
-      steps: steps of the first phase, at most.
+      steps: largest number of steps of the first phase.
       final_norm: apply the model's final norm to the layer's state, and train it; the paper finds this worse.
       max_reward_drop: the first phase ends where a step's mean reward is this much below the best so far; None sets no limit.
       max_kl: the first phase ends where KL(policy || policy at the start) of the model's own output is above it, in nats

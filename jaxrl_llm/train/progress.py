@@ -1,4 +1,4 @@
-"""Progress of a step: the watchdog is told which part of the step runs, and the seconds of each part are counted."""
+"""Tracks the progress of a step: tells the watchdog which part of the step runs, and counts the seconds of each part."""
 
 import asyncio
 import functools
@@ -11,7 +11,7 @@ from jaxrl_llm.metrics.watchdog import Watching
 
 
 class Progress:
-    """Holds the watchdog's record of a run, and counts the seconds between the laps of a step.
+    """The watchdog's record of a run, and the seconds between the laps of a step.
 
     Args:
       watching: receives what the run is doing.

@@ -1,4 +1,4 @@
-"""Everything that a run is composed of; a gin file builds it."""
+"""The configuration of a run, with everything that it is composed of; a gin file builds it."""
 
 import asyncio
 import contextlib
@@ -29,19 +29,19 @@ class Run:
     Attributes:
       run_dir: the run's folder: configuration, metrics, rollouts, checkpoints, TensorBoard.
       seed: seed of initial weights, data order and sampling.
-      policy: where the policy's weights come from.
-      tokenizer: where the tokenizer comes from.
+      policy: source of the policy's weights.
+      tokenizer: source of the tokenizer.
       sampler: starts the sampler, which generates rollouts.
       stages: the stages, in the order in which they run.
-      stop_after_s: seconds of training after which the process saves and ends; the same command goes on. None runs to the end.
-      stop_limit_s: most seconds from SIGTERM or the first SIGINT until the process has saved and ended; after them it ends by force.
+      stop_after_s: seconds of training after which the process saves and ends; the same command resumes it. None runs to the end.
+      stop_limit_s: seconds from SIGTERM or the first SIGINT within which the process saves and ends; after them it ends by force.
       mesh: sizes of the mesh axes.
-      hosts: how processes of several hosts wait for each other.
+      hosts: time limits of the waits between processes of several hosts.
       checkpoints: when to save and what to keep.
-      writers: where metrics go.
+      writers: writers of metrics, such as the console and TensorBoard.
       profile_steps: steps that are traced for TensorBoard's profile tab.
-      watch: the watchdog: where the run's health is written, and when a run that stands still is reported or stopped.
-      resume_as_new: whether a resume takes up settings that bend what was learned; `launch --resume_as_new` sets it for one start.
+      watch: the watchdog: where the run's health is written, and when a stalled run is reported or stopped.
+      resume_as_new: whether a resume takes up changed settings that affect what is learned; `launch --resume_as_new` sets it for one start.
     """
 
     run_dir: str
@@ -77,14 +77,14 @@ class Run:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its response together, over all stages and evaluations."""
+        """The largest number of tokens of a prompt and its response together, over all stages and evaluations."""
         lengths = [s.max_prompt_tokens + s.settings.max_tokens for s in self.stages]
         lengths += [s.max_prompt_tokens + e.settings.max_tokens for s in self.stages for e in s.evaluations]
         return max(lengths)
 
     @property
     def starts(self) -> list[int]:
-        """The global step after which each stage starts; the last entry is the last step of the run."""
+        """The global steps after which the stages start; the last entry is the last step of the run."""
         return [sum(s.steps for s in self.stages[:i]) for i in range(len(self.stages) + 1)]
 
     def run(
@@ -104,7 +104,7 @@ class Run:
           beside: further writers, which are no part of the run's settings.
 
         Returns:
-          The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command goes on.
+          The exit status: 0, or `preemption.STOPPED` where a signal ended the run and the same command resumes it.
         """
         processes = Processes() if processes is None else processes
         processes.same("the configuration", config)

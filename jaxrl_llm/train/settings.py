@@ -1,8 +1,8 @@
-"""What a resumed run may change: its resolved settings are compared with those that the run folder was made with.
+"""Compares the settings of a resumed run with those that its run folder was made with, and refuses changes that affect what is learned.
 
-RUN_DIR/settings.json holds every field of every component by its path, such as `stages[rl].algorithm.kl_coef`. A start whose settings differ goes on
-where the difference cannot bend what was learned (limits, cadence, paths, learning rates, servers, mesh), notes it in RUN_DIR/changes.jsonl
-with its step, and is refused else, unless it is asked to take the new settings from here on.
+RUN_DIR/settings.json holds every field of every component by its path, such as `stages[rl].algorithm.kl_coef`. A start whose settings differ
+resumes where the difference cannot affect what is learned (limits, cadence, paths, learning rates, servers, mesh), records it in
+RUN_DIR/changes.jsonl with its step, and is refused otherwise, unless it is asked to take the new settings from here on.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from jaxrl_llm.metrics.run_folder import append_lines, commit, replace_text
 
 SETTINGS, CHANGES = "settings.json", "changes.jsonl"
 
-# Settings that may change from one start to the next: what is learned does not depend on them, or is meant to (rates). Data and tokenizer are known
-# again by their content (StageTrainer.contents), wherever they lie and however they are made.
+# Settings that may change from one start to the next: what is learned does not depend on them, or is meant to (rates). Data and tokenizer
+# are recognised by their content (StageTrainer.contents), wherever they lie and however they are made.
 FREE = re.compile(
     r"(run_dir|stop_after_s|stop_limit_s|profile_steps|(mesh|hosts|checkpoints|writers|watch|sampler)\b.*)"
     r"|stages\[[^]]+\]\.("
@@ -37,7 +37,7 @@ LONGEST = 2000  # characters of a value; a longer one, such as a data set given 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting that differs.
+    """A setting that differs.
 
     Attributes:
       name: its path.
@@ -54,12 +54,12 @@ class Change:
 
 
 def settings_of(run: object) -> dict[str, str]:
-    """{path: value as text} of every field of a run and of the components in it."""
+    """Returns {path: value as text} of every field of a run and of the components in it."""
     return dict(_flat("", run))
 
 
 def defaults_of(run: object) -> set[str]:
-    """The paths of all fields of a run and of the components in it that hold the values which they have where nobody sets them."""
+    """Returns the paths of all fields of a run and of the components in it that hold their default values."""
     found: set[str] = set()
 
     def look(path: str, value: object) -> None:
@@ -96,7 +96,7 @@ def _flat(path: str, value: object) -> Sequence[tuple[str, str]]:
 
 
 def _kept(text: str) -> str:
-    """A value as it is kept: its beginning, its length and a hash where it is long."""
+    """Returns a value as it is kept: its beginning, its length and a hash where it is long."""
     if len(text) <= LONGEST:
         return text
     digest = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -104,14 +104,14 @@ def _kept(text: str) -> str:
 
 
 def changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[Change]:
-    """The settings that differ, in the order of their names."""
+    """Returns the settings that differ, in the order of their names."""
     names = sorted(before.keys() | now.keys())
     pairs = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
     return [Change(name, was, value) for name, was, value in pairs if was != value]
 
 
 def refused(found: Sequence[Change], stages: Sequence[str], stage: int) -> list[Change]:
-    """The changes that a run in the stage of number `stage` cannot take up silently.
+    """Returns the changes that a run in the stage of number `stage` cannot take up silently.
 
     The steps of that stage and of those after it may change; those of a finished one would shift all that follow.
     """
@@ -126,27 +126,27 @@ def refused(found: Sequence[Change], stages: Sequence[str], stage: int) -> list[
 
 
 def read(run_dir: Path) -> dict[str, str] | None:
-    """The settings that the folder was made with; None for a folder of an earlier version."""
+    """Returns the settings that the folder was made with; None for a folder of an earlier version."""
     file = run_dir / SETTINGS
     return {n: _kept(v) for n, v in json.loads(file.read_text()).items()} if file.is_file() else None
 
 
 def compare(run_dir: Path, run: Any, step: int | None, stage: int, *, as_new: bool) -> list[Change]:
-    """Compares a start with its run folder and returns what changes; nothing is written.
+    """Compares a start with its run folder and returns the changes; nothing is written.
 
     Args:
       run_dir: the folder.
       run: the run.
-      step: the checkpoint that it goes on from; None where there is none.
+      step: the checkpoint that it resumes from; None where there is none.
       stage: number of the stage that the checkpoint is in.
-      as_new: whether settings that bend what was learned are taken up too.
+      as_new: whether settings that affect what is learned are taken up too.
 
     Raises:
       ValueError: such a setting differs; the message has both values and the way out.
     """
     before = read(run_dir)
     found = [] if before is None or step is None else changes(before, settings_of(run))
-    # A folder of an earlier version does not name the fields that came since; their defaults do what was done before them.
+    # A folder of an earlier version lacks the fields that were added since; their defaults keep the earlier behaviour.
     absent = defaults_of(run) if any(change.was == "absent" for change in found) else set()
     found = [change for change in found if not (change.was == "absent" and change.name in absent)]
     bent = refused(found, [s.name for s in run.stages], stage)

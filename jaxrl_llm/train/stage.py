@@ -42,10 +42,10 @@ class Stage:
       name: name of the stage in logs.
       algorithm: the objective.
       schedule: the phases of the stage, which differ in what is minimised, read and trained; None is one phase, the whole model.
-      gap_every: steps between measurements of the policy's own output in a phase that reads another view; the first step has one.
+      gap_every: number of steps between measurements of the policy's own output in a phase that reads another view; the first step has one.
       data: the dataset.
       optimizer: optimizer of the policy, or of the reward model where the algorithm trains one.
-      critic: where the critic comes from, for an algorithm that needs one; others ignore it.
+      critic: source of the critic, for an algorithm that needs one; others ignore it.
       critic_optimizer: optimizer of the critic.
       reward_model: source of the reward model, for an algorithm that trains one, by `optimizer`; the policy stays as it is.
       teacher: the model that a distilling algorithm learns from; frozen.
@@ -55,47 +55,47 @@ class Stage:
       group_size: number of rollouts of a prompt.
       minibatches: number of minibatches of whole groups that a step is split into; each gives one update per epoch.
       epochs: number of passes over a step's groups.
-      settings: how training samples are drawn, which must be from the plain tempered softmax.
+      settings: sampling settings of training samples, which must be drawn from the plain tempered softmax.
       reward: scores the rollouts; it may be None where `environment` or `agent` gives rewards.
       filter: which groups are learned from; None keeps all.
-      curriculum: draws prompts less often that were all right lately; None draws all alike.
+      curriculum: draws prompts that were all right lately less often; None draws all alike.
       pairing: prefers and rejects samples of a prompt, for a loss of preferences that learns from samples; None for other algorithms.
       environment: answers the policy between turns; None for a single turn.
       agent: a program that owns its loop and reaches the policy by a gateway; None for a single turn.
-      episodes: how rollouts of an environment or an agent are played.
-      max_turns: most turns of the policy with an environment.
-      branches_kept: most branches of a rollout that are learned from, the last ones; the tokens of others are counted. None keeps all.
+      episodes: settings of rollouts that an environment or an agent plays.
+      max_turns: largest number of turns of the policy with an environment.
+      branches_kept: largest number of branches of a rollout that are learned from, the last ones; the tokens of others are counted. None keeps all.
       marker: names ranges of a response's tokens, such as its thought; None names none.
       max_prompt_tokens: longer prompts are treated by `truncation`.
       truncation: "drop", "left" (loses its beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       packing: the shape of a micro-batch.
-      router: what is replayed and balanced where the policy has experts; others ignore it.
+      router: the routers' replay and balance where the policy has experts; others ignore it.
       old_logprobs: "learner" scores old log-probs by a forward pass, "sampler" takes the sampler's, "update" those of the update's own
         pass, which are the policy's before the update where a step makes one. "auto" is "update" where that is possible, and elsewhere
-        the sampler's while `gap_rule` allows it. What advantages read of them is the sampler's but with "learner".
+        the sampler's while `gap_rule` allows it. Advantages read the sampler's, except with "learner" and where `gap_rule` has the learner score.
       gap_rule: when "auto" takes the sampler's in a step of several updates.
       offload_reference: keep the reference policy in the host's pinned memory; it moves to the device while a step is scored.
-      reference_every: steps after which the reference takes the policy's weights anew, as iterations of preference losses do; None keeps
+      reference_every: number of steps after which the reference takes the policy's weights anew, as iterations of preference losses do; None keeps
         those that the stage began with.
       reference_dtype: element type of the reference policy's weights, "float32" or "bfloat16". None is the policy's compute dtype: the
         weights are rounded to it in each product, so that the reference's log-probs are those of float32 weights, bit for bit, and a
         bfloat16 run holds and stores half the bytes.
-      score_every: with "sampler", steps between forward passes that measure entropy and the gap to the sampler; other
+      score_every: with "sampler", number of steps between forward passes that measure entropy and the gap to the sampler; other
         steps need none, unless the algorithm or the reward reads token stats.
-      skip_silent: leave sequences whose advantages are all 0 out of the rows that updates read. The updates stay what they are; their
-        means over tokens are those of the other sequences.
+      skip_silent: leave sequences whose advantages are all 0 out of the rows that updates read, which changes no update; means of
+        metrics over tokens are then those of the other sequences.
       evaluations: held-out datasets whose prompts the policy answers.
       held_out: demonstrations or pairs that are never learned from: loss and metrics on them are measured at each evaluation.
-      evaluate_every: steps of the run between evaluations; the last step is always evaluated, and the untrained policy too.
+      evaluate_every: number of steps of the run between evaluations; the last step is always evaluated, and the untrained policy too.
       gap_warn: mean |log-prob gap| between learner and sampler above which a warning is printed.
       gap_stop: the gap above which the run stops.
       max_skipped: number of updates in a row whose gradient is not finite, after which the run stops.
-      max_staleness: versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
+      max_staleness: number of versions that a sample may be behind the policy that learns from it; where it is k > 0, the next k batches
         are sampled while the learner updates, by a sampler outside the learner's process. An environment or an agent may have the embedded
-        sampler: its rollouts go on meanwhile, and calls that come while the learner computes wait for the next publication.
-      show_rollouts: rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
-      show_tokens: tokens of each such rollout whose log-prob, entropy and advantage are written; 0 writes none.
+        sampler: its rollouts continue meanwhile, and calls that come while the learner computes wait for the next publication.
+      show_rollouts: number of rollouts written to rollouts.jsonl at each evaluation step, of the step and of each evaluation's kinds.
+      show_tokens: number of tokens of each such rollout whose log-prob, entropy and advantage are written; 0 writes none.
     """
 
     name: str
@@ -309,7 +309,7 @@ class Stage:
 
     @property
     def least_samples(self) -> int:
-        """Fewest samples of a prompt that leave a learning signal."""
+        """The smallest number of samples of a prompt that leaves a learning signal."""
         if self.pairing is None:
             return self.algorithm.group_size_at_least
         return 1 if self.pairing.demonstrates else max(self.algorithm.group_size_at_least, 2)
@@ -331,7 +331,7 @@ class Stage:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the algorithm, the schedule and the reward need, as names of NEEDS."""
+        """The needs of the algorithm, the schedule and the reward, as names of NEEDS."""
         asking = [x for x in (self.schedule, self.reward if self.samples else None) if isinstance(x, Needing)]
         return self.algorithm.needs.union(*(x.needs for x in asking))
 
@@ -343,18 +343,18 @@ class Stage:
 
     @property
     def old_from(self) -> str:
-        """Where old log-probs come from: "learner", "sampler", "update" or, by `gap_rule`, "measured"."""
+        """The source of old log-probs: "learner", "sampler", "update" or, by `gap_rule`, "measured"."""
         return old.automatic(self) if self.old_logprobs == "auto" else self.old_logprobs
 
     def scores(self, step: int, controls: Mapping[str, float]) -> bool:
-        """Whether a step has a scoring pass for its old log-probs or their measure."""
+        """Returns whether a step has a scoring pass for its old log-probs or their measure."""
         if self.old_from == "measured":
             return self.gap_rule.measures(controls, step)
         return self.old_from == "learner" or (self.old_from == "sampler" and step % self.score_every == 0)
 
     @property
     def sequences(self) -> int:
-        """Most sequences of a step."""
+        """The largest number of sequences of a step."""
         sampled = self.group_size + ("greedy" in self.algorithm.needs)
         sampled = max(sampled, 2) if self.pairing is not None else sampled
         per_prompt = {"samples": sampled, "pairs": 2}.get(self.algorithm.learns_from, 1)
@@ -362,7 +362,7 @@ class Stage:
 
     @property
     def response_tokens(self) -> int:
-        """Most tokens of a response or a chunk, including the token that marks a response's end where a reward model is trained."""
+        """The largest number of tokens of a response or a chunk, including the token that ends a response where a reward model is trained."""
         if self.algorithm.learns_from == "documents":
             return self.packing.row_tokens
         return self.settings.max_tokens + ("reward_model" in self.algorithm.needs)

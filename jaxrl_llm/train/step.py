@@ -1,4 +1,4 @@
-"""One step of a stage: groups are collected and packed, token stats and advantages are computed, and the learner updates."""
+"""Makes one step of a stage: groups are collected and packed, token stats and advantages are computed, and the learner updates."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ from jaxrl_llm.train.stage import Stage
 
 _log = logging.getLogger(__name__)
 
-UNREWARDED = 3  # steps in a row without a valid reward, after which a run ends
+UNREWARDED = 3  # number of steps in a row without a valid reward, after which a run ends
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,10 +69,10 @@ class StageTrainer:
       bases: {model name: frozen parameters}, of models whose adapters alone are trained; no checkpoint holds them.
       preemption: listens for signals, which end the wait for groups.
       progress: is told which part of the step the run is in.
-      contents: {"data": hash, "tokenizer": hash}, by which a checkpoint knows what it learned from.
+      contents: {"data": hash, "tokenizer": hash}, by which a checkpoint identifies what it learned from.
       controls: values of the controllers of the algorithm and of the schedule.
       phase: the phase of the current step.
-      unrewarded: steps in a row until now without a valid reward.
+      unrewarded: number of steps in a row until now without a valid reward.
       played: metrics of the step's environments and agents.
     """
 
@@ -119,7 +119,7 @@ class StageTrainer:
     async def groups(self, step: int) -> list[Group]:
         """Returns the groups of a step; raises Stopping where a signal comes first.
 
-        Where the sampler cannot draw while the learner computes, calls of rollouts that go on wait from the end of this to the next step's.
+        Where the sampler cannot draw while the learner computes, calls of rollouts in progress wait from the end of this to the next step's.
         """
         if service := self.collector and self.collector.generator.holds:
             service.flow()
@@ -149,7 +149,7 @@ class StageTrainer:
     @part("scoring", "score")
     @explained("scoring")
     def token_stats(self, state: TrainState, batch: Batch, step: int) -> tuple[TokenStats, dict[str, float]]:
-        """Token stats [S, T] of the current phase, and metrics of the policy's own output where they are due.
+        """Returns token stats [S, T] of the current phase, and metrics of the policy's own output where they are due.
 
         Token stats that nothing reads at this step are left out.
         """
@@ -164,7 +164,7 @@ class StageTrainer:
 
     @part("scoring", "score")
     async def rescored(self, batch: Batch, stats: TokenStats) -> Batch:
-        """The batch with rewards that needed its token stats."""
+        """Returns the batch with the rewards that need its token stats."""
         groups, scores = batch.groups, []
         if self.preemption.processes.main:
             assert self.collector is not None
@@ -174,7 +174,7 @@ class StageTrainer:
 
     @part("scoring", "score")
     def advantages(self, sequences: Sequences) -> Advantages:
-        """The algorithm's advantages, on the host."""
+        """Returns the algorithm's advantages, on the host."""
         return jax.tree.map(to_host, self.phase_learner.advantages(sequences))
 
     @part("updating", "update")
@@ -182,7 +182,7 @@ class StageTrainer:
     def update(
         self, state: TrainState, batch: Batch, sequences: Sequences, advantages: Advantages, step: int
     ) -> tuple[TrainState, dict[str, float]]:
-        """All updates of the step, and the mean of their metrics; each epoch after the first deals its groups to minibatches anew."""
+        """Makes all updates of the step and returns the mean of their metrics; each epoch after the first deals its groups to minibatches anew."""
         learner, config = self.phase_learner, self.config
         found = []
         for epoch in range(config.epochs):
@@ -212,7 +212,7 @@ class StageTrainer:
         return config.samples and config.reward is not None and config.reward.needs_stats
 
     def scores_policy(self, step: int) -> bool:
-        """Whether advantages, reward or metrics of a step depend on the policy's token stats."""
+        """Returns whether advantages, reward or metrics of a step depend on the policy's token stats."""
         config, needs = self.config, self.config.needs | self.phase_learner.algorithm.needs
         if not config.samples:
             return bool(needs & {"reference", "critic"})
@@ -224,7 +224,7 @@ class StageTrainer:
         return reads or config.scores(step, self.controls)
 
     def stats_of(self, learner: Learner, state: TrainState, batch: Batch, *, policy: bool = True) -> TokenStats:
-        """Token stats as `learner` reads them; those of the policy and the critic only where `policy` is True."""
+        """Returns token stats as `learner` reads them; those of the policy and the critic only where `policy` is True."""
         params = state.params if policy else None
         reference, teacher = self.frozen.reference, self.frozen.teacher
         return token_stats(learner, params, batch, self.bases, reference=reference, teacher=teacher)
@@ -236,7 +236,7 @@ class StageTrainer:
         return source in ("sampler", "update") or (source == "measured" and bool(self.controls[TAKEN]))
 
     def sequences(self, batch: Batch, stats: TokenStats) -> Sequences:
-        """The unpacked batch with token stats [S, T]; old log-probs are the sampler's where the stage says so.
+        """Returns the unpacked batch with token stats [S, T]; old log-probs are the sampler's where the stage says so.
 
         The sampler has no log-probs to compare with those that are read inside the model: the weight of every token is 1 then.
         """
@@ -284,15 +284,15 @@ class StageTrainer:
     # -- after the step ------------------------------------------------------------------------------------------------
 
     def evaluates(self, step: int) -> bool:
-        """Whether the stage is evaluated after a step."""
+        """Returns whether the stage is evaluated after a step."""
         return self.is_last(step) or step % self.config.evaluate_every == 0
 
     def is_last(self, step: int) -> bool:
-        """Whether the stage ends with a step."""
+        """Returns whether the stage ends with a step."""
         return step == self.offset + self.config.steps
 
     def metrics(self, result: StepResult, step: int) -> dict[str, float]:
-        """Metrics of the updates, of the step's rollouts and of its phase."""
+        """Returns metrics of the updates, of the step's rollouts and of its phase."""
         batch, stats = result.batch, result.stats
         values = {**result.measured, **diagnostics.of_rollouts(batch), **self.played}
         values |= {name: float(x) for name, x in result.advantages.metrics.items()}
@@ -315,7 +315,7 @@ class StageTrainer:
         diagnostics.check_gap(metrics, warn=config.gap_warn, stop=config.gap_stop)
 
     def check_rewards(self, batch: Batch) -> None:
-        """Raises Down after UNREWARDED steps in a row in which no reward of any rollout could be had."""
+        """Raises Down after UNREWARDED steps in a row in which no rollout had a valid reward."""
         had = not self.config.samples or any(group.valid().any() for group in batch.groups)
         self.unrewarded = 0 if had else self.unrewarded + 1
         if self.unrewarded >= UNREWARDED:
@@ -334,12 +334,12 @@ class StageTrainer:
             self.controls |= self.config.schedule.adapt(step - self.offset, self.controls, metrics)
 
     def rows(self, result: StepResult) -> list[rollout_rows.Row]:
-        """The step's first rollouts, for people to read."""
+        """Returns the step's first rollouts, for people to read."""
         stats = result.stats if self.config.samples else {}
         return rollout_rows.of_step(result.batch, stats, result.advantages, **self.held_out.reading)
 
     def measure(self, state: TrainState) -> dict[str, float]:
-        """The loss and its metrics on responses that are never learned from, as "eval/..."."""
+        """Measures the loss and its metrics on responses that are never learned from, as "eval/..."."""
         groups = self.held_out.given
         if not groups:
             return {}
@@ -358,7 +358,7 @@ class StageTrainer:
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def begin(self, params: Params, key: jax.Array) -> TrainState:
-        """The state that the stage starts from; frozen models copy `params`, and value models start as the stage configures them."""
+        """Returns the state that the stage starts from; frozen models copy `params`, and value models start as the stage configures them."""
         self.frozen.begin(params)
         models = {"policy": params}
         for name, source in self.config.value_models.items():
@@ -368,11 +368,11 @@ class StageTrainer:
 
     @property
     def abstract(self) -> dict[str, Any]:
-        """Shapes, dtypes and shardings of the arrays that a checkpoint of this stage holds."""
+        """The shapes, dtypes and shardings of the arrays that a checkpoint of this stage holds."""
         return {"state": self.learner.abstract, **self.frozen.abstract}
 
     def host(self) -> dict[str, Any]:
-        """The host's state that a checkpoint of this stage holds."""
+        """Returns the host's state that a checkpoint of this stage holds."""
         return {
             "feed": self.loader.state(), "controls": self.controls, "bases": self._base_sizes, "phase": self.phase.name,
             "contents": dict(self.contents),
@@ -380,7 +380,7 @@ class StageTrainer:
 
     @cached_property
     def _base_sizes(self) -> dict[str, float]:
-        """Mean |weight| of the frozen bases, by which a resumed run recognises them."""
+        """The mean |weight| of the frozen bases, by which a resumed run recognises them."""
         return base_sizes(self.learner, self.bases)
 
     def resume(self, host: Mapping[str, Any], trees: Mapping[str, Any], *, as_new: bool = False) -> None:

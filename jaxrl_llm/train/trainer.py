@@ -1,4 +1,4 @@
-"""A run in progress: stages of publish, sample, score, learn, evaluate and save, resumable after every save."""
+"""Runs stages of publish, sample, score, learn, evaluate and save, resumable after every save."""
 
 import contextlib
 import logging
@@ -66,7 +66,7 @@ class Trainer:
         self.progress = Progress(self.watching)
         self.bases: dict[str, Any] = {}
         self.auxiliary: list[AuxiliaryModel] = []
-        self.players: list[Player] = []  # of environments and agents, which stages add
+        self.players: list[Player] = []  # players of environments and agents, which stages add
         self.writers = Writers.open((), run_dir, None, 0)
         self.state: Any = None  # a TrainState, from the first stage on
         self.best: float | None = None
@@ -74,10 +74,10 @@ class Trainer:
         self.left: int | None = None  # the step whose checkpoint leaves its evaluation to a later start
         self.compilations = Compilations()
         self.began: float | None = None
-        self.changed: list[settings.Change] = []  # since the run folder was written
+        self.changed: list[settings.Change] = []  # changes since the run folder was written
         self.text = ""  # the gin text of this start
         self.stopped = ""  # the reason why the run stops, or ""
-        self.status = 0  # of the process at its end
+        self.status = 0  # exit status of the process
         self.before: dict[str, Any] | None = None  # the host's state after the last step
 
     def _check_vocabulary(self) -> None:
@@ -96,7 +96,7 @@ class Trainer:
     # -- the run -------------------------------------------------------------------------------------------------------
 
     async def run(self, config: str) -> None:
-        """Runs the stages that are left."""
+        """Runs the remaining stages."""
         restored = self.open(config)
         if restored == self.config.starts[-1] and self.pending is None:
             _log.warning("%s holds a finished run (%d steps); set RUN_DIR to start another", self.run_dir, restored)
@@ -113,9 +113,9 @@ class Trainer:
         self.written(self.checkpoints.wait)
 
     async def step(self, stage: StageTrainer, state: TrainState, step: int) -> TrainState:
-        """One step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
+        """Makes one step of the run: publish, learn, evaluate, write, save; a signal or a failure leaves the evaluation to the next start."""
         self.progress.begin()
-        self.compilations.spent()  # on what came before the step
+        self.compilations.spent()  # drops the seconds before the step
         self.watching.at("beginning a step", step=step)
         if stage.config.samples:
             await self.publish(state, version=step - 1)
@@ -158,7 +158,7 @@ class Trainer:
     def finish(
         self, stage: StageTrainer, state: TrainState, step: int, metrics: dict[str, float], sequences: int
     ) -> None:
-        """Ends a step that learned from `sequences`: its metrics move the controllers, are written, and the run is saved."""
+        """Ends a step that learned from `sequences` sequences: its metrics move the controllers and are written, and the run is saved."""
         metrics = self.processes.broadcast(metrics)  # what the run does next depends on them
         stage.adapt(step, metrics, sequences)
         with self.writing():
@@ -168,15 +168,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """Ends the run resumably where what it writes meets a disk that is full; the checkpoints from before are whole."""
+        """Ends the run resumably where a write meets a full disk; earlier checkpoints are whole."""
         try:
             yield
         except OSError as error:
-            if self.status != STOPPED:  # where a disk is full, more than one thing fails: the first is told
+            if self.status != STOPPED:  # where a disk is full, several writes fail: the first is reported
                 self.stop(error)
 
     def written(self, end: Callable[[], None]) -> None:
-        """Calls what ends writing in the background; a disk that was full there is told here, unless the run was stopped before."""
+        """Calls the end of writing in the background; a disk that was full there is reported here, unless the run was stopped before."""
         before = self.stopped
         with self.writing():
             end()
@@ -211,7 +211,7 @@ class Trainer:
         return metrics
 
     def measures(self, stage: StageTrainer, result: StepResult, step: int) -> dict[str, float]:
-        """Times, speed and counts of a step."""
+        """Returns times, speed and counts of a step."""
         seconds = self.progress.seconds
         metrics = {f"time/{name}_s": s for name, s in seconds.items()} | profiling.peak_memory()
         metrics |= diagnostics.speed(
@@ -223,7 +223,7 @@ class Trainer:
         return metrics | {"compilations/step": float(self.compilations.take())}
 
     def saves(self, stage: StageTrainer, step: int) -> bool:
-        """Whether a save is due after a step."""
+        """Returns whether a save is due after a step."""
         return bool(self.stopped) or stage.is_last(step) or step % self.config.checkpoints.every == 0
 
     def save(
@@ -238,7 +238,7 @@ class Trainer:
         """Saves a checkpoint where one is due, and the best one where the evaluation is the best so far.
 
         Args:
-          pending: sequences that the step learned from, where its evaluation is left to the start that goes on from here.
+          pending: number of sequences that the step learned from, where its evaluation is left to the start that resumes from here.
         """
         self.watching.at("saving", version=self.sampler.version)
         name = self.config.checkpoints.best
@@ -267,7 +267,7 @@ class Trainer:
     # -- start, resume, end --------------------------------------------------------------------------------------------
 
     def open(self, config: str) -> int | None:
-        """Compares the run with its folder and opens the frozen parameters under adapters; returns the step that it goes on after, or None."""
+        """Compares the run with its folder and opens the frozen parameters under adapters; returns the step after which it resumes, or None."""
         restored = self.processes.broadcast(self.checkpoints.latest())
         host = {} if restored is None else self.checkpoints.host(restored)
         self.pending, self.text = host.get("pending"), config
@@ -293,7 +293,7 @@ class Trainer:
             raise ValueError(refusal)
 
     def note(self, restored: int | None, number: int) -> None:
-        """Writes what reproduces the run and which settings changed, and opens the writers; what is refused is refused before."""
+        """Writes what reproduces the run and which settings changed, and opens the writers; called after all that may refuse the run."""
         if not self.processes.main:
             return
         for change in self.changed:
@@ -306,7 +306,7 @@ class Trainer:
             self.writers.text("config", f"```\n{self.text}\n```")
 
     async def stages_left(self, restored: int | None) -> AsyncIterator[tuple[StageTrainer, int]]:
-        """Yields each stage from that of the checkpoint on, and the step after which it goes on; sets `self.state` to its first state."""
+        """Yields each stage from that of the checkpoint on, and the step after which it resumes; sets `self.state` to its first state."""
         first = 0 if restored is None else self.checkpoints.host(restored)["stage"]
         for number, config in list(enumerate(self.config.stages))[first:]:
             if self.status or self.stopped:
@@ -332,7 +332,7 @@ class Trainer:
             yield stage, start
 
     async def caught_up(self, stage: StageTrainer, step: int, pending: Mapping[str, Any]) -> bool:
-        """Ends the step whose evaluation an earlier start left to this one; False where it is left to the next, for a signal."""
+        """Ends the step whose evaluation an earlier start left to this one; returns False where the run stops."""
         metrics = dict(pending["metrics"])
         if await self.evaluated(stage, self.state, step, metrics):
             print(f"stopped after step {step} by {self.stopped}; the same command goes on", flush=True)
@@ -354,7 +354,7 @@ class Trainer:
         return trees["state"]
 
     def ends(self, place: int) -> str:
-        """What ends this start at `place`, a number that grows from question to question; all processes say the same."""
+        """Returns why this start ends at `place`, a number that grows from call to call, or ""; all processes get the same answer."""
         if self.preemption.reached(place):
             return SIGNAL
         limit = self.config.stop_after_s
@@ -362,7 +362,7 @@ class Trainer:
         return self.processes.broadcast("train.Run.stop_after_s" if over else "")
 
     def stop(self, why: BaseException) -> None:
-        """Ends the run after what it is in, for a reason that the same command may find gone."""
+        """Ends the run after its present work, for a reason that may be gone when the same command runs again."""
         self.stopped = SIGNAL if isinstance(why, Stopping) else str(why)
         self.status = STOPPED
 

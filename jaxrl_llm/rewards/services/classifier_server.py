@@ -27,7 +27,7 @@ class _Result(NamedTuple):
 
 
 def application(classifier: HfClassifier, token: str = "", wait_s: float = 0.005) -> FastAPI:
-    """The service of `classifier`; the batches of its queue have `classifier.batch` texts."""
+    """Returns the service of `classifier`; the batches of its queue have at most `classifier.batch` texts."""
 
     def work(texts: list[Any]) -> list[_Result]:
         found = classifier.classify(texts)
@@ -66,7 +66,7 @@ def application(classifier: HfClassifier, token: str = "", wait_s: float = 0.005
 
 
 def checked(texts: list[Any]) -> list[Any]:
-    """The texts, if each is a string, a pair of strings or a list of messages; raises Refused otherwise."""
+    """Returns the texts if each is a string, a pair of strings or a list of messages; raises Refused otherwise."""
     for i, text in enumerate(texts):
         pair = isinstance(text, list) and len(text) == 2 and all(isinstance(one, str) for one in text)
         messages = (

@@ -4,14 +4,14 @@ Verifiers of other packages hand answers to Python's evaluator (sympy's parser a
 answer can be a program. After `confine` the process can open no socket, start no program and no process, change no file and
 signal nobody. It can still read what its user may read; all that leaves it is the answer on its pipe.
 
-libseccomp (through pyseccomp) makes the filters; what is the project's own here is the choice of calls alone.
+libseccomp (through pyseccomp) makes the filters; only the choice of calls is the project's own.
 """
 
 import errno
 import resource
 from typing import Any
 
-# What an interpreter needs to read and to compute. A name that an architecture does not have is left out there.
+# Calls that an interpreter needs to read and to compute. A name that an architecture does not have is left out there.
 COMPUTES = [
     "read",
     "readv",
@@ -113,7 +113,7 @@ COMPUTES = [
     "fchdir",
     "fadvise64",
 ]
-# What a program of the sandbox may do besides, in a room where it can reach nothing but its own folder and processes.
+# Further calls of a sandboxed program, which can reach nothing but its own folder and processes.
 RUNS = [
     "fork",
     "vfork",
@@ -153,7 +153,7 @@ RUNS = [
 SIGNALS = ("kill", "tkill", "tgkill")
 # Landlock does not look at these, so they are left to programs that have a file system of their own.
 ATTRIBUTES = ["chmod", "fchmod", "fchmodat", "utime", "utimes", "utimensat", "futimesat"]
-# Libraries go another way where these do not exist, and take a refusal for a failure.
+# Libraries fall back where these do not exist, but take a refusal for a failure.
 ABSENT = ("clone3", "openat2", "fchmodat2", "pidfd_open")
 
 CHANGES = 0o1 | 0o2 | 0o100 | 0o1000 | 0o20000000  # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_TMPFILE
@@ -176,10 +176,10 @@ UNIX, STREAM, KIND = 1, 1, 0xF
 
 
 def confine() -> None:
-    """Shuts this process in for good, as verifiers are.
+    """Confines this process for good, as verifiers are.
 
     Raises:
-      OSError: the kernel does not let it, or libseccomp is missing.
+      OSError: the kernel does not allow it, or libseccomp is missing.
     """
     found = verifiers()
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
@@ -188,7 +188,7 @@ def confine() -> None:
 
 
 def verifiers() -> Any:
-    """The filter of a process that may read and compute; `load` sets it for the calling thread and all that it starts."""
+    """Returns the filter of a process that may read and compute; `load` sets it for the calling thread and all that it starts."""
     made, arg, allow = _filter(COMPUTES)
     kept = seccomp()
     for call, place in (("open", 1), ("openat", 2)):
@@ -198,11 +198,11 @@ def verifiers() -> Any:
 
 
 def programs(*, own_files: bool, signals: bool) -> Any:
-    """The filter of a sandboxed program.
+    """Returns the filter of a sandboxed program.
 
     Args:
-      own_files: the program has a file system of its own, so it may change attributes, and remove what it made.
-      signals: signals reach its own processes alone, so it may send them.
+      own_files: whether the program has a file system of its own, so that it may change attributes, and remove what it made.
+      signals: whether signals reach its own processes alone, so that it may send them.
     """
     made, arg, allow = _filter(COMPUTES)
     kept = seccomp()
@@ -215,21 +215,21 @@ def programs(*, own_files: bool, signals: bool) -> Any:
     for call in (*(SIGNALS if signals else ()), *(ATTRIBUTES if own_files else ())):
         _add(made, allow, call)
     _add(made, allow, "clone", arg(0, kept.MASKED_EQ, NEW_ROOMS, 0))
-    # Streams can be connected to nobody else; datagrams could be sent to any socket that has a name.
+    # Streams can be connected to no other process; datagrams could be sent to any socket that has a name.
     _add(made, allow, "socketpair", arg(0, kept.EQ, UNIX), arg(1, kept.MASKED_EQ, KIND, STREAM))
     return made
 
 
 def judges() -> Any:
-    """The filter of the process that holds hidden tests: it reads, computes, and starts nothing."""
+    """Returns the filter of the process that holds hidden tests, which reads, computes, and starts nothing."""
     return verifiers()
 
 
 def _filter(calls: list[str]) -> tuple[Any, Any, int]:
-    """(filter, its Arg, its ALLOW) of calls whose arguments are free, and of those that both kinds of process share."""
+    """Returns (filter, its Arg, its ALLOW) that allows `calls` with any arguments, and the calls that both kinds of process share."""
     kept = seccomp()
     made, arg, allow = kept.SyscallFilter(kept.ERRNO(errno.EPERM)), kept.Arg, kept.ALLOW
-    made.set_attr(kept.Attr.ACT_BADARCH, kept.KILL_PROCESS)  # another numbering of the same calls
+    made.set_attr(kept.Attr.ACT_BADARCH, kept.KILL_PROCESS)  # calls numbered for another architecture
     for call in calls:
         _add(made, allow, call)
     for call in ABSENT:
@@ -237,7 +237,7 @@ def _filter(calls: list[str]) -> tuple[Any, Any, int]:
     for call, place, values in (("fcntl", 1, FCNTLS), ("ioctl", 1, IOCTLS), ("prctl", 0, PRCTLS)):
         for value in values:
             _add(made, allow, call, arg(place, kept.EQ, value))
-    for call in ("prlimit64", "sched_setaffinity"):  # of this process alone
+    for call in ("prlimit64", "sched_setaffinity"):  # for this process alone
         _add(made, allow, call, arg(0, kept.EQ, 0))
     # Shared memory without a file would be memory that no process of a run seems to hold.
     for refused, value in ((SHARED | HUGE, 0), (SHARED | ANONYMOUS | HUGE, SHARED)):
@@ -246,7 +246,7 @@ def _filter(calls: list[str]) -> tuple[Any, Any, int]:
 
 
 def _add(made: Any, action: int, call: str, *conditions: Any) -> None:
-    """Adds a rule, unless this architecture has no such call, or libseccomp does not know it: then it stays refused."""
+    """Adds a rule, unless this architecture has no such call, or libseccomp does not know it; then the call stays refused."""
     kept = seccomp()
     number = kept.resolve_syscall(kept.Arch.NATIVE, call)
     if number >= 0:
@@ -254,7 +254,7 @@ def _add(made: Any, action: int, call: str, *conditions: Any) -> None:
 
 
 def seccomp() -> Any:
-    """pyseccomp; OSError where it or libseccomp is missing, which says what to install."""
+    """Returns pyseccomp; raises OSError where it or libseccomp is missing, which says what to install."""
     try:
         import pyseccomp
     except (ImportError, RuntimeError) as error:

@@ -14,15 +14,15 @@ from jaxrl_llm import components
 # A text, a pair of texts, or chat messages that the tokenizer's template renders.
 Text = str | Sequence[str] | Sequence[Mapping[str, str]]
 
-# Of models such as Llama, which find a row's last token by the padding: an id that no token has.
+# The padding id of models such as Llama, which find a row's last token by the padding: an id that no token has.
 NO_PADDING = -1
-# Where checkpoints keep a head that transformers calls "score": Athene-RM.
+# Names in checkpoints of the head that transformers calls "score": Athene-RM's.
 NAMES = ("v_head",)
 HEADS = {rf"^{name}\.": "score." for name in NAMES}
 
 
 class Classified(NamedTuple):
-    """What a classifier says of N texts over K labels.
+    """The outputs of a classifier for N texts and K labels.
 
     Attributes:
       logits: raw outputs [N, K].
@@ -45,11 +45,11 @@ class HfClassifier:
         the model's configuration lacks is an error, so a flipped model cannot pass unseen.
       output: the score is that label's raw "logit" or its "probability".
       sign: factor of the score, 1 or -1.
-      max_tokens: tokens read of a text.
+      max_tokens: largest number of tokens read of a text.
       keep: which end of a longer text is read.
       cls: token that is added to the end of every text, at which the model's head reads, such as
         "<|reserved_special_token_1|>" of Athene-RM; empty for none.
-      batch: texts in one forward pass.
+      batch: number of texts in one forward pass.
       device: PyTorch device.
       dtype: PyTorch dtype of the weights.
     """
@@ -74,25 +74,25 @@ class HfClassifier:
         object.__setattr__(self, "_loaded", _Loaded(self))
 
     async def scores(self, texts: Sequence[Text]) -> list[float | None]:
-        """The score of each text; computed in a thread."""
+        """Returns the score of each text, computed in a thread."""
         return list(await asyncio.to_thread(self.score_now, texts))
 
     async def similar(self, pairs: Sequence[tuple[str, str]]) -> list[float]:
-        """The probability of the last label for each pair of texts: the class "similar" of a partition classifier."""
+        """Returns the probability of the last label for each pair of texts: the class "similar" of a partition classifier."""
         found = await asyncio.to_thread(self.classify, pairs)
         return [float(p) for p in found.probs[:, -1]]
 
     def score_now(self, texts: Sequence[Text]) -> list[float]:
-        """The score of each text."""
+        """Returns the score of each text."""
         return self.read(self.classify(texts))
 
     def read(self, found: Classified) -> list[float]:
-        """The scores that `label`, `output` and `sign` choose of what the model says."""
+        """Returns the scores that `label`, `output` and `sign` choose from the outputs."""
         values = found.logits if self.output == "logit" else found.probs
         return [self.sign * float(v) for v in values[:, self.index()]]
 
     def index(self) -> int:
-        """Where the label's output stands.
+        """Returns the index of the label's output.
 
         Raises:
           ValueError: the model has no such label, or several and none is named.
@@ -108,7 +108,7 @@ class HfClassifier:
         )
 
     def classify(self, texts: Sequence[Text]) -> Classified:
-        """Raw outputs and probabilities of each text."""
+        """Returns raw outputs and probabilities of each text."""
         return self._loaded.classify(texts)
 
     def load(self) -> None:
@@ -122,7 +122,7 @@ class HfClassifier:
 
 
 class _Loaded:
-    """The tokenizer and the model, once something asks for them; one thread at a time."""
+    """The tokenizer and the model, loaded once something asks for them; one thread at a time uses them."""
 
     def __init__(self, config: HfClassifier) -> None:
         self.config = config
@@ -186,7 +186,7 @@ class _Loaded:
         return Classified(logits=logits, probs=probabilities(logits), tokens=lengths)
 
     def _batches(self, lengths: Int[np.ndarray, "N"]) -> Iterator[Int[np.ndarray, "n"]]:
-        """Rows to forward together: of similar length, or of the same where the model knows no padding."""
+        """Yields the numbers of rows to forward together: of similar length, or of the same where the model knows no padding."""
         order = np.argsort(lengths, kind="stable")
         changes = np.flatnonzero(np.diff(lengths[order])) + 1
         unpadded = self.model.config.pad_token_id == NO_PADDING
@@ -225,7 +225,7 @@ class _Loaded:
 
 
 def probabilities(logits: Float[np.ndarray, "N K"]) -> Float[np.ndarray, "N K"]:
-    """The softmax over K labels, or the sigmoid of a single one."""
+    """Returns the softmax over K labels, or the sigmoid of a single one."""
     if logits.shape[1] == 1:
         return 1 / (1 + np.exp(-np.clip(logits, -700, 700)))
     weights = np.exp(logits - logits.max(1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What the reward servers have in common: whom they answer, a bearer token, bodies of bounded size, a queue."""
+"""Shared parts of the reward servers: whom they answer, a bearer token, bodies of bounded size, a queue."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ MOST_BYTES = 32 * 2**20
 
 
 class Refused(Exception):
-    """A request that is answered with a status and a reason."""
+    """Raised for a request that is answered with a status and a reason."""
 
     def __init__(self, reason: str, status: int = 400) -> None:
         super().__init__(reason)
@@ -29,10 +29,10 @@ class Refused(Exception):
 
 
 def guarded(token: str = "", lifespan: Any = None, most_bytes: int = MOST_BYTES) -> FastAPI:
-    """An application without pages, which answers no foreign site, and whose every path but /health asks for `token`, if there is one.
+    """Returns an application without pages, which refuses foreign sites, and whose every path but /health asks for `token`, if there is one.
 
     Args:
-      lifespan: what goes around the serving, as FastAPI has it.
+      lifespan: context around the serving, as FastAPI takes it.
     """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
     app.state.patience = Patience()
@@ -88,7 +88,7 @@ class _Door:
 
 
 async def while_there(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled where the client goes away; the body of the request has been read."""
+    """Returns the result of `work`, which is cancelled where the client goes away; the body of the request has been read."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -107,7 +107,7 @@ async def _left(request: Request) -> None:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object of a request; raises Refused for anything else."""
+    """Returns the JSON object of a request; raises Refused for anything else."""
     limit_s = request.app.state.patience.body_s
     try:
         async with asyncio.timeout(limit_s):
@@ -127,14 +127,14 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 def options(parser: argparse.ArgumentParser, port: int) -> None:
-    """Adds where a server listens."""
+    """Adds the options for a server's address and token."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; others than loopback need a token")
     parser.add_argument("--port", type=int, default=port)
     parser.add_argument("--token_env", default="", help="environment variable that holds the bearer token")
 
 
 def token_of(host: str, token_env: str) -> str:
-    """The token that the variable holds; raises ValueError where it is unset, or missing on an open address."""
+    """Returns the token that the variable holds; raises ValueError where it is unset, or missing on an open address."""
     token = os.environ.get(token_env, "") if token_env else ""
     if token_env and not token:
         raise ValueError(f"--token_env: the environment variable {token_env} is not set")
@@ -144,7 +144,7 @@ def token_of(host: str, token_env: str) -> str:
 
 
 def server(app: FastAPI, host: str, port: int) -> Any:
-    """A uvicorn server of an application of `guarded`, which closes connections that keep it waiting; `run` serves."""
+    """Returns a uvicorn server of an application of `guarded`, which closes connections that keep it waiting; `run` serves."""
     import uvicorn
 
     class Server(uvicorn.Server):
@@ -161,16 +161,16 @@ def serve(app: FastAPI, host: str, port: int) -> None:
 
 
 class Batcher:
-    """Gathers the items of several requests into batches that one thread works on.
+    """A queue that gathers the items of several requests into batches that one thread works on.
 
-    It is written by hand for three things: the items of callers who have gone are left out, items are refused where too many wait,
+    It is written by hand for three reasons: items of callers that have gone are left out, items are refused where too many wait,
     and where a batch fails, only the items that fail alone get the error.
 
     Args:
       work: items -> as many results; runs in the thread.
-      size: most items of a batch.
+      size: largest number of items of a batch.
       wait_s: seconds that a batch waits for more items.
-      most_waiting: items in the queue from which on a request is refused (503).
+      most_waiting: number of items in the queue from which on a request is refused (503).
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class Batcher:
         self._task: asyncio.Task[None] | None = None
 
     async def submit(self, items: Sequence[Any]) -> list[Any]:
-        """The result of each item, in their order."""
+        """Returns the result of each item, in their order."""
         if self._queue.qsize() + len(items) > self.most_waiting:
             raise Refused(f"{self._queue.qsize()} texts are waiting already", 503)
         if self._task is None or self._task.done():
@@ -212,7 +212,7 @@ class Batcher:
                     future.set_result(result)
 
     async def _worked(self, items: list[Any]) -> list[Any]:
-        """The result of each item, or its error: where a batch fails, each of its items is worked on alone."""
+        """Returns the result of each item, or its error: where a batch fails, each of its items is worked on alone."""
         loop = asyncio.get_running_loop()
         try:
             found = list(await loop.run_in_executor(self._thread, self.work, items))

@@ -1,4 +1,4 @@
-"""How many requests a second a reward service answers, and how long they take.
+"""Measures how many requests a second a reward service answers, and how long they take.
 
     python -m jaxrl_llm.rewards.services.load_test sandbox  [--url URL] [--requests 400] [--concurrency 16]
     python -m jaxrl_llm.rewards.services.load_test score    --url URL | --model FOLDER
@@ -43,10 +43,10 @@ SERVICES: Mapping[str, tuple[str, Mapping[str, Any], str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What is sent, over and over.
+    """The request that is sent repeatedly.
 
     Attributes:
-      path: from the server's root.
+      path: path from the server's root.
       body: JSON that is posted; None gets the path.
       token: the bearer token; empty sends none.
     """
@@ -57,7 +57,7 @@ class Call:
 
 
 async def load(url: str, call: Call, requests: int, concurrency: int, limit_s: float = math.inf) -> dict[str, float]:
-    """Latencies and throughput of equal calls, `requests` of them or as many as begin within `limit_s` seconds.
+    """Measures latencies and throughput of equal calls, `requests` of them or as many as begin within `limit_s` seconds.
 
     A status other than 200 is a failure; bytes are the mean of the answers' bodies.
 
@@ -102,7 +102,7 @@ async def load(url: str, call: Call, requests: int, concurrency: int, limit_s: f
 
 @contextlib.contextmanager
 def started(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Iterator[str]:
-    """The address of a service that runs meanwhile, on loopback; the environment is added to this process's.
+    """Runs a service on loopback and yields its address; `environment` is added to this process's.
 
     Raises:
       TimeoutError: it does not answer within two minutes.
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     call = Call(path=path, body=body, token=token)
     arguments = ["--model", given.model] if given.model else []
     with contextlib.nullcontext(given.url) if given.url else started(module, arguments) as url:
-        asyncio.run(load(url, call, min(8, given.requests), 1))  # what is loaded at the first call
+        asyncio.run(load(url, call, min(8, given.requests), 1))  # loads what is loaded at the first call
         found = asyncio.run(load(url, call, given.requests, given.concurrency))
     print(json.dumps({"service": given.service, **found}))
     return 1 if found["failed"] else 0

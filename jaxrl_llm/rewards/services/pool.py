@@ -1,4 +1,4 @@
-"""Processes that run verifiers under a time limit; a call that takes too long ends with its process, which is replaced.
+"""Runs verifiers in processes under a time limit; a call that takes too long ends with its process, which is replaced.
 
 The processes are started as programs of their own, not forked and not through multiprocessing's spawn: they share no
 state with JAX, they do not import the main module, and they end when the pipe to them closes. The limit needs no
@@ -24,7 +24,7 @@ from jaxrl_llm.protocols import Down
 from jaxrl_llm.rewards.wrap import Failed
 
 STARTUP_S = 120.0
-MOST_BYTES = 2**20  # of an answer
+MOST_BYTES = 2**20  # size of the largest answer
 WEAK = "JAXRL_LLM_ALLOW_WEAK_ISOLATION"  # environment variable that lets verifiers run without the kernel's filter
 
 
@@ -32,7 +32,7 @@ class Pool:
     """Worker processes, started at the first call.
 
     Args:
-      workers: processes, and so calls at a time.
+      workers: number of processes, and so of calls at a time.
       limit_s: seconds that one call may take.
       memory_gb: address space of a process in GiB (Linux).
       warm: (module, function, arguments ...) that a new process calls first, so that its imports do not count as the
@@ -51,11 +51,11 @@ class Pool:
         self._threads: ThreadPoolExecutor | None = None
 
     async def call(self, module: str, function: str, *arguments: Any) -> Any:
-        """`module.function(*arguments)` in a worker process.
+        """Calls `module.function(*arguments)` in a worker process.
 
         Raises:
           Failed: it raised, took longer than the limit, or ended its process.
-          Down: processes cannot be shut in on this machine, and weak isolation is not allowed.
+          Down: processes cannot be isolated on this machine, and weak isolation is not allowed.
         """
         if self._threads is None:
             self._threads = ThreadPoolExecutor(self.workers, thread_name_prefix="verifier")
@@ -67,7 +67,7 @@ class Pool:
         return await loop.run_in_executor(self._threads, self._call, module, function, arguments)
 
     def isolation(self) -> str:
-        """How the processes are shut in here, which one process tries."""
+        """Returns how the processes are isolated here, which one process tries."""
         shut = f"processes of their own, {self.limit_s:g} s and {self.memory_gb:g} GiB a call"
         return f"{shut}, {shut_in_here()}"
 
@@ -140,7 +140,7 @@ class _Worker:
 
 
 def _accept(problem: str) -> None:
-    """Goes on without the kernel's filter where that is allowed, and says so once; Down where it is not."""
+    """Continues without the kernel's filter where that is allowed, and says so once; raises Down where it is not."""
     if os.environ.get(WEAK) != "1":
         raise Down(
             f"verifiers evaluate what models write, and cannot be shut in here: {problem}. Mend that, or set {WEAK}=1 to let "
@@ -155,7 +155,7 @@ _said: list[str] = []
 
 
 def _environment() -> dict[str, str]:
-    """The parent's import path, so that the package is found wherever it was imported from; no accelerator."""
+    """Returns the environment of a worker, with the parent's import path, so that the package is found, and without an accelerator."""
     return {
         **serving.bare_environment(),
         "PYTHONDONTWRITEBYTECODE": "1",
@@ -166,7 +166,7 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def shut_in_here() -> str:
-    """What a verifier's process can do on this machine, tried by one that shuts itself in."""
+    """Returns how a verifier's process is isolated on this machine, tried by one that confines itself."""
     if sys.platform != "linux":
         return f"NOT shut in: {sys.platform} has no seccomp"
     command = [sys.executable, "-c", "from jaxrl_llm.rewards.services.confine import confine; confine()"]

@@ -13,7 +13,7 @@ expression. A session is an interpreter that keeps names and files between its c
 it, as `idle_s` seconds without a cell do, and its next cell is answered with 410. Its output is cut in the middle; that of `/run` ends it.
 
 The first two answer {"results": [0 | 1], "runtimes": [seconds, -1 where not passed], "verdicts": [str], "details": [str]}, an
-entry a test; `tests` may be a list or its JSON text. With `stop_at_failure` tests run one after another, and those after the first
+entry for each test; `tests` may be a list or its JSON text. With `stop_at_failure` tests run one after another, and those after the first
 one that is not passed are "skipped". Each test runs in a process of its own (untrusted/guard.py), and is judged in another.
 Output is compared line by line, white space at line ends and at both ends of the text aside.
 
@@ -59,7 +59,7 @@ Run = Callable[[Any], Coroutine[Any, Any, Outcome]]
 def application(
     sandbox: Sandbox, token: str = "", most_waiting: int = MOST_WAITING, sessions: Sessions | None = None
 ) -> FastAPI:
-    """The service of `sandbox`, which is tried out before the first request; `most_waiting` runs wait at a time."""
+    """Returns the service of `sandbox`, which is tried out before the first request; `most_waiting` runs wait at a time."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -160,14 +160,14 @@ def add_sessions(app: FastAPI, sessions: Sessions) -> None:
 
 
 def text_of(body: dict[str, Any], name: str) -> str:
-    """A text of a request; raises Refused for anything else."""
+    """Returns a text of a request; raises Refused for anything else."""
     if not isinstance(body.get(name), str):
         raise Refused(f"`{name}` must be a text")
     return str(body[name])
 
 
 def seconds_of(body: dict[str, Any]) -> float:
-    """The seconds that a request allows; raises Refused for anything else."""
+    """Returns the seconds that a request allows; raises Refused for anything else."""
     limit_s = body.get("max_execution_time", 1.0)
     if isinstance(limit_s, bool) or not isinstance(limit_s, int | float) or not 0 < limit_s <= MOST_SECONDS:
         raise Refused(f"`max_execution_time` must be a number of seconds in (0, {MOST_SECONDS:g}]")
@@ -175,7 +175,7 @@ def seconds_of(body: dict[str, Any]) -> float:
 
 
 def asked(body: dict[str, Any]) -> tuple[str, list[Any], float, bool]:
-    """(program, tests, seconds of a test, stops at a failure) of a request; raises Refused for anything else."""
+    """Returns (program, tests, seconds of a test, stops at a failure) of a request; raises Refused for anything else."""
     tests, stops = body.get("tests"), body.get("stop_at_failure", False)
     if isinstance(tests, str):
         try:
@@ -192,7 +192,7 @@ def asked(body: dict[str, Any]) -> tuple[str, list[Any], float, bool]:
 
 
 async def outcomes(tests: Sequence[Any], stops: bool, run: Run) -> list[Outcome]:
-    """The outcome of each test: one after another up to the first that is not passed, or as many at a time as there are workers."""
+    """Runs tests one after another up to the first that is not passed, or as many at a time as there are workers; returns their outcomes."""
     try:
         if not stops:
             async with asyncio.TaskGroup() as group:
@@ -209,19 +209,19 @@ async def outcomes(tests: Sequence[Any], stops: bool, run: Run) -> list[Outcome]
 
 
 def compared(outcome: Outcome, output: str) -> Outcome:
-    """The outcome, failed where what was printed is not `output`."""
+    """Returns the outcome, as failed where the printed text is not `output`."""
     if outcome.status != "passed" or lines(outcome.stdout) == lines(output):
         return outcome
     return outcome._replace(status="failed", detail="another output was expected")
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text without what is not compared."""
+    """Returns the lines of a text without the white space that is not compared."""
     return [line.rstrip() for line in text.strip().splitlines()]
 
 
 def answer(outcomes: list[Outcome]) -> dict[str, Any]:
-    """What a request is answered."""
+    """Returns the answer to a request."""
     passed = [outcome.status == "passed" for outcome in outcomes]
     return {
         "results": [int(ok) for ok in passed],
@@ -233,7 +233,7 @@ def answer(outcomes: list[Outcome]) -> dict[str, Any]:
 
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    """Reads the command line and serves; 1 where programs cannot be shut in here, with a line that says what to do."""
+    """Reads the command line and serves; returns 1 where programs cannot be isolated here, with a line that says what to do."""
     parser = command_line.parser("rewards.services.sandbox", __doc__)
     parser.add_argument("--workers", type=int, default=2, help="programs at a time")
     parser.add_argument("--memory_mb", type=int, default=1024, help="of all processes of a run together")

@@ -1,4 +1,4 @@
-"""Runs untrusted Python programs, each in a process of its own that is shut in by untrusted/guard.py."""
+"""Runs untrusted Python programs, each in a process of its own that untrusted/guard.py isolates."""
 
 import asyncio
 import contextlib
@@ -22,9 +22,9 @@ from jaxrl_llm.rewards.services.untrusted import process_tree
 
 GUARD = "import sys; sys.path += {paths!r}\nfrom jaxrl_llm.rewards.services.untrusted import {name}\n{name}.main()"
 GUARDS_ENVIRONMENT = {"PATH": os.defpath}
-SLACK_S = 30.0  # over the limit, before the guard itself is given up
-END_S = 5.0  # for a guard to end its run when nobody waits for it any more
-FIRST_UID = 1 << 20  # users without an account, two for each run that goes on at a time: the program's and its judge's
+SLACK_S = 30.0  # seconds over the limit, before the guard itself is given up
+END_S = 5.0  # seconds for a guard to end its run when nobody waits for it any more
+FIRST_UID = 1 << 20  # users without an account, two for each concurrent run: the program's and its judge's
 SLOTS = 256
 SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
 SHUT_IN = """
@@ -49,19 +49,19 @@ ISOLATIONS: tuple[Isolation, ...] = ("namespaces", "landlock", "limits")  # the 
 
 
 class Unsafe(RuntimeError):
-    """This machine cannot shut programs in."""
+    """Raised where this machine cannot isolate programs."""
 
 
 class Outcome(NamedTuple):
-    """What came of a run.
+    """The outcome of a run.
 
     Attributes:
       status: "passed", "failed" (an assertion), "error" (an exception, or an early end), "timeout", "memory", "output"
         (too much of it), "cancelled".
-      detail: the error, in words.
-      seconds: how long it took.
-      stdout: what it printed.
-      stderr: what it printed as errors.
+      detail: the error as text.
+      seconds: duration of the run in seconds.
+      stdout: the text printed to standard output.
+      stderr: the text printed to standard error.
     """
 
     status: str
@@ -78,12 +78,12 @@ class Sandbox:
       isolation: "namespaces" (own files, processes and network), "landlock" (an own folder and the interpreter's files alone;
         files cannot be removed), "limits" (an own folder, resource limits, no sockets: weak), or None for the first of these that
         works here; "limits" is never taken without `allow_weak_isolation`.
-      workers: runs at a time.
-      memory_mb: of all processes of a run together, and address space of each, in MiB.
-      disk_mb: of all files of a run together, in MiB.
-      processes: processes and threads of a run.
+      workers: number of runs at a time.
+      memory_mb: memory of all processes of a run together, and address space of each, in MiB.
+      disk_mb: size of all files of a run together, in MiB.
+      processes: number of processes and threads of a run.
       output_kb: printed text, in KiB, beyond which a run is ended.
-      allow_weak_isolation: programs may run where they can reach whatever their user can.
+      allow_weak_isolation: whether programs may run where they can reach whatever their user can.
 
     Raises:
       ValueError: a number below 1, or weak isolation that is not allowed.
@@ -118,7 +118,7 @@ class Sandbox:
         self.turns = Turns(workers)
         self._guards = [Guard() for _ in range(workers)]
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="guards")
-        self.close = weakref.finalize(self, _end, self._guards, self._threads)  # at the latest where nobody holds it
+        self.close = weakref.finalize(self, _end, self._guards, self._threads)  # at the latest when it is collected
 
     async def prepare(self) -> Isolation:
         """Finds an isolation and an interpreter that work here, by trying them; returns the isolation.
@@ -150,15 +150,15 @@ class Sandbox:
     async def run(
         self, program: str, test: str | None = None, stdin: str = "", limit_s: float = 5.0, who: Who = ("", 0)
     ) -> Outcome:
-        """The outcome of `program`, and then of `test` on its names; without a test the program is the main one.
+        """Runs `program`, and then `test` on its names, and returns the outcome; without a test the program is the main module.
 
         Where the caller is cancelled, the run is ended.
 
         Args:
-          who: the client and its request, for whose turn it is.
+          who: the client and its request, which decide whose turn it is.
 
         Raises:
-          Unsafe: the run could not be shut in, so it did not begin.
+          Unsafe: the run could not be isolated, so it did not begin.
         """
         async with self.turns.turn(who) as slot:
             folder = tempfile.mkdtemp(prefix="sandbox")
@@ -188,14 +188,14 @@ class Sandbox:
 
 
 class Guard:
-    """A process of rewards/untrusted/guard.py, which holds one run at a time; where it has ended, the next run starts another."""
+    """A process of untrusted/guard.py, which holds one run at a time; where it has ended, the next run starts another."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # an answer is that of the job before it
+        self._lock = threading.Lock()  # so that each answer belongs to the job before it
 
     def hold(self, job: Mapping[str, object], limit_s: float) -> Outcome:
-        """The outcome of a job, "timeout" where there is none within `limit_s` seconds; waits for it."""
+        """Waits for the outcome of a job and returns it, "timeout" where there is none within `limit_s` seconds."""
         with self._lock:
             process = self._running()
             assert process.stdin is not None and process.stdout is not None
@@ -218,7 +218,7 @@ class Guard:
                 process.stdin.close()
 
     def end(self) -> None:
-        """Ends the process, and with it what it started."""
+        """Ends the process and the processes that it started."""
         if self._process is not None:
             process_tree.end(self._process.pid)
             self._process.kill()
@@ -256,12 +256,12 @@ def _end(guards: Sequence[Guard], threads: ThreadPoolExecutor) -> None:
 
 
 def guard_command(name: str) -> list[str]:
-    """The command that starts a process of untrusted/`name`.py."""
+    """Returns the command that starts a process of untrusted/`name`.py."""
     return [sys.executable, "-I", "-S", "-B", "-c", GUARD.format(paths=_paths(), name=name)]
 
 
 def _paths() -> list[str]:
-    """Where the guard finds this package, and pyseccomp."""
+    """Returns the paths at which the guard finds this package, and pyseccomp."""
     return [
         str(Path(__file__).parents[3]),
         *({str(Path(confine.seccomp().__file__).parent)} if sys.platform == "linux" else ()),
@@ -269,12 +269,12 @@ def _paths() -> list[str]:
 
 
 def user(slot: int) -> int:
-    """The user of a run, whose judge has the next one: no other run of this machine has them, in this server or another."""
+    """Returns the user of a run, whose judge has the next one: no other run of this machine has them, in this server or another."""
     return FIRST_UID + os.getpid() * SLOTS + 2 * slot % SLOTS
 
 
 def interpreters() -> list[str]:
-    """Python interpreters to try: this one's, without its virtual environment, and the system's."""
+    """Returns the Python interpreters to try: this one's, without its virtual environment, and the system's."""
     own = getattr(sys, "_base_executable", None) or sys.executable
     found = [
         os.path.realpath(own),
@@ -284,7 +284,7 @@ def interpreters() -> list[str]:
 
 
 def visible(python: str) -> list[str]:
-    """The paths of the machine that a program may read: the system's libraries and the interpreter's own folder."""
+    """Returns the paths of the machine that a program may read: the system's libraries and the interpreter's own folder."""
     prefix = str(Path(python).parent.parent)
     own = [] if any(prefix == p or prefix.startswith(f"{p}/") for p in SYSTEM) or prefix == "/" else [prefix]
     return [path for path in (*SYSTEM, *own) if os.path.lexists(path)]

@@ -1,4 +1,4 @@
-"""Sessions of the sandbox: interpreters that are shut in as every run is, and keep their names and files from cell to cell."""
+"""Sessions of the sandbox: interpreters that are isolated as every run is, and keep their names and files from cell to cell."""
 
 import asyncio
 import contextlib
@@ -23,8 +23,8 @@ from jaxrl_llm.rewards.services.sandbox_run import (
 )
 
 MOST_LINE = 4 * 2**20  # bytes of a guard's answer
-CPU_S = 3600.0  # of an interpreter, over all of its cells
-LOOK_S = 1.0  # between two looks for sessions that nobody uses
+CPU_S = 3600.0  # seconds of an interpreter, over all of its cells
+LOOK_S = 1.0  # seconds between two checks for idle sessions
 END_S = 5.0
 GOES_ON = ("passed", "error")
 GONE = (
@@ -33,22 +33,22 @@ GONE = (
 
 
 class Gone(RuntimeError):
-    """There is no such session any more."""
+    """Raised where there is no such session any more."""
 
 
 class Full(RuntimeError):
-    """As many sessions are open as there may be."""
+    """Raised where as many sessions are open as may be."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Held:
-    """One session.
+    """An open session.
 
     Attributes:
       id: a random name, which is also the right to use it.
       process: its guard.
       folder: its files, where it has no disk of its own.
-      slot: which user it has.
+      slot: number of its user.
       idle_s: seconds without a cell after which it ends.
     """
 
@@ -65,8 +65,8 @@ class Sessions:
     """The sessions of a service.
 
     Args:
-      sandbox: says how programs are shut in.
-      most: sessions at a time.
+      sandbox: the sandbox, which says how programs are isolated.
+      most: largest number of sessions at a time.
       output_kb: printed text of a cell, in KiB, beyond which its middle is left out.
 
     Raises:
@@ -86,15 +86,15 @@ class Sessions:
 
     @property
     def count(self) -> int:
-        """How many sessions there are."""
+        """The number of open sessions."""
         return self.most - len(self._free)
 
     async def open(self, idle_s: float, memory_mb: int | None = None) -> str:
-        """The name of a new session.
+        """Opens a session and returns its name.
 
         Raises:
           Full: as many as there may be are open.
-          Unsafe: it could not be shut in.
+          Unsafe: it could not be isolated.
         """
         if not self._free:
             raise Full(f"{self.most} sessions are open, which is all there may be: close one, or try again later")
@@ -119,7 +119,7 @@ class Sessions:
         return held.id
 
     async def cell(self, id: str, code: str, limit_s: float) -> dict[str, Any]:
-        """How a cell went; a status that is neither "passed" nor "error" has ended its session.
+        """Runs a cell and returns how it went; a status that is neither "passed" nor "error" has ended its session.
 
         Raises:
           Gone: there is no such session.
@@ -140,7 +140,7 @@ class Sessions:
         return found
 
     async def close(self, id: str) -> None:
-        """Ends a session; one that has ended already is none to end."""
+        """Ends a session; does nothing where it has ended already."""
         if held := self._held.pop(id, None):
             await self._ended(held.process, held.folder, held.slot)
 
@@ -168,7 +168,7 @@ class Sessions:
         }  # fmt: skip
 
     async def _ended(self, process: asyncio.subprocess.Process | None, folder: str, slot: int) -> None:
-        """Ends a guard, and with it what it started; its place is free then."""
+        """Ends a guard and the processes that it started, and frees its slot."""
         try:
             if process is not None:
                 if process.stdin is not None:
@@ -186,7 +186,7 @@ class Sessions:
             self._free.append(slot)
 
     async def _look(self) -> None:
-        """Ends sessions that nobody uses."""
+        """Ends idle sessions, at intervals."""
         while True:
             await asyncio.sleep(LOOK_S)
             now = time.monotonic()
@@ -195,7 +195,7 @@ class Sessions:
 
 
 async def _asked(process: asyncio.subprocess.Process, what: dict[str, Any], limit_s: float) -> dict[str, Any]:
-    """What a guard answers to a line; raises Gone where it has ended, or says nothing in time."""
+    """Sends a line to a guard and returns its answer; raises Gone where it has ended, or does not answer in time."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(what).encode() + b"\n")

@@ -1,4 +1,4 @@
-"""Says whose turn it is when more is asked for than can be done at a time: that of who has had least of it."""
+"""Shares places among clients that ask for more than can run at a time: the client that was served least comes next."""
 
 import asyncio
 import contextlib
@@ -10,11 +10,11 @@ Who = tuple[str, int]  # a client and its request
 
 
 class Turns:
-    """Places that are taken in turns. The client who has held places for the least time comes next, of its requests the
-    one that has, and of equal ones the first; so long requests of one client cost others one turn's wait at most.
+    """Places that are taken in turns. The client that has held places for the least time comes next, and of its requests the one
+    that has; of equal ones the first. So long requests of one client cost others at most one turn's wait.
 
     Args:
-      places: how many turns there are at a time.
+      places: number of turns at a time.
     """
 
     def __init__(self, places: int) -> None:
@@ -25,12 +25,12 @@ class Turns:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """The number of requests that wait."""
         return len(self._waiting)
 
     @contextlib.asynccontextmanager
     async def turn(self, who: Who) -> AsyncIterator[int]:
-        """Waits for a place, which is had meanwhile."""
+        """Waits for a place, which is held within the context."""
         self._enter(who)
         if self._free and not self._waiting:
             place = self._free.pop()
@@ -55,7 +55,7 @@ class Turns:
             self._leave(who)
 
     def _enter(self, who: Who) -> None:
-        """Who comes anew begins with what the least served of those have had who are here, not with all of it to catch up."""
+        """Registers a request; a client that comes anew starts at no less than the least served client present, so that it has nothing to catch up."""
         if not self._held:
             self._served.clear()
         clients = {client for client, _ in self._held}

@@ -1,6 +1,6 @@
-"""The program of one worker process of rewards/pool.py: calls functions by name until its pipe closes.
+"""The program of one worker process of services/pool.py: it calls functions by name until its pipe closes.
 
-What it answers is JSON: texts of a model may have been evaluated here, and the parent unpickles nothing that comes from here.
+Its answers are JSON: texts of a model may have been evaluated here, and the parent unpickles nothing that comes from here.
 """
 
 import importlib
@@ -36,7 +36,7 @@ def limit_memory(gigabytes: float) -> None:
 
 
 def shut_in() -> str:
-    """Lets this process read and compute alone; what keeps it from that, in words, or ""."""
+    """Confines this process to reading and computing; returns the problem that prevents it, or ""."""
     if sys.platform != "linux":
         return f"the kernel's filter is Linux's alone (this is {sys.platform})"
     from jaxrl_llm.rewards.services.confine import confine

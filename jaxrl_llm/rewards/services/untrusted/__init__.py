@@ -1,1 +1,1 @@
-"""How a program that nobody trusts is shut in, watched, and judged from outside of its process."""
+"""Isolates and watches a program that nobody trusts, and judges it from outside of its process."""

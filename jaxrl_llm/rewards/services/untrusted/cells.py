@@ -1,8 +1,8 @@
 """Runs the cells of a session one after another in one interpreter, which keeps their names and files (standard library only).
 
 The text of this file is the program of a session, as the guard starts one (sessions.py). A cell comes on standard input as four bytes
-of length and its text; a line of JSON on descriptor 4 says how it went. What a session says of itself is its program's own word:
-it is for the one who wrote the cells, and no verdict may rest on it.
+of length and its text; a line of JSON on descriptor 4 says how it went. The session's own program writes these records:
+they are for the author of the cells, and no verdict may rest on them.
 """
 
 import ast
@@ -18,7 +18,7 @@ MOST_VALUE, MOST_ERROR = 4000, 4000  # characters
 
 
 def shortened(text: str, most: int) -> str:
-    """The text, without its middle where it is longer than `most` characters."""
+    """Returns the text, without its middle where it is longer than `most` characters."""
     left_out = len(text) - most
     return (
         text if left_out <= 0 else f"{text[: most // 2]}[... {left_out} characters left out ...]{text[-(most // 2) :]}"
@@ -26,7 +26,7 @@ def shortened(text: str, most: int) -> str:
 
 
 def carried_out(code: str, scope: dict[str, object]) -> str:
-    """Executes a cell; the repr of its last expression, where it ends with one that is not None, else ""."""
+    """Executes a cell; returns the repr of its last expression, where it ends with one that is not None, else ""."""
     tree = ast.parse(code, "<cell>")
     if tree.body and isinstance(last := tree.body[-1], ast.Expr):
         tree.body[-1] = ast.copy_location(ast.Assign([ast.Name(VALUE, ast.Store())], last.value), last)
@@ -36,7 +36,7 @@ def carried_out(code: str, scope: dict[str, object]) -> str:
 
 
 def told(error: BaseException) -> str:
-    """The traceback of a cell's error, without the frames of this file."""
+    """Returns the traceback of a cell's error, without the frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != "<cell>":
         trace = trace.tb_next
@@ -44,7 +44,7 @@ def told(error: BaseException) -> str:
 
 
 def record(value: str, error: str) -> None:
-    """Says how a cell went."""
+    """Writes how a cell went."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,15 +1,15 @@
-"""The process that holds runs of untrusted Python: it builds their rooms, starts and watches them, ends them, and says what came of it.
+"""The process that holds runs of untrusted Python: it builds their sandboxes, starts, watches and ends them, and reports the outcomes.
 
 Jobs come one at a time as lines of JSON on standard input, outcomes go as lines of JSON to standard output. Each job is held by a
-copy of this process. The program runs as a fresh interpreter in a room of its own (walls.py): with namespaces its root is
+copy of this process. The program runs as a fresh interpreter in a sandbox of its own (walls.py): with namespaces its root is
 a small memory disk with the interpreter and the system's libraries read-only, so it sees no other file and no other
 process; with Landlock it sees the machine's processes and the names of its files, and can open none but those.
 
 A program that is tested by its output is judged by its exit status, here, and by its output, in the service. One that is tested by
-Python is judged in a second process with a room of its own (judge.py), which asks it by a pipe.
+Python is judged in a second process with a sandbox of its own (judge.py), which asks it by a pipe.
 
-The limits of memory, processes and files are of the whole tree: this process adds up what all of the program's processes hold, and
-kinds of memory that no process seems to hold (memfd, SysV, shared memory without a file) are refused.
+The limits of memory, processes and files apply to the whole tree: this process adds up what all of the program's processes hold,
+and kinds of memory that no process seems to hold (memfd, SysV, shared memory without a file) are refused.
 """
 
 import contextlib
@@ -28,12 +28,12 @@ from jaxrl_llm.rewards.services import confine
 from jaxrl_llm.rewards.services.untrusted import judge, process_tree, program, values, walls
 from jaxrl_llm.rewards.services.untrusted.walls import SET_DEATH_SIGNAL, SET_SUBREAPER, call
 
-LOOK_S = 0.02  # between two looks at what a run holds
+LOOK_S = 0.02  # seconds between two checks of what a run holds
 MOST_FILES = 4096
-VERDICT = 65536  # bytes
-FAILED = 97  # the exit code of a process that could not be shut in
-GRACE_S = 0.2  # for output that is still in the pipes
-SEALS = 0xF  # nothing can be written, nor the size changed, nor the seals
+VERDICT = 65536  # bytes of the longest verdict
+FAILED = 97  # the exit code of a process that could not be isolated
+GRACE_S = 0.2  # seconds for output that is still in the pipes
+SEALS = 0xF  # neither content, nor size, nor seals can be changed
 # Imported here once, so that tests find them where the judge cannot read the library's files.
 PRELOADED = [
     "bisect",
@@ -60,16 +60,16 @@ _IMPORT = "from jaxrl_llm.rewards.services.untrusted.values import Decoder, Enco
 
 
 def boot() -> str:
-    """What the interpreter of a run executes: few imports and no .pth files, which are most of the time that it takes to start."""
+    """Returns the code that the interpreter of a run executes: few imports and no .pth files, which would take most of the time to start."""
     common, own = (Path(module.__file__ or "").read_text() for module in (values, program))
     source = common + own.replace(_IMPORT, "").replace("from __future__ import annotations\n", "")
     return f"import sys\nroom = type(sys)('judged')\nexec(compile({source!r}, 'judged', 'exec'), room.__dict__)\nroom.main()\n"
 
 
 def begin(job: dict[str, Any], ends: dict[int, int], said: int, changes_user: bool) -> None:
-    """In the process of the program: takes the prepared descriptors, shuts itself in, and becomes the interpreter."""
+    """Turns the program's process into its interpreter: takes the prepared descriptors, isolates itself, and executes it."""
     try:
-        os.setsid()  # signals to its process group reach nobody else
+        os.setsid()  # signals to its process group reach no other process
         held = {number: fcntl.fcntl(end, fcntl.F_DUPFD, 64) for number, end in ends.items()}
         said = fcntl.fcntl(said, fcntl.F_DUPFD_CLOEXEC, 64)
         text = boot_text()
@@ -88,14 +88,14 @@ def begin(job: dict[str, Any], ends: dict[int, int], said: int, changes_user: bo
 
 
 def boot_text() -> str:
-    """`boot`, once read."""
+    """Returns `boot`, which is read once."""
     if not _BOOT:
         _BOOT.append(boot())
     return _BOOT[0]
 
 
 class Run:
-    """One job while it goes on."""
+    """A job in progress."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job, self.tested = job, job["test"] is not None
@@ -119,7 +119,7 @@ class Run:
             changes_user = walls.separate(processes=True)
         elif changes_user:
             os.chown(self.job["folder"], self.job["uid"], self.job["uid"])
-        call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # with whom this is a copy of
+        call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # when the process ends that this is a copy of
         self.began = time.monotonic()
         self.program = os.fork()
         if self.program == 0:
@@ -135,15 +135,15 @@ class Run:
         os.close(given)
 
     def _input(self) -> int:
-        """The descriptor of the program's standard input."""
+        """Returns the descriptor of the program's standard input."""
         return sealed(b"", self.job["stdin"])
 
     def _further(self, pipes: dict[str, tuple[int, int]]) -> dict[int, int]:
-        """Descriptors of the program beyond its standard ones and its source, by their numbers there."""
+        """Returns descriptors of the program beyond its standard ones and its source, by their numbers there."""
         return {4: pipes["answers"][1], 5: pipes["calls"][0]} if self.tested else {}
 
     def _become_judge(self, pipes: dict[str, tuple[int, int]]) -> None:
-        """In the judge's process: keeps its own ends of the pipes, shuts itself in, and judges."""
+        """Runs the judge in its process: keeps its own ends of the pipes, isolates itself, and judges."""
         calls, answers, verdict = pipes["calls"][1], pipes["answers"][0], pipes["verdict"][1]
         try:
             for descriptor in (end for pipe in pipes.values() for end in pipe):
@@ -160,7 +160,7 @@ class Run:
         judge.judge(self.job["test"], calls, answers, verdict)
 
     def follow(self) -> str:
-        """Reads what comes until the run has ended; why it was ended, if it was."""
+        """Reads the pipes until the run has ended; returns why it was ended, or "" where it ended by itself."""
         programs, judges = os.pidfd_open(self.program), os.pidfd_open(self.judge) if self.judge else -1
         deadline, ended = self.began + self.job["limit_s"], False
         watched = programs
@@ -190,7 +190,7 @@ class Run:
                 return too_much
 
     def _read(self, end: int) -> bool:
-        """Reads from one end; whether there is too much of it."""
+        """Reads from one end; returns whether there is too much of it."""
         name, data = self.ends[end], os.read(end, 65536)
         self.got[name] += data
         if not data:
@@ -198,19 +198,19 @@ class Run:
         return len(self.got[name]) > (self.job["output"] if name in ("out", "err") else VERDICT)
 
     def _too_much(self) -> str:
-        """What the program's processes hold too much of together, if they do."""
+        """Returns which limit the program's processes exceed together, or ""."""
         tree = process_tree.descendants(os.getpid(), but=[self.judge])
         if process_tree.memory(tree, self.job["memory"]) > self.job["memory"]:
             return "memory"
         if process_tree.tasks(tree) > self.job["processes"] + 1:
             return "processes"
-        if self.job["isolation"] != "namespaces":  # there the disk has a size
+        if self.job["isolation"] != "namespaces":  # with namespaces the disk has a size
             size, files = process_tree.on_disk(self.job["folder"])
             return "disk" if size > self.job["disk"] or files > MOST_FILES else ""
         return ""
 
     def end(self) -> int:
-        """Ends the program and whatever it started, and the judge; the exit status of the program."""
+        """Ends the program and whatever it started, and the judge; returns the exit status of the program."""
         status = FAILED << 8
         for child in filter(None, (self.judge, self.program)):
             with contextlib.suppress(ProcessLookupError):
@@ -219,7 +219,7 @@ class Run:
             found = os.waitpid(child, 0)[1]
             status = found if child == self.program else status
         process_tree.end(os.getpid())
-        while self.ends:  # what is still in the pipes, to which nobody writes any more
+        while self.ends:  # what is still in the pipes, which have no writer any more
             ready, _, _ = select.select([*self.ends], [], [], 0)
             if not ready or any(self._read(end) for end in ready):
                 break
@@ -237,7 +237,7 @@ REASONS = {
 
 
 def outcome(job: dict[str, Any]) -> dict[str, Any]:
-    """Runs the job and says what came of it."""
+    """Runs the job and returns its outcome."""
     run = Run(job)
     run.start()
     reason = run.follow()
@@ -259,7 +259,7 @@ def outcome(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def judged(run: Run, status: int) -> tuple[str, str]:
-    """(status, detail) of a run that ended by itself."""
+    """Returns (status, detail) of a run that ended by itself."""
     said, _, detail = run.got["verdict"].decode(errors="replace").partition("\n")
     if run.tested and said and "EOFError: the program has ended" not in detail:
         return said, detail
@@ -276,7 +276,7 @@ def judged(run: Run, status: int) -> tuple[str, str]:
 
 
 def sealed(head: bytes, text: str) -> int:
-    """A descriptor from which a text is read, and which nobody can write."""
+    """Returns a descriptor from which `head` and `text` are read, and which cannot be written."""
     made = os.memfd_create("given", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with os.fdopen(os.dup(made), "wb") as out:
         out.write(head + text.encode("utf-8", "surrogatepass"))
@@ -286,7 +286,7 @@ def sealed(head: bytes, text: str) -> int:
 
 
 def main() -> None:
-    """Holds a run for each line of standard input, until that ends."""
+    """Holds a run for each line of standard input, until the input ends."""
     for name in PRELOADED:
         importlib.import_module(name)
     boot_text()
@@ -303,7 +303,7 @@ def main() -> None:
             sys.stdout.flush()
             os._exit(0)
         if os.waitpid(guard, 0)[1]:
-            os._exit(1)  # nobody answers for this job
+            os._exit(1)  # this job gets no answer
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What stands for a program's objects in its judge's process, and the pipe by which they are asked."""
+"""Stand-ins for a program's objects in its judge's process, and the pipe by which they are asked."""
 
 import builtins
 import operator
@@ -7,19 +7,19 @@ from typing import Any
 
 from jaxrl_llm.rewards.services.untrusted.values import Decoder, Encoder, Line
 
-DEEPEST = 200  # calls from one side to the other that wait for each other
+DEEPEST = 200  # largest number of nested calls from one side to the other
 
 
 class Unjudged(TypeError):
-    """The test asks for what only the tested program could say."""
+    """Raised where the test asks for what only the tested program could say."""
 
 
 class Ended(BaseException):
-    """The program has ended, or its answers are none."""
+    """Raised where the program has ended, or its answers cannot be read."""
 
 
 class Peer:
-    """The process of the program."""
+    """The process of the program, as the judge sees it."""
 
     def __init__(self, line: Line) -> None:
         self.line = line
@@ -30,17 +30,17 @@ class Peer:
         self.failure: Exception | None = None
 
     def receive(self) -> dict[str, Any]:
-        """The next message; Ended for anything else."""
+        """Returns the next message; raises Ended for anything else."""
         try:
             return self.line.receive()
         except (EOFError, OSError, ValueError, RecursionError) as error:
             raise Ended(f"{type(error).__name__}: {error}") from None
 
     def ask(self, verb: str, name: str, *args: Any, keep: bool = False, **kwargs: Any) -> Any:
-        """What the program answers.
+        """Asks the program and returns its answer.
 
         Args:
-          keep: the answer stays an object of the program's, whatever it is.
+          keep: whether the answer stays an object of the program's, whatever it is.
         """
         given = list(args)
         encoder = Encoder(self._lend)
@@ -131,7 +131,7 @@ class Peer:
         raise ValueError(f"a value of an unknown kind {tag!r}")
 
     def error(self, answer: dict[str, Any]) -> BaseException:
-        """The exception that an answer tells of."""
+        """Returns the exception that an answer describes."""
         kind = Decoder(self._borrowed).decode(answer["raised"])
         says = str(answer.get("says", ""))
         if not isinstance(kind, type) or not issubclass(kind, Exception):
@@ -143,11 +143,11 @@ class Peer:
 
 
 class Handle:
-    """Stands for an object of the program.
+    """A stand-in for an object of the program.
 
     Attributes:
       _base: the plain value that it holds where its class derives from a plain one.
-      _mixed: it comes from an operation between the program's object and a plain value of the test's.
+      _mixed: whether it comes from an operation between the program's object and a plain value of the test's.
     """
 
     __slots__ = ("_base", "_mixed", "_number", "_peer")
@@ -196,7 +196,7 @@ class Handle:
         return self.__getattr__("__enter__")()
 
     def __exit__(self, kind: Any, *_: object) -> bool:
-        """Whether the program's context manager takes the exception for dealt with; that a test has failed it cannot."""
+        """Returns whether the program's context manager suppresses the exception; it cannot suppress a failure of the test."""
         failed = kind is not None and (not issubclass(kind, Exception) or issubclass(kind, AssertionError | Unjudged))
         told = kind if kind is not None and getattr(builtins, kind.__name__, None) is kind and not failed else None
         dealt = self.__getattr__("__exit__")(told, None, None)
@@ -275,7 +275,7 @@ def _of(kind: type, value: Any) -> Any:
 
 
 def _mixed(handle: Handle, verb: str, name: str, *args: Any) -> Handle:
-    """An operation whose result stays with the program, and never becomes a plain value."""
+    """Asks for an operation whose result stays with the program, and never becomes a plain value."""
     found = handle._peer.ask(verb, name, *args, keep=True)
     if not isinstance(found, Handle):
         raise Ended("an answer that is no object of the program")
@@ -343,7 +343,7 @@ for _name in ["eq", "ne", "lt", "le", "gt", "ge"]:
 
 
 def is_instance(value: Any, kinds: Any) -> bool:
-    """`isinstance` for the objects of both sides."""
+    """Returns `isinstance` for the objects of both sides."""
     if isinstance(kinds, tuple):
         return any(is_instance(value, kind) for kind in kinds)
     if isinstance(kinds, Handle):
@@ -352,7 +352,7 @@ def is_instance(value: Any, kinds: Any) -> bool:
 
 
 def is_subclass(kind: Any, kinds: Any) -> bool:
-    """`issubclass` for the classes of both sides."""
+    """Returns `issubclass` for the classes of both sides."""
     if isinstance(kind, Handle):
         return bool(_of(bool, kind._peer.ask("builtin", "issubclass", kind, kinds)))
     return issubclass(kind, kinds)

@@ -1,4 +1,4 @@
-"""Runs a test in a process that the tested program never enters: the program's names are asked for, and answered, by a pipe.
+"""Runs a test in a process that the tested program never enters, and asks for the program's names by a pipe.
 
 A test is Python that follows the program, such as `assert f(1) == 2`. It runs here, and what it takes from the program stands for
 objects in the program's process: calls, attributes and items go there, plain values come back as copies, and the test compares
@@ -6,7 +6,7 @@ them here. So a program knows the arguments of its calls, and neither the test n
 
 What only the program could decide is refused and fails the test: comparing one of its objects with a plain value, and whatever
 follows from an operation between the two (`f(1) - 2.5`), because its object would be asked whether it is right. Objects of the
-program may be compared with each other. What a test needs of a module it imports for itself.
+program may be compared with each other. A test imports the modules that it needs.
 """
 
 import ast
@@ -72,7 +72,7 @@ class Scope(dict[str, Any]):
 
 
 def taken(tree: ast.AST, names: set[str]) -> tuple[set[str], str]:
-    """What a test takes from elsewhere than the program although the program may have such names.
+    """Finds what a test takes from elsewhere than the program although the program may have such names.
 
     Returns:
       The modules whose attributes the test uses without importing them, which are the judge's own; and the name of the one builtin
@@ -98,7 +98,7 @@ def taken(tree: ast.AST, names: set[str]) -> tuple[set[str], str]:
 
 
 def _calls(node: ast.AST) -> Iterator[str]:
-    """The names of the functions that are called, in the order of their calls."""
+    """Yields the names of the functions that are called, in the order of their calls."""
     for child in ast.iter_child_nodes(node):
         yield from _calls(child)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -106,7 +106,7 @@ def _calls(node: ast.AST) -> Iterator[str]:
 
 
 def judged(test: str, calls: int, answers: int) -> tuple[str, str]:
-    """(status, detail) of a test of the program at the other end of two descriptors."""
+    """Returns (status, detail) of a test of the program at the other end of two descriptors."""
     peer = Peer(Line(answers, calls))
     stage = "program"
     try:
@@ -132,7 +132,7 @@ def _said(error: BaseException, stage: str) -> tuple[str, str]:
 
 
 def judge(test: str, calls: int, answers: int, verdict: int) -> None:
-    """Judges and says so on the descriptor `verdict`, which the program does not have; ends this process."""
+    """Judges and writes the verdict to the descriptor `verdict`, which the program does not have; ends this process."""
     status, detail = judged(test, calls, answers)
     os.write(verdict, f"{status}\n{detail}".encode(errors="replace"))
     os._exit(0)

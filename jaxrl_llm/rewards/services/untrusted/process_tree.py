@@ -1,4 +1,4 @@
-"""Looks at all processes that come from one: what memory they hold together, how many they are, and how to end them (Linux)."""
+"""Finds all processes that descend from one, measures their memory and number together, and ends them (Linux)."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ EXACT = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
 
 def children(process: int) -> list[int]:
-    """The children of a process; none where it has ended."""
+    """Returns the children of a process; none where it has ended."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -21,7 +21,7 @@ def children(process: int) -> list[int]:
 
 
 def descendants(process: int, but: Iterable[int] = ()) -> list[int]:
-    """All that come from a process, itself left out, and `but` with what comes from these."""
+    """Returns all descendants of a process, without `but` and the descendants of these."""
     found, left = [], [c for c in children(process) if c not in but]
     while left:
         one = left.pop()
@@ -31,7 +31,7 @@ def descendants(process: int, but: Iterable[int] = ()) -> list[int]:
 
 
 def tasks(processes: Iterable[int]) -> int:
-    """How many threads the processes have."""
+    """Returns the number of threads of the processes."""
     total = 0
     for process in processes:
         with contextlib.suppress(OSError):
@@ -40,7 +40,7 @@ def tasks(processes: Iterable[int]) -> int:
 
 
 def tasks_of(user: int) -> int:
-    """How many threads run under a user."""
+    """Returns the number of threads that run under a user."""
     mine = []
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
@@ -50,7 +50,7 @@ def tasks_of(user: int) -> int:
 
 
 def memory(processes: Iterable[int], most: int) -> int:
-    """Bytes that the processes hold together: private, shared and swapped out; exact, to a page, where they may exceed `most`.
+    """Returns the bytes that the processes hold together: private, shared and swapped out; exact, to a page, where they may exceed `most`.
 
     Pages that several of them share count once for each at first, which is quick to read; only where that is too much
     are shares of pages read. Shares grow while others end, so the smaller of two looks counts.
@@ -61,7 +61,7 @@ def memory(processes: Iterable[int], most: int) -> int:
 
 
 def _exact(processes: Iterable[int]) -> int:
-    """Bytes, by shares of pages; a process whose shares may not be read counts whole."""
+    """Returns the bytes by shares of pages; a process whose shares may not be read counts whole."""
     total = 0
     for one in processes:
         try:
@@ -72,7 +72,7 @@ def _exact(processes: Iterable[int]) -> int:
 
 
 def _kilobytes(file: str, names: tuple[str, ...]) -> int:
-    """The sum of the named lines; 0 where the process has ended. PermissionError where they may not be read."""
+    """Returns the sum of the named lines; 0 where the process has ended. Raises PermissionError where they may not be read."""
     try:
         with open(file) as lines:
             return sum(int(line.split()[1]) for line in lines if line.startswith(names))
@@ -81,7 +81,7 @@ def _kilobytes(file: str, names: tuple[str, ...]) -> int:
 
 
 def on_disk(folder: str) -> tuple[int, int]:
-    """(bytes, entries) of what a folder holds."""
+    """Returns (bytes, entries) of the content of a folder."""
     size = count = 0
     for place, folders, files in os.walk(folder):
         count += len(folders) + len(files)
@@ -92,10 +92,10 @@ def on_disk(folder: str) -> tuple[int, int]:
 
 
 def end(process: int, but: Iterable[int] = (), limit_s: float = 10.0) -> None:
-    """Kills all that come from a process until there are none.
+    """Kills all descendants of a process until there are none.
 
-    Where it is this process, its dead children are waited for: else they count among those of their user for as long as the
-    machine's first process takes.
+    Where it is this process, its dead children are waited for: otherwise they count among those of their user until the machine's
+    first process reaps them.
     """
     deadline, own = time.monotonic() + limit_s, process == os.getpid()
     while time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def end(process: int, but: Iterable[int] = (), limit_s: float = 10.0) -> None:
 
 
 def _alive(processes: Iterable[int]) -> Iterator[int]:
-    """Those that have not ended."""
+    """Yields the processes that have not ended."""
     for one in processes:
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{one}/stat") as stat:
             if stat.read().rpartition(")")[2].split()[0] not in "ZX":

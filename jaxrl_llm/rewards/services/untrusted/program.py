@@ -1,7 +1,7 @@
 """Runs a program as the sandbox's guard starts it, and answers the judge's calls of its functions (standard library only).
 
 The text of values.py comes before this one's in the interpreter that runs it; the judge imports that file for itself.
-A program can do here what it likes: it is given arguments, and what it answers is its own, but tests, expected values and
+A program can do here what it likes: it is given arguments and answers by itself, but tests, expected values and
 verdicts are in another process. Descriptor 3 brings the program, 5 the calls, 4 takes the answers.
 """
 
@@ -23,7 +23,7 @@ SOURCE, ANSWERS, CALLS = 3, 4, 5
 
 
 class Server:
-    """Answers calls on the names of a program; objects that are not plain stay here, and go by number."""
+    """A server that answers calls on the names of a program; objects that are not plain stay here, and are sent by number."""
 
     def __init__(self, scope: dict[str, Any]) -> None:
         self.scope, self.line = scope, Line(CALLS, ANSWERS)
@@ -32,14 +32,14 @@ class Server:
         self.foreigners: dict[int, tuple[Any, list[Any]]] = {}
 
     def number(self, value: Any) -> int:
-        """The number of an object, which it has for ever."""
+        """Returns the number of an object, which it keeps for ever."""
         if id(value) not in self.numbers:
             self.numbers[id(value)] = len(self.objects)
             self.objects.append(value)
         return self.numbers[id(value)]
 
     def encoder(self, known: Sequence[Any] = ()) -> Encoder:
-        """An encoder of one message."""
+        """Returns an encoder of one message."""
 
         def other(value: Any) -> list[Any]:
             if id(value) in self.foreigners:
@@ -56,7 +56,7 @@ class Server:
         return encoder
 
     def foreign(self, tag: str, rest: list[Any]) -> Any:
-        """What the judge sent that is not plain: an object of this side, a builtin, or a function or an iterator of its own."""
+        """Returns what the judge sent that is not plain: an object of this side, a builtin, or a function or an iterator of its own."""
         if tag == "o":
             return self.objects[rest[0]]
         if tag == "n":
@@ -71,7 +71,7 @@ class Server:
         return stub
 
     def items(self, number: int) -> Iterator[Any]:
-        """The items of an iterator of the judge's."""
+        """Yields the items of an iterator of the judge's."""
         while True:
             done, value = self.ask({"next": number}, [], {})
             if done:
@@ -88,7 +88,7 @@ class Server:
         return Decoder(self.foreign).decode(answer["value"])
 
     def serve(self) -> dict[str, Any]:
-        """Answers calls until the judge answers one of this side's; EOFError where it ends."""
+        """Answers calls until the judge answers one of this side's; raises EOFError where the calls end."""
         while True:
             message = self.line.receive()
             if "do" not in message:
@@ -96,7 +96,7 @@ class Server:
             self.line.send(self.answered(message))
 
     def answered(self, message: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a call: its value, and what mutable arguments hold now where they have changed."""
+        """Returns the answer to a call: its value, and the content of mutable arguments where it has changed."""
         decoder = Decoder(self.foreign)
         try:
             args, kwargs = decoder.decode(message["args"]), decoder.decode(message["kwargs"])
@@ -110,7 +110,7 @@ class Server:
             return self.raised(error)
 
     def raised(self, error: BaseException) -> dict[str, Any]:
-        """What is said of an exception."""
+        """Returns the message that describes an exception."""
         says = str(error)[:2000]
         plain = all(arg is None or type(arg) in (bool, int, float, str, bytes) for arg in error.args)
         encoder = self.encoder()
@@ -118,7 +118,7 @@ class Server:
         return {"raised": encoder.encode(type(error)), "with": args, "says": says}
 
     def done(self, verb: str, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Does one thing that the judge asks for."""
+        """Carries out one request of the judge."""
         if verb == "get":
             return self.scope[name]
         if verb == "builtin":
@@ -131,7 +131,7 @@ class Server:
 
 
 def main() -> None:
-    """Runs the program: as the main one where nobody calls it, else as a module that answers until the calls end."""
+    """Runs the program: as the main module where nobody calls it, else as a module that answers until the calls end."""
     with os.fdopen(SOURCE, "rb") as source:
         called = source.readline() == b"called\n"
         program = source.read().decode("utf-8", "surrogatepass")

@@ -1,8 +1,8 @@
-"""The process that holds one session of untrusted Python: an interpreter that is shut in as any run is, and executes cell after cell.
+"""The process that holds one session of untrusted Python: an interpreter that is isolated as any run is, and executes cell after cell.
 
 The first line of JSON on standard input is the job, as in guard.py; it is answered when the interpreter is ready. Each further line is a
 cell {"code", "limit_s"}, and is answered by {"status", "detail", "seconds", "stdout", "stderr", "truncated", "value"}. A status other than
-"passed" and "error" (the cell raised, the session goes on) ends the session, since an interrupt of untrusted code cannot be trusted.
+"passed" and "error" (the cell raised, the session continues) ends the session, since an interrupt of untrusted code cannot be trusted.
 The interpreter is watched between cells as well. The end of standard input ends the session.
 """
 
@@ -19,16 +19,16 @@ from jaxrl_llm.rewards.services import confine
 from jaxrl_llm.rewards.services.untrusted import cells
 from jaxrl_llm.rewards.services.untrusted.guard import LOOK_S, REASONS, VERDICT, Run
 
-READY_S = 30.0  # for the interpreter to start
-IDLE_LOOK_S = 0.5  # between two looks at what a session holds while no cell runs
-DRAINS = 64  # reads of what is still in the pipes after a cell; threads of the session may write for ever
+READY_S = 30.0  # seconds for the interpreter to start
+IDLE_LOOK_S = 0.5  # seconds between two checks of what a session holds while no cell runs
+DRAINS = 64  # largest number of reads from the pipes after a cell; threads of the session may write for ever
 GOES_ON = ("passed", "error")
 ENDED = ("ended", "the session's interpreter has ended")
 BROKEN = ("ended", "the session's interpreter says nothing that can be read")
 
 
 class Session(Run):
-    """An interpreter between its first cell and its last."""
+    """The run of an interpreter, from its first cell to its last."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__({**job, "test": None, "cancels": True, "program": Path(cells.__file__).read_text()})
@@ -36,7 +36,7 @@ class Session(Run):
         self.left_out = dict.fromkeys(("out", "err"), 0)
 
     def begin(self) -> tuple[str, str]:
-        """Starts the interpreter; (status, detail) when it is ready, or could not be shut in."""
+        """Starts the interpreter; returns (status, detail) when it is ready, or could not be isolated."""
         self.start()
         self.pid = os.pidfd_open(self.program)
         reason = self._wait(time.monotonic() + READY_S)
@@ -45,7 +45,7 @@ class Session(Run):
         return self._verdict(reason)[:2]
 
     def cell(self, code: str, limit_s: float) -> dict[str, Any]:
-        """Executes a cell, for at most `limit_s` seconds, and says how it went."""
+        """Executes a cell, for at most `limit_s` seconds, and returns how it went."""
         began = time.monotonic()
         self.got |= {"out": b"", "err": b"", "verdict": b""}
         self.left_out = dict.fromkeys(self.left_out, 0)
@@ -65,7 +65,7 @@ class Session(Run):
         }
 
     def rest(self) -> str:
-        """Waits for something on standard input; why the session ends instead, or ""."""
+        """Waits for standard input; returns "" where it has something, else why the session ends."""
         reason = self._wait(None)
         return "" if reason == "cancelled" else reason
 
@@ -77,7 +77,7 @@ class Session(Run):
         return {cells.RECORDS: pipes["verdict"][1]}
 
     def _send(self, code: str, deadline: float) -> str:
-        """Writes a cell to the interpreter, which may not read it; why the session ends then."""
+        """Writes a cell to the interpreter, which may not read it; returns why the session ends then, or ""."""
         text = code.encode("utf-8", "surrogatepass")
         left = len(text).to_bytes(4, "big") + text
         os.set_blocking(self.cells, False)
@@ -113,7 +113,7 @@ class Session(Run):
                 return too_much
 
     def _read(self, end: int) -> bool:
-        """Reads from one end; the middle of a long output is left out. Whether a record is too long."""
+        """Reads from one end, and leaves out the middle of a long output; returns whether a record is too long."""
         name, data = self.ends[end], os.read(end, 65536)
         self.got[name] += data
         if not data:
@@ -136,7 +136,7 @@ class Session(Run):
                 self._read(end)
 
     def _text(self, name: str) -> str:
-        """What was printed, with a mark where its middle was left out."""
+        """Returns the printed text, with a mark where its middle was left out."""
         if len(self.got[name]) > self.job["output"]:
             self._shorten(name)
         if not self.left_out[name]:
@@ -146,7 +146,7 @@ class Session(Run):
         return f"{head}\n[... {self.left_out[name]} bytes left out ...]\n{tail}"
 
     def _verdict(self, reason: str) -> tuple[str, str, str]:
-        """(status, detail, value) of a cell, or of the start."""
+        """Returns (status, detail, value) of a cell, or of the start."""
         if reason:
             return *(ENDED if reason == "ended" else REASONS[reason]), ""
         try:

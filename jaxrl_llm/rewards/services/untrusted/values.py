@@ -2,7 +2,7 @@
 
 Plain values are copied: None, numbers, texts, bytes, ranges, slices, tuples, lists, dicts, sets, deques, dates, decimals and
 fractions. Lists and the like keep their identity within a message, so that a program can change what it was given. Anything
-else goes by number, and stays with who has it. Nothing that is decoded can run.
+else is sent by number, and stays on its own side. Nothing that is decoded can run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 LARGEST = 16 * 2**20  # bytes of a message
-# What makes a value anew, of classes that are imported by those who have one.
+# Arguments that rebuild a value, by its class, which only a side that has such a value imports.
 EXACT = {
     "fractions.Fraction": lambda v: [v.numerator, v.denominator],
     "decimal.Decimal": lambda v: [str(v)],
@@ -33,7 +33,7 @@ BASES = (int, float, str, bytes, tuple, list, dict, set, frozenset)
 
 
 def imported(name: str) -> Any:
-    """The class of that name."""
+    """Returns the class of that name."""
     import importlib
 
     module, _, kind = name.rpartition(".")
@@ -41,7 +41,7 @@ def imported(name: str) -> Any:
 
 
 def name_of(kind: type) -> str:
-    """The name of a class of the standard library that is copied; empty for another one."""
+    """Returns the name of a class of the standard library that is copied; empty for another one."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     known = name in EXACT or name in SAME_AS_DICT or name == "collections.deque"
     module = sys.modules.get(name.partition(".")[0])
@@ -49,7 +49,7 @@ def name_of(kind: type) -> str:
 
 
 class Encoder:
-    """Encodes the values of one message.
+    """An encoder of the values of one message.
 
     Args:
       other: value -> JSON of one that is not plain; raises TypeError for one that cannot go.
@@ -61,7 +61,7 @@ class Encoder:
         self.numbers = {id(value): number for number, value in enumerate(self.kept)}
 
     def encode(self, value: Any) -> Any:
-        """The JSON of a value."""
+        """Returns the JSON of a value."""
         kind = type(value)
         if value is None or kind in (bool, float, str):
             return value
@@ -87,7 +87,7 @@ class Encoder:
         return self.other(value)
 
     def content(self, value: Any) -> list[Any]:
-        """What a mutable value holds now."""
+        """Returns the present content of a mutable value, as JSON."""
         if isinstance(value, dict):
             return ["d", [[self.encode(k), self.encode(v)] for k, v in dict.items(value)]]
         if isinstance(value, bytearray):
@@ -97,13 +97,13 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes the values of one message; `other` takes (tag, the rest) of what is not plain, `known` is as the encoder's."""
+    """A decoder of the values of one message; `other` takes (tag, the rest) of what is not plain, `known` is as the encoder's."""
 
     def __init__(self, other: Callable[[str, list[Any]], Any], known: Sequence[Any] = ()) -> None:
         self.other, self.kept = other, dict(enumerate(known))
 
     def decode(self, given: Any) -> Any:
-        """The value of some JSON; raises LookupError, TypeError or ValueError for what is none."""
+        """Returns the value of some JSON; raises LookupError, TypeError or ValueError where it has none."""
         if not isinstance(given, list):
             if isinstance(given, dict):
                 raise ValueError("no value is an object")
@@ -135,7 +135,7 @@ class Decoder:
         return self.other(tag, rest)
 
     def fill(self, made: Any, content: list[Any]) -> None:
-        """Gives a mutable value its content."""
+        """Fills a mutable value with its content."""
         found = self.content(content)
         if isinstance(made, (dict, set)):
             made.clear()
@@ -147,7 +147,7 @@ class Decoder:
             made.extend(found)
 
     def content(self, content: list[Any]) -> Any:
-        """What a mutable value is to hold."""
+        """Returns the decoded content of a mutable value."""
         kind, items = content
         if kind == "d":
             return [(self.decode(k), self.decode(v)) for k, v in items]
@@ -155,7 +155,7 @@ class Decoder:
 
 
 def based(value: Any) -> Any:
-    """The plain value that an instance of a class derived from a plain one holds, whatever the class makes of it; else None."""
+    """Returns the plain value that an instance of a class derived from a plain one holds, whatever the class makes of it; else None."""
     kind: Any = next((kind for kind in BASES if isinstance(value, kind) and type(value) is not kind), None)
     if kind is None or isinstance(value, bool):
         return None
@@ -165,7 +165,7 @@ def based(value: Any) -> Any:
 
 
 class _Json:
-    """How the compiled half of `json` reads."""
+    """The settings by which the compiled half of `json` reads."""
 
     strict, object_hook, object_pairs_hook, parse_float, parse_int = True, None, None, float, int
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}.__getitem__
@@ -180,7 +180,7 @@ _WRITE: Any = _json.make_encoder(None, _unknown, _json.encode_basestring_ascii, 
 
 
 def read(text: str) -> Any:
-    """The value of a JSON text; ValueError for what is none, RecursionError for one that is too deep."""
+    """Returns the value of a JSON text; raises ValueError where it is none, RecursionError where it is too deep."""
     try:
         return _READ(text, 0)[0]
     except StopIteration:
@@ -188,18 +188,18 @@ def read(text: str) -> Any:
 
 
 def write(value: Any) -> str:
-    """The JSON text of a value."""
+    """Returns the JSON text of a value."""
     return "".join(_WRITE(value, 0))
 
 
 class Line:
-    """Messages, a line of JSON each, on two descriptors."""
+    """A channel of messages, a line of JSON each, on two descriptors."""
 
     def __init__(self, reads: int, writes: int) -> None:
         self.source, self.sink = os.fdopen(reads, "rb", 1 << 16), writes
 
     def send(self, message: dict[str, Any]) -> None:
-        """Sends a message; ValueError for one that is too long."""
+        """Sends a message; raises ValueError for one that is too long."""
         text = write(message).encode() + b"\n"
         if len(text) > LARGEST:
             raise ValueError(f"a value of more than {LARGEST} bytes")
@@ -208,7 +208,7 @@ class Line:
             view = view[os.write(self.sink, view) :]
 
     def receive(self) -> dict[str, Any]:
-        """The next message; EOFError at the end, ValueError for one that is none."""
+        """Returns the next message; raises EOFError at the end, ValueError for an invalid one."""
         text = self.source.readline(LARGEST + 1)
         if not text.endswith(b"\n"):
             raise ValueError("a message that is too long") if len(text) > LARGEST else EOFError("the program has ended")

@@ -1,4 +1,4 @@
-"""Builds the room of a sandboxed program out of what the kernel offers: namespaces or Landlock, and dropped privileges (Linux).
+"""Builds the sandbox of an untrusted program from namespaces or Landlock, and dropped privileges (Linux).
 
 The project has code of its own for this because bubblewrap and nsjail start anew for each run (a kept guard starts one in about
 20 ms), bound neither the memory nor the processes of a tree, and cannot work where namespaces are refused, as Landlock can.
@@ -21,13 +21,13 @@ SYS_MOUNT_SETATTR = 442  # the same on every architecture, as those of Landlock 
 SYS_CREATE_RULESET, SYS_ADD_RULE, SYS_RESTRICT_SELF = 444, 445, 446
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
-DEVICES = ("/dev/null", "/dev/urandom")  # of /dev/zero, memory could be had that no process seems to hold
+DEVICES = ("/dev/null", "/dev/urandom")  # /dev/zero would give memory that no process seems to hold
 NOBODY = 65534
 # Bits of /proc/self/status.
 CHOWN, KILL, SET_GROUP, SET_USER, ADMIN = 1 << 0, 1 << 5, 1 << 6, 1 << 7, 1 << 21
 # Rights of Landlock.
 EXECUTE, WRITE, READ, READ_FOLDER, MAKE_FOLDER, MAKE_FILE, MAKE_LINK, TRUNCATE = 1, 2, 4, 8, 128, 256, 4096, 16384
-LEAST_LANDLOCK, SCOPED_LANDLOCK = 3, 6  # the first version that guards truncation; the first that holds signals in
+LEAST_LANDLOCK, SCOPED_LANDLOCK = 3, 6  # the first version that guards truncation; the first that confines signals
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -42,23 +42,23 @@ def call(name: str, *arguments: object) -> int:
 
 
 def capabilities() -> int:
-    """The capabilities that this process can use, as bits."""
+    """Returns the capabilities that this process can use, as bits."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1], 16) for line in status if line.startswith("CapEff:"))
 
 
 def can_change_user() -> bool:
-    """Whether a run can be given a user of its own, and be ended nevertheless."""
+    """Returns whether a run can be given a user of its own, and be ended nevertheless."""
     needed = CHOWN | KILL | SET_GROUP | SET_USER
     return capabilities() & needed == needed
 
 
 def separate(*, processes: bool) -> bool:
-    """Leaves the machine's namespaces; one who may not do so directly gets a user namespace first.
+    """Leaves the machine's namespaces; a process that may not do so directly gets a user namespace first.
 
     Args:
-      processes: gets processes, network and IPC of its own, for its children; else files. A program takes files of its own
-        itself: a new root is that of all processes that share them, and who watches the program needs the machine's.
+      processes: True takes namespaces of processes, network and IPC, for its children; False one of files. A program takes that of files
+        itself: a new root applies to all processes that share it, and the process that watches the program needs the machine's.
 
     Returns:
       Whether users can be changed in there.
@@ -106,7 +106,7 @@ def build_root(folder: str, paths: list[str], disk: int) -> None:
 
 
 def landlock_version() -> int:
-    """The version of Landlock that the kernel has; 0 without it."""
+    """Returns the version of Landlock that the kernel has; 0 without it."""
     try:
         return call("syscall", SYS_CREATE_RULESET, None, 0, 1)
     except OSError:
@@ -114,7 +114,7 @@ def landlock_version() -> int:
 
 
 def landlock(reads: list[str], writes: str) -> None:
-    """Leaves this process `reads` to read and to execute, and the folder `writes`, where files can be made but not removed.
+    """Restricts this process to `reads`, to read and to execute, and the folder `writes`, where files can be made but not removed.
 
     Files that cannot be removed can be counted. The processes of this one can neither trace nor, from version 6 on, signal others.
 
@@ -150,12 +150,12 @@ def drop_privileges(user: int | None) -> None:
         os.setresuid(user, user, user)
     header, none = struct.pack("Ii", 0x20080522, 0), bytes(24)
     call("syscall", SYS_CAPSET[platform.machine()], header, none)
-    call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # a change of user forgets it
+    call("prctl", SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)  # a change of user resets it
     call("prctl", SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
 
 
 def limit(job: dict, processes: int) -> None:
-    """Sets the limits of one process of the run; those of the whole tree are the guard's to keep."""
+    """Sets the limits of one process of the run; the guard keeps those of the whole tree."""
     for kind, most in (
         (resource.RLIMIT_AS, job["memory"]),
         (resource.RLIMIT_FSIZE, job["disk"]),
@@ -170,10 +170,10 @@ def limit(job: dict, processes: int) -> None:
 
 
 def shut_program_in(job: dict, changes_user: bool) -> None:
-    """Shuts this process in, before it becomes the interpreter of the program; the current folder is then its own.
+    """Isolates this process before it becomes the interpreter of the program; the current folder is then its own.
 
     Args:
-      changes_user: it can become the user `job["uid"]`.
+      changes_user: whether it can become the user `job["uid"]`.
     """
     isolation = job["isolation"]
     if isolation == "namespaces":
@@ -197,7 +197,7 @@ def shut_program_in(job: dict, changes_user: bool) -> None:
 
 
 def shut_judge_in(job: dict) -> None:
-    """Shuts this process in, which holds hidden tests: other processes of its user cannot look into it."""
+    """Isolates this process, which holds hidden tests: other processes of its user cannot look into it."""
     changes_user = can_change_user()
     if job["isolation"] == "namespaces":
         changes_user = separate(processes=False)
@@ -209,5 +209,5 @@ def shut_judge_in(job: dict) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (job["memory"], job["memory"]))
     resource.setrlimit(resource.RLIMIT_CPU, (int(job["limit_s"]) + 2,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    call("prctl", SET_DUMPABLE, 0, 0, 0, 0)  # a change of user sets it, and without it no namespace is had
+    call("prctl", SET_DUMPABLE, 0, 0, 0, 0)  # last, as a change of user sets it, and a namespace needs it
     found.load()
