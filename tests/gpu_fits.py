@@ -4,7 +4,7 @@
 
 A row is `gin/grpo_gsm8k.gin` with the row's settings and fewer prompts a step, on a model of random weights and the row's sizes, in a process that may
 allocate as many GiB as the row's device has. --tokenizer is a folder with a Qwen2 or Qwen3 tokenizer, --gsm8k one with train.jsonl and test.jsonl. Exits 1
-where a row does not run to its end.
+where a row ends before its steps are over.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,42 +42,45 @@ def composed(model: str, settings: str, given: argparse.Namespace, run_dir: Path
         "from __gin__ import dynamic_registration\nfrom jaxrl_llm import train\nfrom jaxrl_llm.models import sources\n"
         f"from jaxrl_llm.models import {module}\n\ninclude 'gin/grpo_gsm8k.gin'\n\n"
         f"PRETRAINED = {str(given.tokenizer)!r}\nGSM8K_PATH = {str(given.gsm8k)!r}\nRUN_DIR = {str(run_dir)!r}\n"
-        f"STEPS = {given.steps}\nPROMPTS_PER_STEP = {given.prompts}\nEVALUATION_LIMIT = 8\nSAVE_EVERY = 1000\nBEST = None\n"
-        f"sources.PolicySource.pretrained = None\nsources.PolicySource.architecture = @{family}()\n"
+        f"STEPS = 1000\nPROMPTS_PER_STEP = {given.prompts}\nSAVE_EVERY = 1000\nBEST = None\n"
+        f"train.Stage.evaluations = []\nsources.PolicySource.pretrained = None\nsources.PolicySource.architecture = @{family}()\n"
         f"{family}.vocabulary_size = 151936\n{fields}" + "".join(f"{x}\n" for x in quoted.split())
     )  # fmt: skip
 
 
+def rows_of(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the metrics of the steps that are over."""
+    file = run_dir / "metrics.jsonl"
+    whole = (
+        [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")] if file.exists() else []
+    )
+    return [row for row in map(json.loads, whole) if "time/step_s" in row]
+
+
 def measured(row: re.Match[str], given: argparse.Namespace, total_gib: float) -> dict[str, Any]:
-    """Runs one row and returns what it took."""
+    """Runs one row for some steps, ends it before it writes a checkpoint, and returns what a step took."""
     share = min(float(row["of"]) / total_gib, 0.98)
+    environment = {
+        **os.environ,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+    }
     with tempfile.TemporaryDirectory() as folder:
-        file, run_dir = Path(folder, "row.gin"), Path(folder, "run")
+        file, run_dir, said = Path(folder, "row.gin"), Path(folder, "run"), Path(folder, "said")
         file.write_text(composed(row["model"], row["settings"], given, run_dir))
-        environment = {
-            **os.environ,
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.4f}",
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        }
         command = [sys.executable, "-m", "jaxrl_llm.launch", f"--gin_file={file}"]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines() if (run_dir / "metrics.jsonl").exists() else []
-    steps = [x for x in map(json.loads, lines) if "time/step_s" in x or "memory/peak_gib" in x]
-    found = {
-        "gb": int(row["gb"]),
-        "model": f"{row['model']}, random weights",
-        "settings": row["settings"],
-        "account_gib": float(row["says"]),
-    }
-    found |= {"limit_gib": float(row["of"]), "exit": done.returncode, "steps": len(steps)}
-    if done.returncode:
-        return found | {"said": (done.stdout + done.stderr)[-1500:]}
-    last = steps[-1]
-    return found | {
-        name: last[name]
-        for name in sorted(last)
-        if name.startswith(("memory/", "time/", "sampler/slots", "sampler/tokens"))
-    }
+        with said.open("w") as out, subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out) as run:
+            while run.poll() is None and len(rows_of(run_dir)) < given.steps:
+                time.sleep(0.5)
+            failed = run.poll() is not None
+            run.kill()
+        steps, text = rows_of(run_dir), said.read_text()
+    found = {"gb": int(row["gb"]), "model": f"{row['model']}, random weights", "settings": row["settings"]}
+    found |= {"account_gib": float(row["says"]), "limit_gib": float(row["of"]), "steps": len(steps), "failed": failed}
+    if failed:
+        return found | {"said": text[-1500:]}
+    kept = ("memory/", "time/step_s", "time/sample_s", "time/update_s", "sampler/slots", "speed/")
+    return found | {name: x for name, x in sorted(steps[-1].items()) if name.startswith(kept)}
 
 
 def main() -> None:
@@ -95,7 +99,7 @@ def main() -> None:
     for row in ROW.finditer((ROOT / "README.md").read_text()):
         if int(row["gb"]) in wanted:
             found = measured(row, given, int(memory) / 1024)
-            failed |= found["exit"] != 0
+            failed |= found["failed"]
             print(json.dumps({"device": device, **found}), flush=True)
     sys.exit(int(failed))
 
