@@ -144,6 +144,12 @@ def test_folders_can_be_taken_in_at_a_glance():
             assert len(held) <= MODULES_OF_A_FOLDER, f"jaxrl_llm.{folder} holds {len(held)} modules"
 
 
+def test_each_room_has_a_folder_of_tests():
+    """A file at the top has its tests at the top of tests/."""
+    for name in ORDER[:-1]:
+        assert list((ROOT / "tests" / name).glob("test_*.py")), f"tests/{name}/ is to hold the tests of {name}"
+
+
 def test_an_init_holds_a_docstring_and_a_face_imports_alone():
     for module, file in MODULES.items():
         if file.name != "__init__.py" or module == "":
