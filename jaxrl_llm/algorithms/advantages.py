@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 Singleton = Literal["zero", "raw"]
 
 
-class Group(NamedTuple):
+class GroupStatistics(NamedTuple):
     """Statistics of each sequence's group, [S] each.
 
     Attributes:
@@ -37,7 +37,9 @@ def group_sum(
     return jax.ops.segment_sum(jnp.where(counted, x, 0.0), group, groups)[group]
 
 
-def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int) -> Group:
+def group_statistics(
+    x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
+) -> GroupStatistics:
     """Count, mean and standard deviation of the counted members of each group."""
     low = jax.ops.segment_min(jnp.where(counted, x, jnp.inf), group, groups)[group]
     shifted = jnp.where(counted, x - low, 0.0)
@@ -46,7 +48,7 @@ def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bo
     centered = jnp.where(counted, shifted - mean, 0.0)
     variance = group_sum(jnp.square(centered), group, counted, groups) / jnp.maximum(count - 1.0, 1.0)
     std = jnp.where(count > 1, jnp.sqrt(variance), 1.0)
-    return Group(count, centered, std, jnp.where(count > 0, mean + low, 0.0))
+    return GroupStatistics(count, centered, std, jnp.where(count > 0, mean + low, 0.0))
 
 
 def settle_singletons(
@@ -57,7 +59,7 @@ def settle_singletons(
 
 
 def group_relative(
-    reward: Float[Array, " S"], stats: Group, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
+    reward: Float[Array, " S"], stats: GroupStatistics, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
 ) -> Float[Array, " S"]:
     """GRPO: (r - mean) / (std + epsilon) within the group; without `std`, Dr. GRPO's r - mean."""
     scaled = stats.centered / (stats.std + epsilon) if std else stats.centered
@@ -106,7 +108,7 @@ def gae(
     return advantages, advantages + values
 
 
-def leave_one_out(reward: Float[Array, " S"], stats: Group, singleton: Singleton) -> Float[Array, " S"]:
+def leave_one_out(reward: Float[Array, " S"], stats: GroupStatistics, singleton: Singleton) -> Float[Array, " S"]:
     """RLOO: the reward less the mean of the other members' rewards, n / (n - 1) x (r - mean)."""
     scaled = stats.centered * stats.size / jnp.maximum(stats.size - 1.0, 1.0)
     return settle_singletons(scaled, reward, stats.size, singleton)
