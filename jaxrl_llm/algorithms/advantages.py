@@ -51,6 +51,11 @@ def group_statistics(
     return GroupStatistics(count, centered, std, jnp.where(count > 0, mean + low, 0.0))
 
 
+def least_group(singleton: Singleton) -> int:
+    """The fewest rollouts of a group that have an advantage: two, or one whose reward is its advantage."""
+    return 1 if singleton == "raw" else 2
+
+
 def settle_singletons(
     advantage: Float[Array, " S"], reward: Float[Array, " S"], count: Float[Array, " S"], singleton: Singleton
 ) -> Float[Array, " S"]:

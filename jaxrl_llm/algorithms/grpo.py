@@ -33,6 +33,7 @@ from jaxrl_llm.algorithms.advantages import (
     group_relative,
     group_statistics,
     group_sum,
+    least_group,
     on_last_token,
     to_tokens,
 )
@@ -334,7 +335,7 @@ class GRPO(Clipped):
 
     @property
     def group_size_at_least(self) -> int:
-        return 1 if self.singleton == "raw" else 2
+        return least_group(self.singleton)
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         return Estimate(relative(jnp.sum(rewards, axis=1), sequences, std=self.std, singleton=self.singleton))
