@@ -98,8 +98,8 @@ def learned(flags: Mapping[str, Any]) -> dict[str, Any]:
     state = learner.init({"policy": case.policy.init(jax.random.key(0))})
     rows = to_device(bare(batch.rows[0]), learner.partitioner)
     logprob = to_host(learner.score(state.params, rows)["policy"]["logprob"])
-    streams = {"old_logprobs": batch.unpack([logprob])}
-    batches = micro_batches(case, batch, streams)
+    stats = {"old_logprobs": batch.unpack([logprob])}
+    batches = micro_batches(case, batch, stats)
     state, metrics = learner.update(state, batches)
     first = {name: float(to_host(x)) for name, x in metrics.items()}
     begin = time.perf_counter()

@@ -80,7 +80,7 @@ def make_rewards() -> np.ndarray:
 
 
 @cache
-def make_streams() -> dict[str, np.ndarray]:
+def make_stats() -> dict[str, np.ndarray]:
     """Old, reference and sampler log-probs, [S, RESPONSE], around the policy's own: some ratios are clipped."""
     rng, (logprob, _) = np.random.default_rng(2), expected_streams()
     names = {"old_logprobs": 0.3, "ref_logprobs": 0.3, "sampler_logprobs": 0.8}
@@ -89,8 +89,8 @@ def make_streams() -> dict[str, np.ndarray]:
 
 @cache
 def make_batch() -> Batch:
-    """The step in one micro-batch, with two sequences to spare in the view."""
-    sampler = make_streams()["sampler_logprobs"]
+    """The step in one micro-batch, with two sequences to spare in the batch."""
+    sampler = make_stats()["sampler_logprobs"]
     rollouts = [replace(r, sampler_logprobs=x[: len(r.tokens)]) for r, x in zip(make_rollouts(), sampler)]
     groups = []
     for start in range(0, len(rollouts), MEMBERS):
@@ -134,10 +134,10 @@ def fresh_state(learner: Learner) -> TrainState:
 def batches_of(learner: Learner, batch: Batch) -> list[MicroBatch]:
     """The step's micro-batches on the learner's devices."""
     known = ("old_logprobs", "ref_logprobs") if learner.algorithm.learns_from == "samples" else ()
-    streams = {n: batch.tokenwise(list(make_streams()[n])) for n in known}
-    sequences = batch.sequences(streams, learner.algorithm.controls, GROUPS)
-    credit = jax.device_get(learner.advantages(sequences))
-    (mini,) = batch.micro_batches(sequences, credit, learner.algorithm.constant, learner.partitioner)
+    stats = {n: batch.tokenwise(list(make_stats()[n])) for n in known}
+    sequences = batch.sequences(stats, learner.algorithm.controls, GROUPS)
+    assigned = jax.device_get(learner.advantages(sequences))
+    (mini,) = batch.micro_batches(sequences, assigned, learner.algorithm.constant, learner.partitioner)
     return mini
 
 
@@ -216,15 +216,15 @@ def advantages_and_counted() -> tuple[np.ndarray, np.ndarray]:
     return advantage, counted
 
 
-def grpo_objective(params: Any, streams: dict[str, np.ndarray]) -> jax.Array:
+def grpo_objective(params: Any, stats: dict[str, np.ndarray]) -> jax.Array:
     """PPO's clipped surrogate with truncated importance weights, k3 and entropy; means over tokens, then sequences."""
     advantage, counted = advantages_and_counted()
     mask = padded()["mask"] & counted[:, None]
     logprob, entropy = streams_of(params, TEMPERATURE)
-    ratio = jnp.exp(logprob - streams["old_logprobs"])
+    ratio = jnp.exp(logprob - stats["old_logprobs"])
     gain = jnp.minimum(advantage[:, None] * ratio, advantage[:, None] * jnp.clip(ratio, 1 - 0.2, 1 + 0.28))
-    weight = np.minimum(np.exp(streams["old_logprobs"] - streams["sampler_logprobs"]), 2.0)
-    d = streams["ref_logprobs"] - logprob
+    weight = np.minimum(np.exp(stats["old_logprobs"] - stats["sampler_logprobs"]), 2.0)
+    d = stats["ref_logprobs"] - logprob
     token = -weight * gain + 0.1 * (jnp.exp(d) - 1 - d) - 0.01 * entropy
     return jnp.sum(jnp.sum(jnp.where(mask, token, 0.0), axis=1) / np.maximum(mask.sum(1), 1)) / counted.sum()
 
@@ -238,8 +238,8 @@ def sft_objective(params: Any) -> jax.Array:
 @cache
 def expected(name: str) -> tuple[float, Any]:
     """The objective and its gradient in float64, by name: "grpo" or "sft"."""
-    streams = {n: x.astype(np.float64) for n, x in make_streams().items()}
-    objective = {"grpo": partial(grpo_objective, streams=streams), "sft": sft_objective}[name]
+    stats = {n: x.astype(np.float64) for n, x in make_stats().items()}
+    objective = {"grpo": partial(grpo_objective, stats=stats), "sft": sft_objective}[name]
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), host_params())
         value, gradient = jax.jit(jax.value_and_grad(objective))(params)

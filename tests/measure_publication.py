@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "samplers")]
+HELPERS = [str(ROOT), *(str(ROOT / "tests" / room) for room in ("samplers", "publication"))]
+sys.path[:0] = HELPERS
 
 from relay_site import TOKEN  # noqa: E402
 
@@ -30,7 +31,7 @@ PORT, RELAY = 8000, 9100
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "a-key-of-the-tests", "AWS_SECRET_ACCESS_KEY": "a secret of the tests", "AWS_EC2_METADATA_DISABLED": "true",
     "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-    "JAXRL_LLM_TOKEN": TOKEN, "JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT}/tests/samplers",
+    "JAXRL_LLM_TOKEN": TOKEN, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(HELPERS),
 }  # fmt: skip
 ROUTES = ("store", "relays, store", "relays, learner")
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.publication.forward import forward_of
 from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, TensorEntry, checksum
 
-# The config.json of the model that tests/samplers/served_model.py plays.
+# The config.json of the model that tests/publication/served_model.py plays.
 SERVED: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 100, "hidden_size": 16, "num_hidden_layers": 1,
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32, "hidden_act": "silu", "rms_norm_eps": 1e-6,

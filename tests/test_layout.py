@@ -91,6 +91,11 @@ def test_the_changelog_says_nothing_twice():
     assert len(set(lines)) == len(lines)
 
 
+def test_pages_that_the_changelog_names_are_there():
+    named = set(re.findall(r"\bdocs/[\w/]+\.md\b", (ROOT / "CHANGELOG.md").read_text()))
+    assert named and not {name for name in named if not (ROOT / name).exists()}
+
+
 def test_a_wheel_holds_the_linked_folders(tmp_path):
     # A copy, so that a build leaves nothing in the checkout and picks up nothing left by an earlier one.
     source = tmp_path / "source"

@@ -144,6 +144,12 @@ def test_folders_can_be_taken_in_at_a_glance():
             assert len(held) <= MODULES_OF_A_FOLDER, f"jaxrl_llm.{folder} holds {len(held)} modules"
 
 
+def test_each_room_has_a_folder_of_tests():
+    """A file at the top has its tests at the top of tests/."""
+    for name in ORDER[:-1]:
+        assert list((ROOT / "tests" / name).glob("test_*.py")), f"tests/{name}/ is to hold the tests of {name}"
+
+
 def test_an_init_holds_a_docstring_and_a_face_imports_alone():
     for module, file in MODULES.items():
         if file.name != "__init__.py" or module == "":
@@ -156,16 +162,22 @@ def test_an_init_holds_a_docstring_and_a_face_imports_alone():
             assert not body, f"{file} holds code"
 
 
+def rooms_of(page: Path) -> list[tuple[str, str]]:
+    """The rows of a page's table of rooms: a place and what it holds."""
+    table = page.read_text().partition("| room | what it holds |\n")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([^`]+)` \| (.+) \|$", table, re.MULTILINE)
+
+
 def test_readme_and_architecture_map_the_rooms_by_their_own_sentences():
-    for text in ((ROOT / "README.md").read_text(), (ROOT / "docs" / "explanation" / "architecture.md").read_text()):
-        mapped = dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", text, re.MULTILINE))
-        assert {f"jaxrl_llm/{name}/" for name in ORDER if (ROOT / "jaxrl_llm" / name / "__init__.py").exists()} <= set(
-            mapped
-        )
-        for module, file in MODULES.items():
-            place = f"jaxrl_llm/{module.replace('.', '/')}/"
-            if file.name == "__init__.py" and place in mapped:
-                assert ast.get_docstring(ast.parse(file.read_text())).partition("\n")[0] == mapped[place], place
+    rows = rooms_of(ROOT / "docs" / "explanation" / "architecture.md")
+    assert rooms_of(ROOT / "README.md") == rows
+    mapped = dict(rows)
+    rooms = [place.removeprefix("jaxrl_llm/").partition("/")[0].partition(".")[0] for place in mapped]
+    assert tuple(dict.fromkeys(rooms)) == (*ORDER[:-1], "*", "gin")
+    for module, file in MODULES.items():
+        place = f"jaxrl_llm/{module.replace('.', '/')}/"
+        if file.name == "__init__.py" and place in mapped:
+            assert ast.get_docstring(ast.parse(file.read_text())).partition("\n")[0] == mapped[place], place
 
 
 def test_gin_files_import_faces_members_of_families_and_experience_alone():

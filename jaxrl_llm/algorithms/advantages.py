@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 Singleton = Literal["zero", "raw"]
 
 
-class Group(NamedTuple):
+class GroupStatistics(NamedTuple):
     """Statistics of each sequence's group, [S] each.
 
     Attributes:
@@ -37,7 +37,9 @@ def group_sum(
     return jax.ops.segment_sum(jnp.where(counted, x, 0.0), group, groups)[group]
 
 
-def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int) -> Group:
+def group_statistics(
+    x: Float[Array, " S"], group: Int[Array, " S"], counted: Bool[Array, " S"], groups: int
+) -> GroupStatistics:
     """Returns the size, mean and standard deviation (n - 1) of each group's counted members, and the centered values."""
     low = jax.ops.segment_min(jnp.where(counted, x, jnp.inf), group, groups)[group]
     shifted = jnp.where(counted, x - low, 0.0)
@@ -46,7 +48,12 @@ def group_statistics(x: Float[Array, " S"], group: Int[Array, " S"], counted: Bo
     centered = jnp.where(counted, shifted - mean, 0.0)
     variance = group_sum(jnp.square(centered), group, counted, groups) / jnp.maximum(count - 1.0, 1.0)
     std = jnp.where(count > 1, jnp.sqrt(variance), 1.0)
-    return Group(count, centered, std, jnp.where(count > 0, mean + low, 0.0))
+    return GroupStatistics(count, centered, std, jnp.where(count > 0, mean + low, 0.0))
+
+
+def least_group(singleton: Singleton) -> int:
+    """The fewest rollouts of a group that have an advantage: two, or one whose reward is its advantage."""
+    return 1 if singleton == "raw" else 2
 
 
 def settle_singletons(
@@ -57,7 +64,7 @@ def settle_singletons(
 
 
 def group_relative(
-    reward: Float[Array, " S"], stats: Group, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
+    reward: Float[Array, " S"], stats: GroupStatistics, *, std: bool, singleton: Singleton, epsilon: float = 1e-6
 ) -> Float[Array, " S"]:
     """Returns GRPO's advantage, (r - mean) / (std + epsilon) within the group; without `std`, Dr. GRPO's r - mean."""
     scaled = stats.centered / (stats.std + epsilon) if std else stats.centered
@@ -106,7 +113,7 @@ def gae(
     return advantages, advantages + values
 
 
-def leave_one_out(reward: Float[Array, " S"], stats: Group, singleton: Singleton) -> Float[Array, " S"]:
+def leave_one_out(reward: Float[Array, " S"], stats: GroupStatistics, singleton: Singleton) -> Float[Array, " S"]:
     """Returns RLOO's advantage: the reward less the mean of the other members' rewards, n / (n - 1) x (r - mean)."""
     scaled = stats.centered * stats.size / jnp.maximum(stats.size - 1.0, 1.0)
     return settle_singletons(scaled, reward, stats.size, singleton)

@@ -171,8 +171,8 @@ class MicroBatch:
         return replace(self, **changes)
 
 
-def given(stream: Array | None, need: str) -> Array:
-    """Returns `stream`; raises ValueError where it is None, since the run does not provide what the algorithm needs."""
-    if stream is None:
+def given(stats: Array | None, need: str) -> Array:
+    """Returns `stats`; raises ValueError where it is None, since the run does not provide what the algorithm needs."""
+    if stats is None:
         raise ValueError(f"this algorithm needs {need!r}, which the run does not give: configure the {need}")
-    return stream
+    return stats

@@ -32,5 +32,5 @@ class CISPO(GroupRelative):
         components.within(self, "(0, 1]", "clip_low")
         components.above(self, 0, "clip_high")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.clipped_weight(tokens, self.clip_low, self.clip_high)

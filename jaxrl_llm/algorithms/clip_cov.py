@@ -47,7 +47,7 @@ class ClipCov(GRPO):
         count = jnp.maximum(jnp.floor(self.share * jnp.sum(sequences.learned)).astype(jnp.int32), 1)
         return {"left_out": draw(eligible, count, sequences.old_logprobs, sequences.sampler_logprobs)}
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         losses, metrics = super().surrogate(tokens)
         left_out = tokens.aux["left_out"] & ~metrics["ratio/clip_fraction"]
         return jnp.where(left_out, 0.0, losses), {**metrics, "clip_cov/left_out_fraction": left_out}

@@ -105,14 +105,14 @@ def at_update(
     """
     mask, old = batch.mask, stop_gradient(policy["logprob"])
     log_ratio = log_ratios(old, batch.sampler_logprobs, mask)
-    streams = {"gap/mean": jnp.abs(log_ratio), "gap/k3": jnp.expm1(log_ratio) - log_ratio, "logprob/mean": old}
+    measured = {"gap/mean": jnp.abs(log_ratio), "gap/k3": jnp.expm1(log_ratio) - log_ratio, "logprob/mean": old}
     if "entropy" in policy:
-        streams["entropy/mean"] = stop_gradient(policy["entropy"])
+        measured["entropy/mean"] = stop_gradient(policy["entropy"])
     weights = batch.weights
     if correction is not None:
         weights, changed = correction.bounded(jnp.exp(log_ratio))
-        streams |= {"correction/weight_mean": weights, "correction/changed_fraction": changed}
-    sums = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
+        measured |= {"correction/weight_mean": weights, "correction/changed_fraction": changed}
+    sums = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in measured.items()}
     bits = [bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32) for x in (old, batch.sampler_logprobs)]
     counted = {"gap/compared": mask, "gap/differing": bits[0] != bits[1]}
     counted |= {name: jnp.abs(log_ratio) > size for name, size in GAP_SIZES.items()}

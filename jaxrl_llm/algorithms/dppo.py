@@ -39,6 +39,6 @@ class DPPO(GroupRelative):
         super().__post_init__()
         components.above(self, 0, "low", "high", "ratio_max")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         within = surrogate.within_total_variation if self.divergence == "tv" else surrogate.within_binary_kl
         return surrogate.divergence_masked(tokens, within(tokens, self.low, self.high), self.ratio_max)

@@ -35,5 +35,5 @@ class DRO(GroupRelative):
         """False, since the pull acts on every token."""
         return False
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.quadratic(tokens, self.beta), {}

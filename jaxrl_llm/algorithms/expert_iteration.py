@@ -32,6 +32,6 @@ class ExpertIteration(SFT):
     def advantages(self, sequences: Sequences) -> Advantages:
         """Assigns 1 to the tokens of good responses; only these are learned from."""
         good = sequences.counted & (sequences.reward >= self.threshold)
-        credit = super().advantages(replace(sequences, valid=good))
+        assigned = super().advantages(replace(sequences, valid=good))
         kept = masked_mean(good.astype(jnp.float32), sequences.counted)
-        return replace(credit, metrics={**credit.metrics, "expert/kept_fraction": kept})
+        return replace(assigned, metrics={**assigned.metrics, "expert/kept_fraction": kept})

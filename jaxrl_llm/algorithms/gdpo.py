@@ -64,8 +64,8 @@ class GDPO(GRPO):
         }
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
-        credit = self._parts(sequences)
-        total = sum(credit.values(), start=jnp.zeros_like(sequences.reward))
+        by_part = self._parts(sequences)
+        total = sum(by_part.values(), start=jnp.zeros_like(sequences.reward))
         whole = self._normalized(total, sequences)
         if not self.span:
             return Estimate(whole)
@@ -73,7 +73,7 @@ class GDPO(GRPO):
             raise ValueError(
                 f"gdpo.GDPO.span must be one of {sorted(sequences.spans)}, which rollouts have (got {self.span!r})"
             )
-        rest = total - sum((credit[name] for name in self.span_parts), start=jnp.zeros_like(total))
+        rest = total - sum((by_part[name] for name in self.span_parts), start=jnp.zeros_like(total))
         return Estimate(jnp.where(sequences.spans[self.span], whole, advantages.to_tokens(rest, sequences.learned)))
 
     def _parts(self, sequences: Sequences) -> dict[str, Array]:
@@ -84,13 +84,13 @@ class GDPO(GRPO):
                 f"gdpo.GDPO.parts, .span_parts and .nonnegative must be among the reward's parts {sorted(sequences.parts)} "
                 f"(got {sorted(unknown)})"
             )
-        credit = {}
+        by_part = {}
         for name, weight in zip(names, self.weights or (1.0,) * len(names)):
             part = jnp.where(sequences.counted, sequences.parts[name], 0.0)
             stats = advantages.group_statistics(part, sequences.group, sequences.counted, sequences.groups)
             own = advantages.group_relative(part, stats, std=self.std, singleton=self.singleton)
-            credit[name] = weight * (jnp.maximum(own, 0.0) if name in self.nonnegative else own)
-        return credit
+            by_part[name] = weight * (jnp.maximum(own, 0.0) if name in self.nonnegative else own)
+        return by_part
 
     def _normalized(self, total: Array, sequences: Sequences) -> Array:
         if self.normalize == "tokens":

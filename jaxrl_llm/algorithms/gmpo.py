@@ -36,5 +36,5 @@ class GMPO(GroupRelative):
         if self.aggregation != "seq-mean-token-mean":
             components.refuse(self, "aggregation", "'seq-mean-token-mean', the mean of a sequence's one loss")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.geometric_mean(tokens, self.clip_low, self.clip_high)

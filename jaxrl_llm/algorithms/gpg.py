@@ -33,10 +33,10 @@ class GPG(Grouped):
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
         stats = advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
-        credit = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
+        advantage = advantages.group_relative(reward, stats, std=self.std, singleton=self.singleton)
         differs = (stats.size > 1) & (stats.std > 0) if self.signal == "group" else reward != 0
         alpha = jnp.sum(sequences.counted, dtype=reward.dtype) / jnp.maximum(jnp.sum(sequences.counted & differs), 1)
-        return Estimate(advantages.to_tokens(alpha * credit, sequences.learned))
+        return Estimate(advantages.to_tokens(alpha * advantage, sequences.learned))
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

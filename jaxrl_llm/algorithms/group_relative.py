@@ -1,11 +1,14 @@
-"""Bases of policy gradients that compare the rollouts of a group and are not GRPO: its advantages, for surrogates of their own."""
+"""Bases of policy gradients that compare the rollouts of a group and are not GRPO: its advantages, for surrogates of their own.
+
+GRPO has these fields too and is no subclass, so that it is read with its two bases in one file; both call `relative` and `least_group`.
+"""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array
 
-from jaxrl_llm.algorithms.advantages import Singleton
+from jaxrl_llm.algorithms.advantages import Singleton, least_group
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.grpo import Estimate, PolicyGradient, relative
 
@@ -22,7 +25,7 @@ class Grouped(PolicyGradient):
 
     @property
     def group_size_at_least(self) -> int:
-        return 1 if self.singleton == "raw" else 2
+        return least_group(self.singleton)
 
 
 @dataclass(frozen=True, kw_only=True)

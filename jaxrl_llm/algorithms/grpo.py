@@ -27,15 +27,22 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrl_llm import components
-from jaxrl_llm.algorithms import advantages as credit
 from jaxrl_llm.algorithms import surrogate
-from jaxrl_llm.algorithms.advantages import Singleton, group_sum, on_last_token
+from jaxrl_llm.algorithms.advantages import (
+    Singleton,
+    group_relative,
+    group_statistics,
+    group_sum,
+    least_group,
+    on_last_token,
+    to_tokens,
+)
 from jaxrl_llm.algorithms.batch import Advantages, MicroBatch, Sequences, Term, given
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.divergence import AdaptiveKL, Estimator, divergence
 from jaxrl_llm.algorithms.masked import Aggregation, aggregate, masked_mean, masked_sum
 from jaxrl_llm.algorithms.penalties import Overlong, highest
-from jaxrl_llm.algorithms.surrogate import MetricStreams, Tokens
+from jaxrl_llm.algorithms.surrogate import TokenMetrics, Tokens
 from jaxrl_llm.protocols import Learns
 
 
@@ -156,7 +163,7 @@ class PolicyGradient(ABC):
         """Returns advantages from the float32 [S, T] rewards of the sequences' tokens."""
 
     @abstractmethod
-    def surrogate(self, tokens: Tokens) -> tuple[Array, MetricStreams]:
+    def surrogate(self, tokens: Tokens) -> tuple[Array, TokenMetrics]:
         """Returns the loss [B, T] of each token, and metrics [B, T]."""
 
     def prepare(self, sequences: Sequences, advantages: Array) -> dict[str, Array]:
@@ -237,24 +244,24 @@ class PolicyGradient(ABC):
             mask=mask,
             sequence=batch.sequence,
             sequences=batch.sequences,
-            aux={name: _clean(stream, mask) for name, stream in batch.aux.items()},
+            aux={name: _clean(x, mask) for name, x in batch.aux.items()},
         )
-        losses, streams = self.surrogate(tokens)
+        losses, measured = self.surrogate(tokens)
         if batch.weights is not None:
             losses = losses * _clean(batch.weights, mask)
         terms = {"policy": self._aggregate(losses, batch)}
-        streams |= {"ratio/mean": tokens.ratio, "kl/k3_to_old": tokens.ratio - 1.0 - tokens.log_ratio}
+        measured |= {"ratio/mean": tokens.ratio, "kl/k3_to_old": tokens.ratio - 1.0 - tokens.log_ratio}
         if "entropy" in policy:
             entropy = _clean(policy["entropy"], mask)
-            streams["entropy"] = entropy
+            measured["entropy"] = entropy
             if self.entropy_coef:
                 terms["entropy"] = self._aggregate(-self.entropy_coef * entropy, batch)
         if "kl_coef" in tokens.aux:
             kl = divergence(tokens.logprob, _clean(given(batch.ref_logprobs, "reference"), mask), self.kl_estimator)
-            streams["kl/reference"] = kl
+            measured["kl/reference"] = kl
             kl = kl * tokens.ratio if self.kl_by_ratio else kl
             terms["kl"] = self._aggregate(tokens.aux["kl_coef"] * kl, batch)
-        metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in streams.items()}
+        metrics = {name: (masked_sum(jnp.asarray(x, jnp.float32), mask), "read") for name, x in measured.items()}
         metrics |= {f"loss/{name}": term for name, term in terms.items()}
         return terms, metrics
 
@@ -303,14 +310,14 @@ class Clipped(PolicyGradient):
         components.above(self, 0, "clip_high")
         components.above(self, 1 + self.clip_high, "clip_dual")
 
-    def surrogate(self, tokens: Tokens) -> tuple[Array, MetricStreams]:
+    def surrogate(self, tokens: Tokens) -> tuple[Array, TokenMetrics]:
         return surrogate.clip(tokens.ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)
 
 
 def relative(reward: Array, sequences: Sequences, *, std: bool, singleton: Singleton) -> Array:
     """Returns GRPO's advantage A_i of the float32 [S] rewards at every learned token, [S, T]."""
-    stats = credit.group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
-    return credit.to_tokens(credit.group_relative(reward, stats, std=std, singleton=singleton), sequences.learned)
+    stats = group_statistics(reward, sequences.group, sequences.counted, sequences.groups)
+    return to_tokens(group_relative(reward, stats, std=std, singleton=singleton), sequences.learned)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,7 +335,7 @@ class GRPO(Clipped):
 
     @property
     def group_size_at_least(self) -> int:
-        return 1 if self.singleton == "raw" else 2
+        return least_group(self.singleton)
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         return Estimate(relative(jnp.sum(rewards, axis=1), sequences, std=self.std, singleton=self.singleton))

@@ -31,9 +31,9 @@ class GRPOPassK(Clipped):
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
-        credit = advantages.best_over_second(reward, sequences.group, sequences.counted, sequences.groups)
+        advantage = advantages.best_over_second(reward, sequences.group, sequences.counted, sequences.groups)
         if self.std:
-            credit /= (
+            advantage /= (
                 advantages.group_statistics(reward, sequences.group, sequences.counted, sequences.groups).std + 1e-6
             )
-        return Estimate(advantages.to_tokens(credit, sequences.learned))
+        return Estimate(advantages.to_tokens(advantage, sequences.learned))

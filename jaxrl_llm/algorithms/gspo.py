@@ -36,6 +36,6 @@ class GSPO(GRPO):
         if self.aggregation not in ("seq-mean-token-mean", "seq-mean-token-sum"):
             components.refuse(self, "aggregation", "'seq-mean-token-mean' (GSPO) or 'seq-mean-token-sum' (LUSPO)")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         ratio = surrogate.sequence_ratio(tokens)
         return surrogate.clip(ratio, tokens.advantages, self.clip_low, self.clip_high, self.clip_dual)

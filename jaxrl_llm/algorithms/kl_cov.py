@@ -47,7 +47,7 @@ class KLCov(GroupRelative):
         )
         return {"held": chosen}
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         held = tokens.aux["held"]
         pull = jnp.where(held, self.coef * absolute(tokens.log_ratio), 0.0)
         return -tokens.advantages * tokens.ratio + pull, {"kl_cov/held_fraction": held}

@@ -1,4 +1,7 @@
-"""The base class of algorithms, with the defaults: a subclass implements `learns_from`, `advantages` and `loss`."""
+"""The base class of algorithms, with the defaults: a subclass implements `learns_from`, `advantages` and `loss`.
+
+`grpo.PolicyGradient` is none: of these defaults it has `group_size_at_least` alone, and without a third base GRPO is read in one file.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping

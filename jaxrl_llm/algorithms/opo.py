@@ -23,10 +23,10 @@ class OPO(Grouped):
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
         reward = jnp.sum(rewards, axis=1)
         length = jnp.sum(sequences.learned, axis=1, dtype=reward.dtype)
-        credit = advantages.length_weighted(reward, length, sequences.group, sequences.counted, sequences.groups)
+        advantage = advantages.length_weighted(reward, length, sequences.group, sequences.counted, sequences.groups)
         size = advantages.group_sum(jnp.ones_like(reward), sequences.group, sequences.counted, sequences.groups)
-        credit = advantages.settle_singletons(credit, reward, size, self.singleton)
-        return Estimate(advantages.to_tokens(credit, sequences.learned))
+        advantage = advantages.settle_singletons(advantage, reward, size, self.singleton)
+        return Estimate(advantages.to_tokens(advantage, sequences.learned))
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

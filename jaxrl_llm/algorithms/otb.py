@@ -30,9 +30,9 @@ class OTB(Grouped, Clipped):
         returns = advantages.returns_to_go(rewards, mask)
         chosen = jnp.exp(jnp.where(mask, sequences.old_logprobs, 0.0))
         energy = jnp.where(mask, 1.0 - 2.0 * chosen + jnp.where(mask, given(sequences.sum_p2, "sum_p2"), 0.0), 0.0)
-        credit = returns - advantages.token_baseline(returns, energy, mask, sequences.group, sequences.groups)
+        advantage = returns - advantages.token_baseline(returns, energy, mask, sequences.group, sequences.groups)
         size = advantages.group_sum(
             jnp.ones_like(sequences.reward), sequences.group, sequences.counted, sequences.groups
         )
-        alone = credit if self.singleton == "raw" else jnp.zeros_like(credit)
-        return Estimate(jnp.where((size > 1)[:, None], credit, alone))
+        alone = advantage if self.singleton == "raw" else jnp.zeros_like(advantage)
+        return Estimate(jnp.where((size > 1)[:, None], advantage, alone))

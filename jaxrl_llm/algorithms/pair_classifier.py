@@ -52,12 +52,12 @@ class PairClassifier(Objective):
         similar = batch.side > 0
         weight = jnp.where(similar, 0.5 / self.similar_share, 0.5 / (1.0 - self.similar_share))
         losses = -weight * jax.nn.log_sigmoid(jnp.where(similar, score, -score))
-        streams = {
+        measured = {
             "loss/reward_model": losses,
             "pairs/accuracy": (score > 0) == similar,
             "pairs/similar": similar,
             "pairs/similar_found": (score > 0) & similar,
             "pairs/similar_said": score > 0,
         }
-        metrics = {name: (jnp.sum(jnp.where(present, x, 0.0)), "sequences") for name, x in streams.items()}
+        metrics = {name: (jnp.sum(jnp.where(present, x, 0.0)), "sequences") for name, x in measured.items()}
         return {"reward_model": metrics["loss/reward_model"]}, metrics

@@ -64,15 +64,15 @@ class PPO(Clipped):
         return super().needs | {"critic"}
 
     def estimate(self, sequences: Sequences, rewards: Array) -> Estimate:
-        credit, returns = advantages.gae(
+        advantage, returns = advantages.gae(
             rewards, given(sequences.values, "critic"), sequences.learned, self.gamma, self.lam
         )
-        return Estimate(whiten(credit, sequences.learned), returns=returns)
+        return Estimate(whiten(advantage, sequences.learned), returns=returns)
 
     def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         terms, metrics = super().loss(outputs, batch)
-        streams = (outputs["critic"]["value"], given(batch.old_values, "critic"), given(batch.returns, "critic"))
-        value, old, returns = (jnp.where(batch.mask, x, 0.0) for x in streams)
+        stats = (outputs["critic"]["value"], given(batch.old_values, "critic"), given(batch.returns, "critic"))
+        value, old, returns = (jnp.where(batch.mask, x, 0.0) for x in stats)
         losses, clipped = value_loss(value, old, returns, self.value_clip)
         terms["value"] = self._aggregate(self.value_coef * losses, batch)
         metrics |= {
@@ -84,9 +84,9 @@ class PPO(Clipped):
         return terms, metrics
 
     def advantages(self, sequences: Sequences) -> Advantages:
-        credit, mask = super().advantages(sequences), sequences.learned
-        returns = given(credit.returns, "critic")
+        assigned, mask = super().advantages(sequences), sequences.learned
+        returns = given(assigned.returns, "critic")
         error = returns - jnp.where(mask, given(sequences.values, "critic"), 0.0)
         explained = 1.0 - masked_var(error, mask) / jnp.maximum(masked_var(returns, mask), 1e-8)
         measured = {"value/explained_variance": explained, "value/return_mean": masked_mean(returns, mask)}
-        return replace(credit, metrics={**credit.metrics, **measured})
+        return replace(assigned, metrics={**assigned.metrics, **measured})

@@ -134,11 +134,11 @@ class Pairwise(Preference):
         chosen, rejected = (Answers(*(jnp.where(paired, x, 0.0) for x in side)) for side in (chosen, rejected))
         term = (jnp.sum(jnp.where(paired, self.pair_loss(chosen, rejected), 0.0)), "pairs")
         margin = self.margin(chosen, rejected)
-        streams = {
+        measured = {
             "pairs/accuracy": margin > 0,
             "pairs/margin": margin,
             "pairs/chosen_logprob": chosen.mean,
             "pairs/rejected_logprob": rejected.mean,
         }
-        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in streams.items()}
+        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in measured.items()}
         return {"policy": term}, {"loss/policy": term, **metrics}

@@ -39,7 +39,7 @@ class Reinforce(GroupRelative):
             return super().estimate(sequences, rewards)
         return Estimate(advantages.to_tokens(jnp.sum(rewards, axis=1), sequences.learned))
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         if self.objective == "ratio":
             return -tokens.advantages * tokens.ratio, {}
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

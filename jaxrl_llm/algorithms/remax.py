@@ -36,5 +36,5 @@ class ReMax(PolicyGradient):
         returns = advantages.returns_to_go(rewards, sequences.learned)
         return Estimate(returns - advantages.to_tokens(baseline, sequences.learned), keep=count > 0)
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.reinforce(tokens.logprob, tokens.advantages), {}

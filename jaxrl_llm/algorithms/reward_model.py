@@ -59,12 +59,12 @@ class RewardModel(Objective):
         paired = jnp.any(pairing > 0, axis=1)
         rejected = jnp.dot(pairing, chosen, precision=jax.lax.Precision.HIGHEST)
         losses = -jax.nn.log_sigmoid(chosen - rejected) + self.center_coef * jnp.square(chosen + rejected)
-        streams = {
+        measured = {
             "loss/reward_model": losses,
             "pairs/accuracy": chosen > rejected,
             "pairs/margin": chosen - rejected,
             "pairs/chosen_reward": chosen,
             "pairs/rejected_reward": rejected,
         }
-        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in streams.items()}
+        metrics = {name: (jnp.sum(jnp.where(paired, x, 0.0)), "pairs") for name, x in measured.items()}
         return {"reward_model": metrics["loss/reward_model"]}, metrics

@@ -33,5 +33,5 @@ class SAPO(GroupRelative):
         super().__post_init__()
         components.above(self, 0, "tau_positive", "tau_negative")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         return surrogate.soft_gate(tokens.ratio, tokens.advantages, self.tau_positive, self.tau_negative), {}

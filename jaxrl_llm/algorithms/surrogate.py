@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms.masked import sequence_mean, spread
 
-MetricStreams = dict[str, Array]
+TokenMetrics = dict[str, Array]
 
 
 class Tokens(NamedTuple):
@@ -54,7 +54,7 @@ class Tokens(NamedTuple):
 
 def clip(
     ratio: Float[Array, "B T"], advantages: Float[Array, "B T"], low: float, high: float, dual: float | None = None
-) -> tuple[Float[Array, "B T"], MetricStreams]:
+) -> tuple[Float[Array, "B T"], TokenMetrics]:
     """Returns PPO's loss, max(-A rho, -A clip(rho, 1 - low, 1 + high)); with `dual`, at most -A dual where A < 0.
 
     https://arxiv.org/abs/1707.06347; dual clip: https://arxiv.org/abs/1912.09729.
@@ -89,14 +89,14 @@ def soft_gate(
     return -advantages * (4.0 / tau) * jax.nn.sigmoid(tau * (ratio - 1.0))
 
 
-def clipped_weight(tokens: Tokens, low: float | None, high: float) -> tuple[Float[Array, "B T"], MetricStreams]:
+def clipped_weight(tokens: Tokens, low: float | None, high: float) -> tuple[Float[Array, "B T"], TokenMetrics]:
     """Returns CISPO's loss, -sg(clip(rho, 1 - low, 1 + high)) A log pi, without a lower bound where `low` is None."""
     ratio = tokens.ratio
     weight = jnp.clip(ratio, 0.0 if low is None else 1.0 - low, 1.0 + high)
     return -stop_gradient(weight) * tokens.advantages * tokens.logprob, {"ratio/clip_fraction": weight != ratio}
 
 
-def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array, "B T"], MetricStreams]:
+def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array, "B T"], TokenMetrics]:
     """Returns GMPO's loss, -mean(A) exp(mean l~) over each token's sequence; l~ is l clipped to [-low, high] as PPO clips rho."""
     sign = jnp.where(tokens.advantages < 0, -1.0, 1.0)
     log_ratio = tokens.log_ratio
@@ -107,7 +107,7 @@ def geometric_mean(tokens: Tokens, low: float, high: float) -> tuple[Float[Array
 
 def divergence_masked(
     tokens: Tokens, keep: Bool[Array, "B T"], ratio_max: float
-) -> tuple[Float[Array, "B T"], MetricStreams]:
+) -> tuple[Float[Array, "B T"], TokenMetrics]:
     """Returns DPPO's loss, -A sg(min(rho, ratio_max)) log pi where `keep`, 0 elsewhere."""
     weight = stop_gradient(jnp.minimum(tokens.ratio, ratio_max))
     loss = -tokens.advantages * weight * tokens.logprob

@@ -71,10 +71,12 @@ class TokenNoiser:
 
     def advantages(self, sequences: Sequences) -> Advantages:
         """Returns the base's advantages, with the tokens of negative ones left out of the loss."""
-        credit = self.base.advantages(sequences)
-        kept = credit.loss_mask & (credit.advantages >= 0)
-        share = masked_mean(kept.astype(jnp.float32), credit.loss_mask)
-        return replace(credit, loss_mask=kept, weights=None, metrics={**credit.metrics, "noiser/kept_fraction": share})
+        assigned = self.base.advantages(sequences)
+        kept = assigned.loss_mask & (assigned.advantages >= 0)
+        share = masked_mean(kept.astype(jnp.float32), assigned.loss_mask)
+        return replace(
+            assigned, loss_mask=kept, weights=None, metrics={**assigned.metrics, "noiser/kept_fraction": share}
+        )
 
     def loss(self, outputs: Mapping[str, Any], batch: MicroBatch) -> tuple[dict[str, Term], dict[str, Term]]:
         policy, mask = outputs["policy"], batch.mask

@@ -40,7 +40,7 @@ class VESPO(GroupRelative):
         super().__post_init__()
         components.above(self, 0, "power_positive", "power_negative", "rate_positive", "rate_negative")
 
-    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.MetricStreams]:
+    def surrogate(self, tokens: surrogate.Tokens) -> tuple[Array, surrogate.TokenMetrics]:
         total = sequence_sum(tokens.log_ratio, tokens.sequence, tokens.mask, tokens.sequences)
         log_ratio = spread(jnp.clip(total, LOWEST, HIGHEST), tokens.sequence, tokens.mask)
         positive = tokens.advantages >= 0

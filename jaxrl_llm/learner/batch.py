@@ -219,8 +219,8 @@ class Batch:
     def unpack(self, packed: Sequence[np.ndarray]) -> np.ndarray:
         """Unpacks a token stat of all micro-batches, [B, T] each in the order of `rows`, into one array [S, T]."""
         out = np.zeros((self.capacity, self.response_tokens), np.float32)
-        for rows, stream in zip(self.rows, packed, strict=True):
-            rows.gather(np.asarray(stream, np.float32), out)
+        for rows, stats in zip(self.rows, packed, strict=True):
+            rows.gather(np.asarray(stats, np.float32), out)
         return out
 
     def unpack_routes(self, packed: Sequence[np.ndarray]) -> np.ndarray:
@@ -281,7 +281,7 @@ def _members(mini: Sequence[PackedRows]) -> np.ndarray:
 
 
 def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts: dict[str, Any]) -> MicroBatch:
-    def stream(x: np.ndarray | None) -> Any:
+    def placed(x: np.ndarray | None) -> Any:
         return None if x is None else rows.scatter(x).astype(x.dtype)
 
     def members(x: np.ndarray) -> np.ndarray:
@@ -289,9 +289,9 @@ def _fill(rows: PackedRows, sequences: Sequences, advantages: Advantages, counts
 
     return MicroBatch(
         tokens=rows.tokens, targets=rows.targets, positions=rows.positions, segments=rows.segments, sequence=rows.sequence,
-        mask=stream(advantages.loss_mask), sampler_logprobs=stream(sequences.sampler_logprobs), old_logprobs=stream(sequences.old_logprobs),
-        advantages=stream(advantages.advantages), ref_logprobs=stream(sequences.ref_logprobs), old_values=stream(sequences.values),
-        returns=stream(advantages.returns), weights=stream(advantages.weights), aux={n: stream(x) for n, x in advantages.aux.items()},
+        mask=placed(advantages.loss_mask), sampler_logprobs=placed(sequences.sampler_logprobs), old_logprobs=placed(sequences.old_logprobs),
+        advantages=placed(advantages.advantages), ref_logprobs=placed(sequences.ref_logprobs), old_values=placed(sequences.values),
+        returns=placed(advantages.returns), weights=placed(advantages.weights), aux={n: placed(x) for n, x in advantages.aux.items()},
         group=members(sequences.group), side=members(sequences.side), counts=counts,
     )  # fmt: skip
 

@@ -144,10 +144,10 @@ class Learner(Scorer):
         Args:
           place: numbers of the update and of the micro-batch within it, which seed the micro-batch's noise.
         """
-        noisy = "noise_logprob" in self.streams
+        noisy = "noise_logprob" in self.wanted
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.seed), place[0]), place[1]) if noisy else None
         found: dict[str, Any]
-        found, report = self._read(params, batch, self.streams, bases, key)
+        found, report = self._read(params, batch, self.wanted, bases, key)
         if "policy" in found:
             found["policy"]["entries"] = jnp.float32(self.policy.architecture.vocabulary_size)
         sums: dict[str, Any] = {}

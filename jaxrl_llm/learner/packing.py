@@ -290,9 +290,9 @@ class PackedRows:
             row_of=row_of, index_of=index_of, members=members,
         )  # fmt: skip
 
-    def scatter(self, stream: np.ndarray) -> np.ndarray:
+    def scatter(self, stats: np.ndarray) -> np.ndarray:
         """Packs an array [S, T] to the positions that predict its tokens [B, T]; other positions get 0."""
-        return np.where(self.index_of >= 0, stream[np.maximum(self.row_of, 0), np.maximum(self.index_of, 0)], 0)
+        return np.where(self.index_of >= 0, stats[np.maximum(self.row_of, 0), np.maximum(self.index_of, 0)], 0)
 
     def gather(self, packed: np.ndarray, into: np.ndarray) -> None:
         """Writes a packed array [B, T] into the unpacked array `into` [S, T]."""

@@ -26,8 +26,8 @@ from jaxrl_llm.protocols import Algorithm, Distilling, Params
 
 Bases = Mapping[str, Params]  # {model name: frozen parameters under its adapters}
 NO_BASES: Bases = {}
-STREAMS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob", "teacher_divergence")
-UPDATES = ("noise_logprob", "teacher_divergence")  # streams that only updates read
+TOKEN_STATS = ("logprob", "entropy", "sum_p2", "uniform_logprob", "noise_logprob", "teacher_divergence")
+UPDATES = ("noise_logprob", "teacher_divergence")  # token stats that only updates read
 TEACHER = "teacher"  # names, among the bases, the frozen model towards whose distribution the policy is pulled
 
 # The fields of Sequences that hold token stats to which the learner gives other names.
@@ -72,7 +72,7 @@ class Scorer:
         self,
         params: Mapping[str, Params],
         batch: MicroBatch,
-        streams: Sequence[str],
+        wanted: Sequence[str],
         bases: Bases = NO_BASES,
         noise_key: Array | None = None,
     ) -> dict[str, dict[str, Array]]:
@@ -81,13 +81,13 @@ class Scorer:
         Here and below, `bases` holds the frozen parameters under adapters, of the models that have adapters.
         `noise_key` seeds the noise of "noise_logprob".
         """
-        return self._read(params, batch, streams, bases, noise_key)[0]
+        return self._read(params, batch, wanted, bases, noise_key)[0]
 
     def _read(
         self,
         params: Mapping[str, Params],
         batch: MicroBatch,
-        streams: Sequence[str],
+        wanted: Sequence[str],
         bases: Bases,
         noise_key: Array | None = None,
     ) -> tuple[dict[str, dict[str, Array]], Report | None]:
@@ -103,16 +103,16 @@ class Scorer:
                 own, targets = (hidden.reshape(-1, hidden.shape[-1]), model.head(whole)), batch.targets.reshape(-1)
                 mesh = self.partitioner.mesh if self.partitioner.mesh.size > 1 else None
                 stats = kernel.token_stats(
-                    *own, targets, temperature=self.temperature, outputs=tuple(s for s in streams if s != "teacher_divergence"),
+                    *own, targets, temperature=self.temperature, outputs=tuple(s for s in wanted if s != "teacher_divergence"),
                     noise_key=noise_key, mesh=mesh, backend=ORDERED if self.policy.bitwise else None,
                 )  # fmt: skip
-                if "teacher_divergence" in streams:
+                if "teacher_divergence" in wanted:
                     assert isinstance(self.algorithm, Distilling)
                     stats["teacher_divergence"] = teacher_divergence(
                         own, self._teacher(batch, bases), targets, mixture=self.algorithm.mixture, temperature=self.temperature,
                         mesh=mesh,
                     )  # fmt: skip
-                found[name] = {stream: x.reshape(batch.targets.shape) for stream, x in stats.items()}
+                found[name] = {stat: x.reshape(batch.targets.shape) for stat, x in stats.items()}
             else:
                 found[name] = {"value": model.values(whole, *places, max_segments=self.max_segments)}
         return found, report
@@ -140,13 +140,13 @@ class Scorer:
         return jax.jit(loads, out_shardings=self.partitioner.replicated)
 
     @cached_property
-    def streams(self) -> tuple[str, ...]:
+    def wanted(self) -> tuple[str, ...]:
         """The names of the policy's token stats that the algorithm reads."""
-        return tuple(s for s in STREAMS if s in ("logprob", "entropy") or s in self.algorithm.needs)
+        return tuple(s for s in TOKEN_STATS if s in ("logprob", "entropy") or s in self.algorithm.needs)
 
     @cached_property
     def _score(self) -> Any:
-        drawn = tuple(s for s in self.streams if s not in UPDATES)
+        drawn = tuple(s for s in self.wanted if s not in UPDATES)
 
         def score(params: Mapping[str, Params], batch: MicroBatch, bases: Bases) -> dict[str, dict[str, Array]]:
             found, report = self._read(params, batch, drawn, bases)

@@ -85,12 +85,12 @@ def staleness(batch: Batch, stats: Mapping[str, np.ndarray], version: int) -> di
     mask = _drawn(batch)
     if not mask.any():
         return {}
-    lag = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
-    values = {"staleness/mean": float(lag.mean()), "staleness/max": float(lag.max())}
+    stale = version - batch.tokenwise([r.versions for r in batch.rollouts], np.int32)[mask]
+    values = {"staleness/mean": float(stale.mean()), "staleness/max": float(stale.max())}
     if "old_logprobs" not in stats:
         return values
     size = np.abs(stats["old_logprobs"] - batch.fields["sampler_logprobs"])[mask]
-    return values | {f"gap/lag{n}": float(size[lag == n].mean()) for n in np.unique(lag).tolist()}
+    return values | {f"gap/lag{n}": float(size[stale == n].mean()) for n in np.unique(stale).tolist()}
 
 
 def drift(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -148,12 +148,12 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
             f"learner and sampler disagree by {size:.3g} nats a token on average, more than Stage.gap_stop={stop}: "
             "is the sampler's model, dtype or temperature another one?"
         )
-    lags = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
-    lag = min(lags, default=0)  # for stale tokens a part of the gap is what the policy has learned since
-    if (size := metrics.get(f"gap/lag{lag}", size)) > warn:
+    known = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
+    stale = min(known, default=0)  # for stale tokens a part of the gap is what the policy has learned since
+    if (size := metrics.get(f"gap/lag{stale}", size)) > warn:
         _log.warning(
             "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
-            size, f", on tokens of {lag} versions before, part of which was learned since" if lag else "", warn,
+            size, f", on tokens of {stale} versions before, part of which was learned since" if stale else "", warn,
         )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ class RolloutBuffer:
     least: int = 1
 
     def __post_init__(self) -> None:
-        self._coming: list[PendingBatch] = []
+        self._pending: list[PendingBatch] = []
         self._started = 0
         self._counters: Counter[str] = Counter()
         self._waited_s = 0.0
@@ -72,31 +72,33 @@ class RolloutBuffer:
     async def next(self, step: int) -> list[Group]:
         """Returns the batch of `step`; the batches of the next steps are being sampled when it returns."""
         begin = time.perf_counter()
-        first = step - (self._coming[0].step if self._coming else step)
+        first = step - (self._pending[0].step if self._pending else step)
         if first:
             raise RuntimeError(f"step {step} was asked for where the buffer begins with step {step - first}")
-        while len(self._coming) <= self.max_staleness and self._started < self.batches:
-            self._coming.append(PendingBatch(step=step + len(self._coming)))
+        while len(self._pending) <= self.max_staleness and self._started < self.batches:
+            self._pending.append(PendingBatch(step=step + len(self._pending)))
             self._started += 1
-        for coming in self._coming:
-            if coming.task is None:
-                coming.task = asyncio.ensure_future(self._batch(coming))
-                coming.task.add_done_callback(_seen)
-        task = self._coming[0].task
+        for pending in self._pending:
+            if pending.task is None:
+                pending.task = asyncio.ensure_future(self._batch(pending))
+                pending.task.add_done_callback(_seen)
+        task = self._pending[0].task
         assert task is not None
         groups = await task
-        self._coming.pop(0)
+        self._pending.pop(0)
         self._waited_s += time.perf_counter() - begin
         return self._fresh(groups, step - 1 - self.max_staleness)
 
-    async def _batch(self, coming: PendingBatch) -> list[Group]:
-        return await self.collector.batch(lambda n: self._draw(coming, n), self.prompts, coming.step, self.stream.learn)
+    async def _batch(self, pending: PendingBatch) -> list[Group]:
+        return await self.collector.batch(
+            lambda n: self._draw(pending, n), self.prompts, pending.step, self.stream.learn
+        )
 
-    def _draw(self, coming: PendingBatch, n: int) -> list[Prompt]:
+    def _draw(self, pending: PendingBatch, n: int) -> list[Prompt]:
         """The next prompts of the stream, or those that the batch drew before the run was resumed."""
         here = self.stream.position
-        place = coming.again.pop(0) if coming.again else here
-        coming.draws.append(place)
+        place = pending.again.pop(0) if pending.again else here
+        pending.draws.append(place)
         self.stream.position = place
         drawn = self.stream.next_batch(n)
         if place != here:
@@ -125,8 +127,8 @@ class RolloutBuffer:
 
     def state(self) -> dict[str, Any]:
         """The stream's position and the pending batches, JSON-like but for the groups of complete ones, which are deferred."""
-        coming = [{"step": c.step, "draws": c.draws + c.again, "groups": _kept(c)} for c in self._coming]
-        return {"format": FORMAT, "stream": self.stream.state(), "started": self._started, "coming": coming}
+        pending = [{"step": c.step, "draws": c.draws + c.again, "groups": _kept(c)} for c in self._pending]
+        return {"format": FORMAT, "stream": self.stream.state(), "started": self._started, "coming": pending}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continues from `state`, whose deferred parts are in place.
@@ -147,16 +149,16 @@ class RolloutBuffer:
         self.stream.restore(state["stream"])
         self._started = int(state["started"])
         rows = {(prompt.source, prompt.id): prompt for prompt in self.stream.rows}
-        self._coming = []
+        self._pending = []
         for entry in state["coming"]:
-            coming = PendingBatch(step=entry["step"])
+            pending = PendingBatch(step=entry["step"])
             if entry["groups"] is None:
-                coming.again = list(entry["draws"])
+                pending.again = list(entry["draws"])
             else:
-                coming.draws = list(entry["draws"])
-                coming.task = asyncio.get_running_loop().create_future()
-                coming.task.set_result([restored(group, rows) for group in entry["groups"]])
-            self._coming.append(coming)
+                pending.draws = list(entry["draws"])
+                pending.task = asyncio.get_running_loop().create_future()
+                pending.task.set_result([restored(group, rows) for group in entry["groups"]])
+            self._pending.append(pending)
 
     def take(self) -> dict[str, float]:
         """Counters and times since the last call; the sampling time is the time that steps waited for their batches."""
@@ -164,20 +166,20 @@ class RolloutBuffer:
         taken = self.collector.take() | {"time/sample_s": self._waited_s}
         self._counters.clear()
         self._waited_s = 0.0
-        ready = sum(_whole(coming) is not None for coming in self._coming)
+        ready = sum(_whole(pending) is not None for pending in self._pending)
         return {**taken, **counts, **self.stream.take(), "buffer/whole": float(ready)}
 
 
-def _whole(coming: PendingBatch) -> list[Group] | None:
+def _whole(pending: PendingBatch) -> list[Group] | None:
     """The groups of a batch that is complete; None for others."""
-    task = coming.task
+    task = pending.task
     done = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return task.result() if task is not None and done else None
 
 
-def _kept(coming: PendingBatch) -> Deferred | None:
+def _kept(pending: PendingBatch) -> Deferred | None:
     """The groups of a complete batch, held by reference until a checkpoint is written; None for other batches."""
-    groups = _whole(coming)
+    groups = _whole(pending)
     return None if groups is None else Deferred(lambda: [stored(group) for group in groups])
 
 

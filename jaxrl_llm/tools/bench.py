@@ -160,11 +160,11 @@ def step(case: Case) -> dict[str, Any]:
             marks.append(time.perf_counter())
             device = [to_device(bare(rows), learner.partitioner) for rows in batch.rows]
             scored = [learner.score(state.params, rows)["policy"] for rows in device]
-            streams = {
+            stats = {
                 field: batch.unpack([to_host(s[name]) for s in scored])
                 for name, field in (("logprob", "old_logprobs"), ("entropy", "entropy"))
             }
-            mini = micro_batches(case, batch, streams)
+            mini = micro_batches(case, batch, stats)
             marks.append(time.perf_counter())
             state, metrics = learner.update(state, mini)
             jax.block_until_ready((state.step, metrics))
@@ -175,7 +175,7 @@ def step(case: Case) -> dict[str, Any]:
         return dict(zip(("sample_s", "score_s", "update_s"), seconds.tolist())) | {
             "s": marks[-1] - marks[0], "tokens_per_s": sum(lengths) / (marks[-1] - marks[0]), "micro_batches": len(mini),
             "fill": sum(lengths) / sum(rows.tokens.size for rows in batch.rows), "update_tflops": model_flops,
-            "gap": float(np.abs(streams["old_logprobs"] - batch.fields["sampler_logprobs"])[batch.fields["mask"]].mean()),
+            "gap": float(np.abs(stats["old_logprobs"] - batch.fields["sampler_logprobs"])[batch.fields["mask"]].mean()),
         }  # fmt: skip
 
     return asyncio.run(run())

@@ -163,10 +163,10 @@ def lengths_of(batch: Batch) -> list[int]:
     return [len(r.prompt.prefix) + len(r.tokens) - 1 for r in batch.rollouts]
 
 
-def micro_batches(case: Case, batch: Batch, streams: dict[str, np.ndarray]) -> list[MicroBatch]:
+def micro_batches(case: Case, batch: Batch, stats: dict[str, np.ndarray]) -> list[MicroBatch]:
     """The micro-batches of one update, with advantages from the learner."""
     learner = case.learner
-    sequences = batch.sequences(streams, learner.algorithm.controls, len(batch.groups))
+    sequences = batch.sequences(stats, learner.algorithm.controls, len(batch.groups))
     advantages = jax.device_get(learner.advantages(sequences))
     (mini,) = batch.micro_batches(sequences, advantages, learner.algorithm.constant, learner.partitioner)
     return mini

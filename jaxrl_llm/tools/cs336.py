@@ -222,8 +222,8 @@ def compute_grpo_clip_loss(
 ) -> tuple[Float[Array, "B T"], Metadata]:
     """The loss -min(rho A, clip(rho, 1 - e, 1 + e) A) of every token, with {"clipped": bool [B, T]}."""
     ratio = jnp.exp(policy_log_probs - old_log_probs)
-    loss, streams = surrogate.clip(ratio, jnp.broadcast_to(advantages, ratio.shape), cliprange, cliprange)
-    return loss, {"clipped": streams["ratio/clip_fraction"]}
+    loss, measured = surrogate.clip(ratio, jnp.broadcast_to(advantages, ratio.shape), cliprange, cliprange)
+    return loss, {"clipped": measured["ratio/clip_fraction"]}
 
 
 def compute_policy_gradient_loss(

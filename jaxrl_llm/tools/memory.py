@@ -34,7 +34,7 @@ from jaxrl_llm.train.describe import block_of, capacity_of
 from jaxrl_llm.train.frozen_models import reference_shapes
 from jaxrl_llm.train.stage import Stage
 
-STREAMS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_logprobs"}
+TOKEN_STATS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teacher_logprobs"}
 
 
 def size(tree: Any) -> int:
@@ -190,14 +190,14 @@ def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
     )  # fmt: skip
     zeros = np.zeros((batch.capacity, batch.response_tokens), np.float32)
     needs = stage.needs
-    streams = {field: zeros for need, field in STREAMS.items() if need in needs}
-    streams |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
-    return shapes_of(batch, learner, streams, stage.prompts_per_step)
+    stats = {field: zeros for need, field in TOKEN_STATS.items() if need in needs}
+    stats |= {n: zeros for n in ("sum_p2", "uniform_logprob") if n in needs}
+    return shapes_of(batch, learner, stats, stage.prompts_per_step)
 
 
-def shapes_of(batch: Batch, learner: Learner, streams: Mapping[str, np.ndarray], groups: int) -> MicroBatch:
+def shapes_of(batch: Batch, learner: Learner, stats: Mapping[str, np.ndarray], groups: int) -> MicroBatch:
     """Shapes of the first micro-batch of a batch of `groups` groups, with its token stats; on devices that need not be here."""
-    sequences = batch.sequences(streams, learner.algorithm.controls, groups)
+    sequences = batch.sequences(stats, learner.algorithm.controls, groups)
     shaped = jax.eval_shape(learner.algorithm.advantages, sequences)
     advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shaped)
     return abstract(filled(batch.minibatches[0], sequences, advantages, 1.0)[0], learner.partitioner)

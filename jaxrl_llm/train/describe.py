@@ -96,7 +96,7 @@ def chosen(run: Any, policy: Policy) -> list[Choice]:
                 stage.packing.rows,
                 stage.packing.row_tokens,
                 learner.max_segments,
-                learner.streams,
+                learner.wanted,
                 *learner.models,
             )
             if shape in traced:

@@ -123,8 +123,8 @@ class StageTrainer:
         """
         if service := self.collector and self.collector.generator.holds:
             service.flow()
-        coming = self.loader.next(step)
-        found = await (coming if self.preemption.processes.count > 1 else self.preemption.unless(coming))
+        pending = self.loader.next(step)
+        found = await (pending if self.preemption.processes.count > 1 else self.preemption.unless(pending))
         if service:
             await self.preemption.unless(service.hold())
         return found

@@ -13,8 +13,8 @@ SIZES = (4, 3, 1, 2, 5)  # members of each group: ragged, with a group of one
 TOKENS = 7
 
 
-def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, **changes: Any) -> Sequences:
-    """A view with ragged lengths, holes in the masks, an all-equal group, an empty sequence and NaN outside every mask.
+def make_sequences(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, **changes: Any) -> Sequences:
+    """Sequences with ragged lengths, holes in the masks, an all-equal group, an empty sequence and NaN outside every mask.
 
     The last row is padding: no tokens, not valid. With `pairs`, every group is a preferred and a rejected answer.
     """
@@ -32,7 +32,7 @@ def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, 
     logprob = -rng.gamma(2.0, 0.5, (total, TOKENS))
     side = np.where(np.arange(total) % 2 == 0, 1, -1) * (np.arange(total) < total - 1) if pairs else np.zeros(total)
 
-    def stream(x: np.ndarray) -> jax.Array:
+    def placed(x: np.ndarray) -> jax.Array:
         return jnp.asarray(np.where(mask, x, np.nan), jnp.float32)
 
     sequences = Sequences(
@@ -49,14 +49,14 @@ def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, 
         side=jnp.asarray(side, jnp.int32),
         mask=jnp.asarray(mask),
         spans={"thought": jnp.asarray(mask & (np.arange(TOKENS) < 2))},
-        sampler_logprobs=stream(logprob + rng.normal(0, 0.5, logprob.shape)),
-        old_logprobs=stream(logprob),
-        entropy=stream(rng.uniform(0, 2, logprob.shape)),
-        ref_logprobs=stream(logprob + rng.normal(0, 0.3, logprob.shape)),
-        sum_p2=stream(np.exp(logprob) ** 2 + rng.uniform(0, 0.2, logprob.shape)),
-        uniform_logprob=stream(logprob - 1.0),
-        values=stream(rng.normal(size=logprob.shape)),
-        teacher_logprobs=stream(logprob + rng.normal(0, 0.3, logprob.shape)),
+        sampler_logprobs=placed(logprob + rng.normal(0, 0.5, logprob.shape)),
+        old_logprobs=placed(logprob),
+        entropy=placed(rng.uniform(0, 2, logprob.shape)),
+        ref_logprobs=placed(logprob + rng.normal(0, 0.3, logprob.shape)),
+        sum_p2=placed(np.exp(logprob) ** 2 + rng.uniform(0, 0.2, logprob.shape)),
+        uniform_logprob=placed(logprob - 1.0),
+        values=placed(rng.normal(size=logprob.shape)),
+        teacher_logprobs=placed(logprob + rng.normal(0, 0.3, logprob.shape)),
         controls={},
         groups=len(sizes),
     )
@@ -64,7 +64,7 @@ def make_view(seed: int = 0, sizes: Sequence[int] = SIZES, pairs: bool = False, 
 
 
 def pack(x: Any, rows: Sequence[Sequence[int]], width: int, fill: float) -> jax.Array:
-    """[S, T] streams of the named sequences, side by side in rows of `width` tokens."""
+    """[S, T] stats of the named sequences, side by side in rows of `width` tokens."""
     x = np.asarray(x)
     packed = np.full((len(rows), width), fill, x.dtype)
     for row, members in zip(packed, rows):
@@ -74,20 +74,20 @@ def pack(x: Any, rows: Sequence[Sequence[int]], width: int, fill: float) -> jax.
 
 
 def make_batch(
-    sequences: Sequences, credit: Advantages, constant: float, rows: Sequence[Sequence[int]] | None = None
+    sequences: Sequences, assigned: Advantages, constant: float, rows: Sequence[Sequence[int]] | None = None
 ) -> MicroBatch:
-    """The packed micro-batch of the named sequences (all, one a row, by default); counts are those of the whole
-    view."""
+    """The packed micro-batch of the named sequences (all, one a row, by default); counts are those of all
+    sequences."""
     rows = [[i] for i in range(len(sequences.group))] if rows is None else rows
     width = TOKENS * max(len(r) for r in rows)
     members = [i for row in rows for i in row]
     place = np.zeros(len(sequences.group), np.int32)
     place[members] = np.arange(len(members))
 
-    def stream(x: Any) -> Any:
+    def placed(x: Any) -> Any:
         return None if x is None else pack(x, rows, width, np.nan)
 
-    loss_mask = np.asarray(credit.loss_mask)
+    loss_mask = np.asarray(assigned.loss_mask)
     zeros = jnp.zeros((len(rows), width), jnp.int32)
     live = loss_mask.any(1)
     counts = {
@@ -105,14 +105,14 @@ def make_batch(
         segments=zeros,
         sequence=pack(np.repeat(place[:, None], TOKENS, 1), rows, width, 0),
         mask=pack(loss_mask, rows, width, False),
-        sampler_logprobs=stream(sequences.sampler_logprobs),
-        old_logprobs=stream(sequences.old_logprobs),
-        ref_logprobs=stream(sequences.ref_logprobs),
-        old_values=stream(sequences.values),
-        advantages=stream(credit.advantages),
-        returns=stream(credit.returns),
-        weights=stream(credit.weights),
-        aux={name: pack(x, rows, width, 0) for name, x in credit.aux.items()},
+        sampler_logprobs=placed(sequences.sampler_logprobs),
+        old_logprobs=placed(sequences.old_logprobs),
+        ref_logprobs=placed(sequences.ref_logprobs),
+        old_values=placed(sequences.values),
+        advantages=placed(assigned.advantages),
+        returns=placed(assigned.returns),
+        weights=placed(assigned.weights),
+        aux={name: pack(x, rows, width, 0) for name, x in assigned.aux.items()},
         group=sequences.group[jnp.asarray(members)],
         side=sequences.side[jnp.asarray(members)],
         counts={name: jnp.asarray(x, jnp.float32) for name, x in counts.items()},
@@ -120,7 +120,7 @@ def make_batch(
 
 
 def make_outputs(sequences: Sequences, seed: int = 1, distance: float = 0.2) -> dict[str, dict[str, jax.Array]]:
-    """[S, T] streams of the policy, the critic and a reward model now; log-probs lie around those before the update."""
+    """[S, T] stats of the policy, the critic and a reward model now; log-probs lie around those before the update."""
     rng = np.random.default_rng(seed)
     old = np.asarray(sequences.old_logprobs)
     policy = {
@@ -146,8 +146,8 @@ def value_and_gradient(algorithm: Any, outputs: Mapping[str, Any], batch: MicroB
     model, name = ("reward_model", "value") if "reward_model" in algorithm.needs else ("policy", "logprob")
     name = "teacher_divergence" if "teacher_divergence" in algorithm.needs else name
 
-    def f(stream: jax.Array) -> jax.Array:
-        return total_loss(algorithm, {**outputs, model: {**outputs[model], name: stream}}, batch)
+    def f(stat: jax.Array) -> jax.Array:
+        return total_loss(algorithm, {**outputs, model: {**outputs[model], name: stat}}, batch)
 
     value, gradient = jax.value_and_grad(f)(jnp.asarray(outputs[model][name]))
     return float(value), np.asarray(gradient)

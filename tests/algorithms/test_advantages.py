@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_view
+from algorithm_cases import make_sequences
 
 from jaxrl_llm.algorithms.gdpo import GDPO
 from jaxrl_llm.algorithms.gpg import GPG
@@ -22,7 +22,7 @@ from jaxrl_llm.algorithms.rloo import RLOO
 @pytest.fixture
 def sequences():
     """Ragged groups with an invalid member, an all-equal group and a group of one."""
-    sequences = make_view(8)
+    sequences = make_sequences(8)
     return replace(sequences, valid=sequences.valid.at[9].set(False))
 
 
@@ -54,9 +54,9 @@ def whitened(x, mask):
 
 
 def check(algorithm, sequences, expected, **tolerance):
-    credit = algorithm.advantages(sequences)
-    np.testing.assert_allclose(credit.advantages, expected, **{"rtol": 3e-5, "atol": 2e-6, **tolerance})
-    return credit
+    assigned = algorithm.advantages(sequences)
+    np.testing.assert_allclose(assigned.advantages, expected, **{"rtol": 3e-5, "atol": 2e-6, **tolerance})
+    return assigned
 
 
 @pytest.mark.parametrize(("singleton", "alone"), [("zero", lambda r: 0.0), ("raw", lambda r: r)])
@@ -141,10 +141,10 @@ def test_remax_subtracts_the_greedy_reward_and_needs_it(sequences):
     expected = np.zeros(len(reward))
     for first, rest in ((0, [1, 2, 3]), (4, [5, 6]), (8, [])):
         expected[rest] = reward[rest] - reward[first]
-    credit = ReMax().advantages(sequences)
-    keep = np.asarray(credit.loss_mask)
+    assigned = ReMax().advantages(sequences)
+    keep = np.asarray(assigned.loss_mask)
     np.testing.assert_allclose(
-        np.where(keep, credit.advantages, 0), np.where(keep, expected[:, None], 0), rtol=1e-5, atol=1e-6
+        np.where(keep, assigned.advantages, 0), np.where(keep, expected[:, None], 0), rtol=1e-5, atol=1e-6
     )
     assert keep.any(1).nonzero()[0].tolist() == [1, 2, 3, 5, 6]
 
@@ -160,10 +160,10 @@ def test_ppo_whitens_gae_and_skips_masked_tokens(sequences, gamma, lam):
             ahead = rewards[i, t] + gamma * next_value - value[i, t] + gamma * lam * ahead
             next_value = value[i, t]
             raw[i, t], returns[i, t] = ahead, ahead + value[i, t]
-    credit = check(PPO(gamma=gamma, lam=lam), sequences, whitened(raw, mask))
-    np.testing.assert_allclose(credit.returns, returns, rtol=1e-5, atol=2e-6)
+    assigned = check(PPO(gamma=gamma, lam=lam), sequences, whitened(raw, mask))
+    np.testing.assert_allclose(assigned.returns, returns, rtol=1e-5, atol=2e-6)
     unexplained = np.var(returns[mask] - value[mask]) / np.var(returns[mask])
-    np.testing.assert_allclose(credit.metrics["value/explained_variance"], 1 - unexplained, rtol=1e-4)
+    np.testing.assert_allclose(assigned.metrics["value/explained_variance"], 1 - unexplained, rtol=1e-4)
 
 
 @pytest.mark.parametrize("singleton", ["zero", "raw"])
@@ -204,7 +204,7 @@ def test_gdpo_sums_parts_that_were_normalised_one_by_one(sequences, normalize):
 def classmates(**settings):
     """Two prompts with two answers: main rewards 1, 0, 3, 1 and classmate rewards 2, 0, 1, 1; thought on two of three
     tokens."""
-    base = make_view(0, sizes=(2, 2))
+    base = make_sequences(0, sizes=(2, 2))
     mask = jnp.zeros_like(base.mask).at[:4, :3].set(True)
     main, mate = jnp.asarray([1.0, 0, 3, 1, 0]), jnp.asarray([2.0, 0, 1, 1, 0])
     thought = mask.at[:, 2].set(False)
@@ -235,12 +235,12 @@ def test_gdpo_refuses_names_that_do_not_exist(sequences):
         GDPO(parts=("main",), weights=(1.0, 2.0))
 
 
-def test_a_missing_stream_is_refused_by_name(sequences):
-    for algorithm, stream, need in (
+def test_missing_token_stats_are_refused_by_name(sequences):
+    for algorithm, name, need in (
         (PPO(), "values", "critic"),
         (OTB(), "sum_p2", "sum_p2"),
         (GRPO(kl_coef=0.1), "ref_logprobs", "reference"),
     ):
         assert need in algorithm.needs
         with pytest.raises(ValueError, match=need):
-            algorithm.advantages(replace(sequences, **{stream: None}))
+            algorithm.advantages(replace(sequences, **{name: None}))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import TOKENS, make_batch, make_outputs, make_view, total_loss, value_and_gradient
+from algorithm_cases import TOKENS, make_batch, make_outputs, make_sequences, total_loss, value_and_gradient
 
 import jaxrl_llm
 from jaxrl_llm.algorithms.grpo import PolicyGradient
@@ -36,9 +36,9 @@ def advantages_of(name):
 
 
 def sequences_of(name, **changes):
-    """A view with all that any algorithm may need: groups of unequal size with a greedy response, or pairs."""
+    """Sequences with all that any algorithm may need: groups of unequal size with a greedy response, or pairs."""
     paired = build(name).learns_from == "pairs" or "sides" in build(name).needs
-    sequences = make_view(4, pairs=paired, **changes)
+    sequences = make_sequences(4, pairs=paired, **changes)
     if "greedy" in build(name).needs:
         first = np.concatenate([[True], np.asarray(sequences.group[1:-1] != sequences.group[:-2]), [False]])
         sequences = replace(sequences, greedy=jnp.asarray(first))
@@ -46,10 +46,16 @@ def sequences_of(name, **changes):
 
 
 def case(name):
-    """(algorithm, view, credit, batch with one sequence a row, outputs)."""
+    """(algorithm, sequences, advantages, batch with one sequence a row, outputs)."""
     sequences = sequences_of(name)
-    credit = advantages_of(name)(sequences)
-    return build(name), sequences, credit, make_batch(sequences, credit, build(name).constant), make_outputs(sequences)
+    assigned = advantages_of(name)(sequences)
+    return (
+        build(name),
+        sequences,
+        assigned,
+        make_batch(sequences, assigned, build(name).constant),
+        make_outputs(sequences),
+    )
 
 
 def packed(outputs, rows):
@@ -83,22 +89,22 @@ def test_it_says_what_it_needs(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_gradient_and_metrics_are_finite_though_all_else_is_nan(name):
-    algorithm, _, credit, batch, outputs = case(name)
+    algorithm, _, assigned, batch, outputs = case(name)
     value, gradient = value_and_gradient(algorithm, outputs, batch)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
-    assert (gradient[~np.asarray(credit.loss_mask)] == 0).all()
+    assert (gradient[~np.asarray(assigned.loss_mask)] == 0).all()
     _, metrics = algorithm.loss(outputs, batch)
     assert "loss/policy" in metrics or "loss/reward_model" in metrics
     assert all(np.isfinite(x) and count in batch.counts for x, count in metrics.values())
-    assert all(np.isfinite(x) for x in credit.metrics.values())
+    assert all(np.isfinite(x) for x in assigned.metrics.values())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_learns_something(name):
-    algorithm, _, credit, batch, outputs = case(name)
+    algorithm, _, assigned, batch, outputs = case(name)
     _, gradient = value_and_gradient(algorithm, outputs, batch)
-    assert np.asarray(credit.loss_mask).any()
+    assert np.asarray(assigned.loss_mask).any()
     assert np.abs(gradient).max() > 1e-4
 
 
@@ -107,7 +113,7 @@ SAMPLED = [name for name in NAMES if isinstance(build(name), PolicyGradient)]
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_without_advantage_there_is_no_policy_gradient(name):
-    algorithm, sequences, credit, batch, outputs = case(name)
+    algorithm, sequences, assigned, batch, outputs = case(name)
     outputs["policy"]["logprob"] = sequences.old_logprobs
     batch = batch.replace(advantages=jnp.zeros_like(batch.advantages))
 
@@ -116,14 +122,14 @@ def test_without_advantage_there_is_no_policy_gradient(name):
         return terms["policy"][0]
 
     gradient = jax.grad(policy_term)(sequences.old_logprobs)
-    np.testing.assert_array_equal(np.where(np.asarray(credit.loss_mask), gradient, 0), 0)
+    np.testing.assert_array_equal(np.where(np.asarray(assigned.loss_mask), gradient, 0), 0)
 
 
 @pytest.mark.parametrize("name", [n for n in SAMPLED if n != "clip_cov"])  # drops tokens on-policy too
 def test_on_policy_the_gradient_is_that_of_reinforce(name):
     """At ratio 1 nothing is clipped: the gradient of each token is -weight x advantage, as its own aggregation has
     it."""
-    algorithm, sequences, credit, batch, outputs = case(name)
+    algorithm, sequences, assigned, batch, outputs = case(name)
     outputs["policy"]["logprob"] = sequences.old_logprobs
 
     def policy_term(logprob):
@@ -132,7 +138,7 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
         return total / batch.counts[count]
 
     gradient = np.asarray(jax.grad(policy_term)(sequences.old_logprobs), np.float64)
-    mask = np.asarray(credit.loss_mask)
+    mask = np.asarray(assigned.loss_mask)
     length = np.maximum(mask.sum(1, keepdims=True), 1)
     share = {
         "token-mean": 1 / mask.sum(),
@@ -140,16 +146,16 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
         "seq-mean-token-mean": 1 / mask.any(1).sum() / length,
         "constant": 1 / mask.any(1).sum() / algorithm.constant,
     }[algorithm.aggregation]
-    weights = np.asarray(1.0 if credit.weights is None else credit.weights, np.float64) * np.ones(mask.shape)
+    weights = np.asarray(1.0 if assigned.weights is None else assigned.weights, np.float64) * np.ones(mask.shape)
     if name == "gmpo":  # one ratio a sequence: each token has the same gradient, of the mean weight
         weights = np.where(mask, weights, 0).sum(1, keepdims=True) / length
-    expected = np.where(mask, -weights * np.asarray(credit.advantages, np.float64) * share, 0)
+    expected = np.where(mask, -weights * np.asarray(assigned.advantages, np.float64) * share, 0)
     np.testing.assert_allclose(np.where(mask, gradient, 0), expected, rtol=2e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_invalid_sequences_and_masked_tokens_have_no_influence(name):
-    algorithm, sequences, credit, batch, outputs = case(name)
+    algorithm, sequences, assigned, batch, outputs = case(name)
     hidden = ~np.asarray(sequences.mask)
     other = {
         f: np.where(hidden, 7.0, getattr(sequences, f)) for f in ("old_logprobs", "sampler_logprobs", "ref_logprobs")
@@ -162,8 +168,8 @@ def test_invalid_sequences_and_masked_tokens_have_no_influence(name):
         **{n: jnp.asarray(x, jnp.float32) for n, x in other.items()},
     )
     again = advantages_of(name)(changed)
-    np.testing.assert_array_equal(again.loss_mask, credit.loss_mask)
-    np.testing.assert_array_equal(again.advantages, credit.advantages)
+    np.testing.assert_array_equal(again.loss_mask, assigned.loss_mask)
+    np.testing.assert_array_equal(again.advantages, assigned.advantages)
     filled = jax.tree.map(lambda x: jnp.where(jnp.asarray(hidden), 3.0, x), outputs)
     before = value_and_gradient(algorithm, outputs, batch)
     after = value_and_gradient(algorithm, filled, make_batch(changed, again, algorithm.constant))
@@ -173,23 +179,23 @@ def test_invalid_sequences_and_masked_tokens_have_no_influence(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_order_of_sequences_and_groups_does_not_matter(name):
-    sequences, credit = sequences_of(name), None
-    credit = advantages_of(name)(sequences)
+    sequences, assigned = sequences_of(name), None
+    assigned = advantages_of(name)(sequences)
     order = np.random.default_rng(0).permutation(len(sequences.group))
     number = np.random.default_rng(1).permutation(sequences.groups)
     moved = jax.tree.map(lambda x: x[order], sequences)
     moved = replace(moved, group=jnp.asarray(number)[moved.group])
     again = advantages_of(name)(moved)
-    np.testing.assert_allclose(again.advantages, np.asarray(credit.advantages)[order], rtol=1e-4, atol=1e-5)
-    np.testing.assert_array_equal(again.loss_mask, np.asarray(credit.loss_mask)[order])
-    for stream, x in credit.aux.items():
-        np.testing.assert_allclose(again.aux[stream], np.asarray(x)[order], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(again.advantages, np.asarray(assigned.advantages)[order], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(again.loss_mask, np.asarray(assigned.loss_mask)[order])
+    for stat, x in assigned.aux.items():
+        np.testing.assert_allclose(again.aux[stat], np.asarray(x)[order], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_more_padding_changes_nothing(name):
     sequences = sequences_of(name)
-    credit = advantages_of(name)(sequences)
+    assigned = advantages_of(name)(sequences)
 
     def wider(x):
         rows = jnp.zeros((3, *x.shape[1:]), x.dtype)
@@ -197,21 +203,23 @@ def test_more_padding_changes_nothing(name):
         return jnp.concatenate([x, jnp.zeros((x.shape[0], 2), x.dtype)], axis=1) if x.ndim == 2 else x
 
     again = build(name).advantages(jax.tree.map(wider, sequences))
-    shape = credit.advantages.shape
-    np.testing.assert_allclose(again.advantages[: shape[0], : shape[1]], credit.advantages, rtol=1e-4, atol=1e-5)
-    assert int(again.loss_mask.sum()) == int(credit.loss_mask.sum())
+    shape = assigned.advantages.shape
+    np.testing.assert_allclose(again.advantages[: shape[0], : shape[1]], assigned.advantages, rtol=1e-4, atol=1e-5)
+    assert int(again.loss_mask.sum()) == int(assigned.loss_mask.sum())
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_micro_batches_and_packed_rows_sum_to_the_whole(name):
-    algorithm, sequences, credit, batch, outputs = case(name)
+    algorithm, sequences, assigned, batch, outputs = case(name)
     whole = float(total_loss(algorithm, outputs, batch))
     real = len(sequences.group) - len(sequences.group) % 2  # two to a row, where the halves of a pair stay together
     rows = [[i, i + 1] for i in range(0, real, 2)]
     for size in (1, 4):
         parts = [rows[i : i + size] for i in range(0, len(rows), size)]
         split = sum(
-            float(total_loss(algorithm, packed(outputs, part), make_batch(sequences, credit, algorithm.constant, part)))
+            float(
+                total_loss(algorithm, packed(outputs, part), make_batch(sequences, assigned, algorithm.constant, part))
+            )
             for part in parts
         )
         np.testing.assert_allclose(split, whole, rtol=2e-5, atol=2e-6)

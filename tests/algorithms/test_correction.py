@@ -5,19 +5,21 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_view
+from algorithm_cases import make_sequences
 
 from jaxrl_llm.algorithms.correction import Correction, Rejection, log_ratios
 from jaxrl_llm.algorithms.grpo import GRPO
 
-VIEW = make_view(9)
-MASK = np.asarray(VIEW.learned)
-RHO = np.where(MASK, np.asarray(VIEW.old_logprobs, np.float64) - np.asarray(VIEW.sampler_logprobs, np.float64), 0)
+SEQUENCES = make_sequences(9)
+MASK = np.asarray(SEQUENCES.learned)
+RHO = np.where(
+    MASK, np.asarray(SEQUENCES.old_logprobs, np.float64) - np.asarray(SEQUENCES.sampler_logprobs, np.float64), 0
+)
 LENGTH = np.maximum(MASK.sum(1, keepdims=True), 1)
 
 
 def jax_log_ratios():
-    return log_ratios(VIEW.old_logprobs, VIEW.sampler_logprobs, VIEW.learned)
+    return log_ratios(SEQUENCES.old_logprobs, SEQUENCES.sampler_logprobs, SEQUENCES.learned)
 
 
 @pytest.mark.parametrize(
@@ -29,7 +31,7 @@ def jax_log_ratios():
     ],
 )
 def test_weights_are_ratios_capped_or_cut_off(level, ratio):
-    weights, metrics = Correction(level=level, ratio_max=1.2).weights(jax_log_ratios(), VIEW.learned)
+    weights, metrics = Correction(level=level, ratio_max=1.2).weights(jax_log_ratios(), SEQUENCES.learned)
     capped = np.where(MASK, np.minimum(ratio, 1.2), 0)
     np.testing.assert_allclose(weights, capped, rtol=1e-5)
     np.testing.assert_allclose(metrics["correction/changed_fraction"], (ratio > 1.2)[MASK].mean(), rtol=1e-6)
@@ -37,7 +39,7 @@ def test_weights_are_ratios_capped_or_cut_off(level, ratio):
     np.testing.assert_allclose(metrics["correction/effective_fraction"], effective, rtol=1e-5)
 
     popped = Correction(level=level, mode="mask", ratio_min=0.8, ratio_max=1.2)
-    weights, _ = popped.weights(jax_log_ratios(), VIEW.learned)
+    weights, _ = popped.weights(jax_log_ratios(), SEQUENCES.learned)
     kept = MASK & (ratio >= 0.8) & (ratio <= 1.2)
     assert 0 < kept.sum() < MASK.sum()
     np.testing.assert_allclose(weights, np.where(kept, ratio, 0), rtol=1e-5)
@@ -46,7 +48,7 @@ def test_weights_are_ratios_capped_or_cut_off(level, ratio):
 def test_a_sequence_with_a_vetoed_token_has_no_weight() -> None:
     lowest = np.where(MASK, np.exp(RHO), np.inf).min(1)
     bound = float(np.median(lowest[np.isfinite(lowest)]))  # about half of the sequences have a token below it
-    weights, metrics = Correction(ratio_max=1.2, veto=bound).weights(jax_log_ratios(), VIEW.learned)
+    weights, metrics = Correction(ratio_max=1.2, veto=bound).weights(jax_log_ratios(), SEQUENCES.learned)
     kept = MASK & (lowest >= bound)[:, None]
     assert 0 < kept.sum() < MASK.sum()
     np.testing.assert_allclose(weights, np.where(kept, np.minimum(np.exp(RHO), 1.2), 0), rtol=1e-5)
@@ -56,7 +58,7 @@ def test_a_sequence_with_a_vetoed_token_has_no_weight() -> None:
 
 
 def test_normalised_weights_have_mean_one():
-    weights, _ = Correction(normalize=True).weights(jax_log_ratios(), VIEW.learned)
+    weights, _ = Correction(normalize=True).weights(jax_log_ratios(), SEQUENCES.learned)
     np.testing.assert_allclose(np.asarray(weights)[MASK].mean(), 1.0, rtol=1e-5)
 
 
@@ -86,25 +88,25 @@ def test_rejection_keeps_what_is_within_its_bounds(statistic, level):
         expected = MASK & (value <= limit)
         rejection = Rejection(statistic=statistic, level=level, divergence_max=float(limit))
     assert 0 < expected.sum() < MASK.sum()
-    np.testing.assert_array_equal(rejection.keep(jax_log_ratios(), VIEW.learned), expected)
+    np.testing.assert_array_equal(rejection.keep(jax_log_ratios(), SEQUENCES.learned), expected)
 
 
 def test_rejected_tokens_leave_the_loss_and_are_counted():
     rejections = (Rejection(ratio_max=1.5, ratio_min=0.0), Rejection(statistic="k2", divergence_max=0.1))
-    credit = GRPO(rejections=rejections).advantages(VIEW)
+    assigned = GRPO(rejections=rejections).advantages(SEQUENCES)
     expected = MASK & (np.exp(RHO) <= 1.5) & (RHO**2 / 2 <= 0.1)
-    np.testing.assert_array_equal(credit.loss_mask, expected)
+    np.testing.assert_array_equal(assigned.loss_mask, expected)
     rejected = 1 - expected.sum() / MASK.sum()
-    np.testing.assert_allclose(credit.metrics["correction/rejected_fraction"], rejected, rtol=1e-5)
+    np.testing.assert_allclose(assigned.metrics["correction/rejected_fraction"], rejected, rtol=1e-5)
 
 
 def test_without_a_correction_all_weights_are_one():
-    assert GRPO(correction=None).advantages(VIEW).weights is None
+    assert GRPO(correction=None).advantages(SEQUENCES).weights is None
 
 
 def test_equal_policies_have_weight_one():
-    credit = GRPO().advantages(replace(VIEW, sampler_logprobs=VIEW.old_logprobs))
-    np.testing.assert_array_equal(credit.weights, MASK.astype(np.float32))
+    assigned = GRPO().advantages(replace(SEQUENCES, sampler_logprobs=SEQUENCES.old_logprobs))
+    np.testing.assert_array_equal(assigned.weights, MASK.astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_outputs, make_view, value_and_gradient
+from algorithm_cases import make_batch, make_outputs, make_sequences, value_and_gradient
 
 from jaxrl_llm.algorithms.pair_classifier import PairClassifier
 from jaxrl_llm.data.pipeline import Encoder
@@ -20,12 +20,12 @@ TOKENIZER = CharTokenizer(alphabet="abcdefgh")
 
 
 def test_the_loss_is_the_weighted_cross_entropy_at_the_last_token() -> None:
-    sequences = make_view(0, sizes=(1, 1, 1, 1))
+    sequences = make_sequences(0, sizes=(1, 1, 1, 1))
     side = jnp.asarray([1, -1, -1, -1, 0], jnp.int32)
     sequences = replace(sequences, side=side, valid=jnp.asarray([True, True, True, False, False]))
     algorithm = PairClassifier(similar_share=0.25)
-    credit = algorithm.advantages(sequences)
-    batch, outputs = make_batch(sequences, credit, 1.0), make_outputs(sequences)
+    assigned = algorithm.advantages(sequences)
+    batch, outputs = make_batch(sequences, assigned, 1.0), make_outputs(sequences)
     loss, gradient = value_and_gradient(algorithm, outputs, batch)
     last = [int(np.flatnonzero(m).max()) for m in np.asarray(sequences.mask)[:3]]
     v = np.array([float(outputs["reward_model"]["value"][i, t]) for i, t in enumerate(last)])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import TOKENS, make_batch, make_outputs, make_view, value_and_gradient
+from algorithm_cases import TOKENS, make_batch, make_outputs, make_sequences, value_and_gradient
 
 from jaxrl_llm.algorithms.gdpo import GDPO
 from jaxrl_llm.algorithms.grpo import GRPO
@@ -33,17 +33,17 @@ def test_responses_that_were_cut_off_leave_the_loss_and_stay_in_the_statistics()
 
 def test_an_answer_that_ends_at_the_limit_is_learned_from_and_one_that_is_cut_there_is_not():
     truncated = np.array([True, False, False, True, False, True] + [False] * 10)
-    sequences = make_view(1, truncated=jnp.asarray(truncated))
+    sequences = make_sequences(1, truncated=jnp.asarray(truncated))
     length = np.asarray(sequences.mask).sum(1)
     at_limit = length == TOKENS
     assert (at_limit & truncated).any() and (at_limit & ~truncated).any() and (~at_limit & truncated).any()
-    credit, plain = (GRPO(overlong=o).advantages(sequences) for o in (Overlong(how="mask", max_length=TOKENS), None))
-    np.testing.assert_array_equal(credit.advantages, plain.advantages)
-    np.testing.assert_array_equal(credit.loss_mask, np.asarray(sequences.learned) & ~truncated[:, None])
+    assigned, plain = (GRPO(overlong=o).advantages(sequences) for o in (Overlong(how="mask", max_length=TOKENS), None))
+    np.testing.assert_array_equal(assigned.advantages, plain.advantages)
+    np.testing.assert_array_equal(assigned.loss_mask, np.asarray(sequences.learned) & ~truncated[:, None])
 
 
 def test_the_penalty_is_part_of_the_reward():
-    sequences = make_view(1)
+    sequences = make_sequences(1)
     overlong = Overlong(max_length=6, buffer=0.5)
     penalised = GRPO(overlong=overlong).advantages(sequences)
     length = np.asarray(sequences.mask).sum(1)
@@ -55,7 +55,7 @@ def test_the_penalty_is_part_of_the_reward():
 
 
 def test_gdpo_takes_the_penalty_as_a_part_of_its_own():
-    sequences = make_view(1)
+    sequences = make_sequences(1)
     overlong = Overlong(max_length=6, buffer=0.5)
     parts = {**sequences.parts, "overlong": overlong.penalty(sequences.mask)}
     expected = GDPO().advantages(replace(sequences, parts=parts))
@@ -63,14 +63,14 @@ def test_gdpo_takes_the_penalty_as_a_part_of_its_own():
 
 
 def test_only_tokens_of_high_entropy_get_an_advantage():
-    sequences = make_view(1)
+    sequences = make_sequences(1)
     algorithm = GRPO(entropy_share=0.2, correction=None)
-    credit, plain = algorithm.advantages(sequences), GRPO().advantages(sequences)
+    assigned, plain = algorithm.advantages(sequences), GRPO().advantages(sequences)
     mask, entropy = np.asarray(sequences.learned), np.asarray(sequences.entropy)
     threshold = np.sort(entropy[mask])[::-1][int(0.2 * mask.sum()) - 1]
-    np.testing.assert_array_equal(credit.advantages, np.where(mask & (entropy >= threshold), plain.advantages, 0))
-    np.testing.assert_array_equal(credit.loss_mask, mask)
-    _, gradient = value_and_gradient(algorithm, make_outputs(sequences), make_batch(sequences, credit, 1.0))
+    np.testing.assert_array_equal(assigned.advantages, np.where(mask & (entropy >= threshold), plain.advantages, 0))
+    np.testing.assert_array_equal(assigned.loss_mask, mask)
+    _, gradient = value_and_gradient(algorithm, make_outputs(sequences), make_batch(sequences, assigned, 1.0))
     assert not gradient[mask & (entropy < threshold)].any()
     assert algorithm.needs == {"entropy"}
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_outputs, make_view, numeric_gradient, value_and_gradient
+from algorithm_cases import make_batch, make_outputs, make_sequences, numeric_gradient, value_and_gradient
 
 from jaxrl_llm.algorithms.apo import APO
 from jaxrl_llm.algorithms.bco import BCO
@@ -103,10 +103,10 @@ def sums(sequences, logprob):
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_follow_the_definition(name):
     algorithm, rule = CASES[name]
-    sequences = make_view(3, pairs=True)
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    batch = make_batch(sequences, credit, 1.0)
-    mask = np.asarray(credit.loss_mask)
+    sequences = make_sequences(3, pairs=True)
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    batch = make_batch(sequences, assigned, 1.0)
+    mask = np.asarray(assigned.loss_mask)
 
     def expected(logprob):
         p, r, n = sums(sequences, logprob)
@@ -120,14 +120,14 @@ def test_loss_and_gradient_follow_the_definition(name):
 
 
 def test_bco_shifts_the_rewards_by_their_mean_before_the_update():
-    sequences = make_view(3, pairs=True)
+    sequences = make_sequences(3, pairs=True)
     algorithm = BCO(beta=0.5)
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    mask = np.asarray(credit.loss_mask)
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    mask = np.asarray(assigned.loss_mask)
     before, ref, _ = sums(sequences, np.asarray(sequences.old_logprobs, np.float64))
     delta = 0.5 * (before - ref)[:8].mean()
     assert abs(delta) > 1e-3
-    np.testing.assert_allclose(credit.metrics["bco/delta"], delta, rtol=1e-4)
+    np.testing.assert_allclose(assigned.metrics["bco/delta"], delta, rtol=1e-4)
 
     def expected(logprob):
         p, r, _ = sums(sequences, logprob)
@@ -135,17 +135,17 @@ def test_bco_shifts_the_rewards_by_their_mean_before_the_update():
         return -np.mean(np.log(sigmoid(logit[0::2])) + np.log(1 - sigmoid(logit[1::2])))
 
     logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(value, expected(logprob), rtol=1e-5)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("wins", ["greater", "bradley-terry"])
 def test_sppo_regresses_each_samples_log_ratio_to_how_often_it_wins(wins):
-    sequences = make_view(3)
+    sequences = make_sequences(3)
     algorithm = SPPO(beta=0.5, wins=wins)
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    mask, reward, group = (np.asarray(x) for x in (credit.loss_mask, sequences.reward, sequences.group))
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    mask, reward, group = (np.asarray(x) for x in (assigned.loss_mask, sequences.reward, sequences.group))
     won = np.zeros(15)
     for i in range(15):
         mine = reward[:15][group[:15] == group[i]].astype(np.float64)
@@ -158,36 +158,36 @@ def test_sppo_regresses_each_samples_log_ratio_to_how_often_it_wins(wins):
         return np.mean(((p - r)[:15] - (won - 0.5) / 0.5) ** 2)
 
     logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(value, expected(logprob), rtol=1e-5)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
 def test_discopop_is_finite_where_the_exponential_alone_is_not():
-    sequences = make_view(3, pairs=True)
+    sequences = make_sequences(3, pairs=True)
     algorithm = DiscoPOP(beta=100.0)
-    credit = algorithm.advantages(sequences)
-    value, gradient = value_and_gradient(algorithm, make_outputs(sequences), make_batch(sequences, credit, 1.0))
+    assigned = algorithm.advantages(sequences)
+    value, gradient = value_and_gradient(algorithm, make_outputs(sequences), make_batch(sequences, assigned, 1.0))
     assert np.isfinite(value) and np.isfinite(gradient).all()
 
 
 def test_kto_counts_a_prompt_once_however_many_answers_it_has():
-    view = make_view(3, sizes=(4, 3, 2))
+    plain = make_sequences(3, sizes=(4, 3, 2))
     side = jnp.asarray([1, -1, -1, -1, 1, 1, -1, -1, 1, 0], jnp.int32)
-    sequences, algorithm = replace(view, side=side), KTO(answers_of="policy")
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    sequences, algorithm = replace(plain, side=side), KTO(answers_of="policy")
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
     p, r, _ = sums(sequences, np.asarray(outputs["policy"]["logprob"], np.float64))
     h, at = p - r, lambda i, js: np.mean([h[i] > h[j] for j in js])
     want = at(0, (1, 2, 3)) + (at(4, (6,)) + at(5, (6,))) / 2 + at(8, (7,))
-    _, metrics = algorithm.loss(outputs, make_batch(sequences, credit, 1.0))
+    _, metrics = algorithm.loss(outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(metrics["pairs/accuracy"][0], want, rtol=1e-6)
 
 
 def test_the_accuracy_is_the_share_of_pairs_in_the_right_order():
-    sequences = make_view(3, pairs=True)
+    sequences = make_sequences(3, pairs=True)
     algorithm = DPO()
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    _, metrics = algorithm.loss(outputs, make_batch(sequences, credit, 1.0))
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    _, metrics = algorithm.loss(outputs, make_batch(sequences, assigned, 1.0))
     p, r, _ = sums(sequences, np.asarray(outputs["policy"]["logprob"], np.float64))
     margins = 0.1 * ((p - r)[0:8:2] - (p - r)[1:8:2])
     assert 0 < (margins > 0).sum() < 4
@@ -196,37 +196,37 @@ def test_the_accuracy_is_the_share_of_pairs_in_the_right_order():
 
 
 def test_a_pair_that_lacks_an_answer_is_left_out_whole():
-    sequences = make_view(3, pairs=True)
+    sequences = make_sequences(3, pairs=True)
     sequences = replace(sequences, valid=sequences.valid.at[3].set(False))
-    credit = DPO().advantages(sequences)
-    assert np.asarray(credit.loss_mask).any(1).nonzero()[0].tolist() == [0, 1, 4, 5, 6, 7]
-    assert float(credit.metrics["pairs/incomplete"]) == 1
+    assigned = DPO().advantages(sequences)
+    assert np.asarray(assigned.loss_mask).any(1).nonzero()[0].tolist() == [0, 1, 4, 5, 6, 7]
+    assert float(assigned.metrics["pairs/incomplete"]) == 1
 
 
 def test_kto_values_each_answer_against_the_mean_log_ratio():
-    sequences = make_view(3, pairs=True)
+    sequences = make_sequences(3, pairs=True)
     sequences = replace(sequences, old_logprobs=sequences.ref_logprobs + 0.2)
     algorithm = KTO(beta=0.5, desirable=1.5, undesirable=0.5)
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    mask, side = np.asarray(credit.loss_mask), np.asarray(sequences.side)
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    mask, side = np.asarray(assigned.loss_mask), np.asarray(sequences.side)
     point = 0.2 * np.asarray(sequences.mask).sum(1)[:8].mean()
-    np.testing.assert_allclose(credit.metrics["kto/point"], point, rtol=1e-4)
+    np.testing.assert_allclose(assigned.metrics["kto/point"], point, rtol=1e-4)
 
     def expected(logprob):
         p, r, _ = sums(sequences, logprob)
-        gain = (side * (p - r - float(credit.metrics["kto/point"])))[:8]
+        gain = (side * (p - r - float(assigned.metrics["kto/point"])))[:8]
         return np.mean(np.where(side[:8] > 0, 1.5, 0.5) * (1 - 1 / (1 + np.exp(-0.5 * gain))))
 
     logprob = np.asarray(outputs["policy"]["logprob"], np.float64)
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(value, expected(logprob), rtol=1e-5)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, logprob, mask), rtol=1e-4, atol=1e-6)
 
 
 def test_the_point_of_reference_is_not_negative():
-    sequences = make_view(3, pairs=True)
-    credit = KTO().advantages(replace(sequences, old_logprobs=sequences.ref_logprobs - jnp.float32(0.2)))
-    assert float(credit.metrics["kto/point"]) == 0
+    sequences = make_sequences(3, pairs=True)
+    assigned = KTO().advantages(replace(sequences, old_logprobs=sequences.ref_logprobs - jnp.float32(0.2)))
+    assert float(assigned.metrics["kto/point"]) == 0
 
 
 def test_reference_policies_are_asked_for_where_the_loss_has_one():

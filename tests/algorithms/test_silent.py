@@ -26,23 +26,23 @@ def concrete(cls):
 
 def silent_case(algorithm):
     """(batch of all sequences, batch of those that speak, their rows, outputs) where two of five groups have no advantage."""
-    view = cases.make_view()
+    sequences = cases.make_sequences()
     if "greedy" in algorithm.needs:
-        first = np.diff(np.asarray(view.group), prepend=-1) > 0
-        view = cases.make_view(greedy=cases.jnp.asarray(first))
-    credit = algorithm.advantages(view)
-    quiet = np.isin(np.asarray(view.group), (1, 3))
-    credit = cases.Advantages(**{**credit.__dict__, "advantages": np.where(quiet[:, None], 0, credit.advantages)})
-    assert np.asarray(credit.loss_mask)[quiet].any()
-    np.testing.assert_array_equal(np.asarray(credit.silent)[quiet], True)
-    kept = np.flatnonzero(~np.asarray(credit.silent))
-    whole = cases.make_batch(view, credit, algorithm.constant)
-    part = cases.make_batch(view, credit, algorithm.constant, [[int(i)] for i in kept])
-    return whole, part, kept, cases.make_outputs(view)
+        first = np.diff(np.asarray(sequences.group), prepend=-1) > 0
+        sequences = cases.make_sequences(greedy=cases.jnp.asarray(first))
+    assigned = algorithm.advantages(sequences)
+    quiet = np.isin(np.asarray(sequences.group), (1, 3))
+    assigned = cases.Advantages(**{**assigned.__dict__, "advantages": np.where(quiet[:, None], 0, assigned.advantages)})
+    assert np.asarray(assigned.loss_mask)[quiet].any()
+    np.testing.assert_array_equal(np.asarray(assigned.silent)[quiet], True)
+    kept = np.flatnonzero(~np.asarray(assigned.silent))
+    whole = cases.make_batch(sequences, assigned, algorithm.constant)
+    part = cases.make_batch(sequences, assigned, algorithm.constant, [[int(i)] for i in kept])
+    return whole, part, kept, cases.make_outputs(sequences)
 
 
 def rows_of(outputs, rows):
-    return {model: {n: x[rows] for n, x in streams.items()} for model, streams in outputs.items()}
+    return {model: {n: x[rows] for n, x in stats.items()} for model, stats in outputs.items()}
 
 
 ALL = sorted(concrete(PolicyGradient), key=lambda cls: cls.__name__)

@@ -45,10 +45,10 @@ def forward(params: Mapping[str, Any], batch: MicroBatch) -> dict[str, dict[str,
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Given(Learner):
-    """A learner whose parameters are the streams themselves."""
+    """A learner whose parameters are the stats themselves."""
 
     def _read(self, params: Mapping[str, Any], batch: MicroBatch, *_: Any) -> Any:
-        return {model: dict(streams) for model, streams in params.items()}, None
+        return {model: dict(stats) for model, stats in params.items()}, None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,9 +136,9 @@ def sequences_of(name: str) -> Any:
     algorithm, step = build(name), make_step(*step_of(name))
     random, shape = np.random.default_rng(2), (step.capacity, RESPONSE)
     around = lambda mean, spread: random.normal(mean, spread, shape).astype(np.float32)  # noqa: E731
-    streams = {n: around(-2.4, 0.5) for n in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
-    streams |= {"entropy": around(2, 0.1), "values": around(0, 1), "sum_p2": around(0.3, 0.01)}
-    return step, step.sequences(streams, algorithm.controls, GROUPS)
+    stats = {n: around(-2.4, 0.5) for n in ("old_logprobs", "ref_logprobs", "teacher_logprobs")}
+    stats |= {"entropy": around(2, 0.1), "values": around(0, 1), "sum_p2": around(0.3, 0.01)}
+    return step, step.sequences(stats, algorithm.controls, GROUPS)
 
 
 @cache
@@ -155,11 +155,11 @@ def compiled() -> Any:
     def all_gradients(params: Any, batches: dict[str, MicroBatch]) -> Any:
         found = {}
         for alike in STEPS.values():  # one step, and one pass through the models forwards and backwards
-            streams, back = jax.vjp(lambda p: forward(p, batches[alike[0]]), params)  # noqa: B023  # used at once
-            none = jax.tree.map(jnp.zeros_like, streams)
+            stats, back = jax.vjp(lambda p: forward(p, batches[alike[0]]), params)  # noqa: B023  # used at once
+            none = jax.tree.map(jnp.zeros_like, stats)
             metrics, by_stream = {}, []
             for name in alike:
-                gradient, metrics[name] = learner(name)._gradient(streams, batches[name], {}, (0, 0))
+                gradient, metrics[name] = learner(name)._gradient(stats, batches[name], {}, (0, 0))
                 by_stream.append({**none, **gradient})
             (by_parameter,) = jax.vmap(back)(jax.tree.map(lambda *x: jnp.stack(x), *by_stream))
             for i, name in enumerate(alike):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_outputs, make_view, numeric_gradient, value_and_gradient
+from algorithm_cases import make_batch, make_outputs, make_sequences, numeric_gradient, value_and_gradient
 
 from jaxrl_llm.algorithms.cispo import CISPO
 from jaxrl_llm.algorithms.clip_cov import ClipCov
@@ -22,18 +22,18 @@ from jaxrl_llm.algorithms.sapo import SAPO
 from jaxrl_llm.algorithms.vespo import VESPO
 
 
-class Streams:
-    """The streams of a case in float64, 0 outside the mask; `at` is where stopped gradients stand still."""
+class Stats:
+    """The stats of a case in float64, 0 outside the mask; `at` is where stopped gradients stand still."""
 
-    def __init__(self, sequences, credit, outputs):
-        self.mask = np.asarray(credit.loss_mask)
+    def __init__(self, sequences, assigned, outputs):
+        self.mask = np.asarray(assigned.loss_mask)
         clean = lambda x: np.where(self.mask, np.asarray(x, np.float64), 0)  # noqa: E731
         self.a, self.old, self.at = (
-            clean(credit.advantages),
+            clean(assigned.advantages),
             clean(sequences.old_logprobs),
             clean(outputs["policy"]["logprob"]),
         )
-        self.w = 1.0 if credit.weights is None else clean(credit.weights)
+        self.w = 1.0 if assigned.weights is None else clean(assigned.weights)
         self.length = self.mask.sum(1, keepdims=True)
 
     def mean(self, x):
@@ -118,10 +118,10 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradient_follow_the_definition(name):
     algorithm, rule = CASES[name]
-    sequences = make_view(11)
-    credit = algorithm.advantages(sequences)
+    sequences = make_sequences(11)
+    assigned = algorithm.advantages(sequences)
     outputs = make_outputs(sequences)
-    s = Streams(sequences, credit, outputs)
+    s = Stats(sequences, assigned, outputs)
 
     def expected(new):
         losses = np.where(s.mask, s.w * rule(s, np.where(s.mask, new, 0)), 0)
@@ -129,7 +129,7 @@ def test_loss_and_gradient_follow_the_definition(name):
             return (losses.sum(1) / np.maximum(s.length[:, 0], 1)).sum() / s.mask.any(1).sum()
         return losses.sum() / (s.mask.any(1) if algorithm.aggregation == "seq-mean-token-sum" else s.mask).sum()
 
-    batch = make_batch(sequences, credit, algorithm.constant)
+    batch = make_batch(sequences, assigned, algorithm.constant)
 
     def policy_term(logprob):
         terms, _ = algorithm.loss({**outputs, "policy": {**outputs["policy"], "logprob": logprob}}, batch)
@@ -142,30 +142,30 @@ def test_loss_and_gradient_follow_the_definition(name):
 
 
 def test_the_bounds_of_the_cases_bind_on_some_tokens_and_not_on_others():
-    sequences = make_view(11)
+    sequences = make_sequences(11)
     for name in ("gspo", "cispo", "cispo with both bounds", "gmpo", "dppo_tv", "dppo_kl", "ppo"):
         algorithm, _ = CASES[name]
-        credit = algorithm.advantages(sequences)
-        _, metrics = algorithm.loss(make_outputs(sequences), make_batch(sequences, credit, 1.0))
-        assert 0 < float(metrics["ratio/clip_fraction"][0]) < int(np.asarray(credit.loss_mask).sum()), name
+        assigned = algorithm.advantages(sequences)
+        _, metrics = algorithm.loss(make_outputs(sequences), make_batch(sequences, assigned, 1.0))
+        assert 0 < float(metrics["ratio/clip_fraction"][0]) < int(np.asarray(assigned.loss_mask).sum()), name
 
 
 def test_vespo_keeps_a_sequences_ratio_within_its_bounds():
-    sequences = make_view(11)
+    sequences = make_sequences(11)
     algorithm = VESPO()
-    credit = algorithm.advantages(sequences)
+    assigned = algorithm.advantages(sequences)
     for distance in (-30.0, 30.0):
         outputs = {"policy": {"logprob": sequences.old_logprobs + distance}}
-        value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+        value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
         assert np.isfinite(value) and np.abs(gradient).max() < 1e-12  # the weight of such a sequence is 0
 
 
 def test_the_divergence_times_the_ratio_is_that_of_the_policy_now():
-    sequences = make_view(11)
+    sequences = make_sequences(11)
     algorithm = GRPO(kl_coef=0.5, kl_by_ratio=True)
-    credit, outputs = algorithm.advantages(sequences), make_outputs(sequences)
-    s, mask = Streams(sequences, credit, outputs), np.asarray(credit.loss_mask)
-    ref, batch = np.where(mask, np.asarray(sequences.ref_logprobs, np.float64), 0), make_batch(sequences, credit, 1.0)
+    assigned, outputs = algorithm.advantages(sequences), make_outputs(sequences)
+    s, mask = Stats(sequences, assigned, outputs), np.asarray(assigned.loss_mask)
+    ref, batch = np.where(mask, np.asarray(sequences.ref_logprobs, np.float64), 0), make_batch(sequences, assigned, 1.0)
 
     def expected(new):
         k3 = np.exp(ref - new) - (ref - new) - 1
@@ -186,13 +186,13 @@ def test_the_divergence_times_the_ratio_is_that_of_the_policy_now():
 
 @pytest.mark.parametrize("limit", [0.1, None])
 def test_the_critic_learns_the_returns_within_its_limit(limit):
-    sequences = make_view(11)
+    sequences = make_sequences(11)
     algorithm = PPO(value_clip=limit, value_coef=0.5)
-    credit = algorithm.advantages(sequences)
-    outputs, batch, mask = make_outputs(sequences), make_batch(sequences, credit, 1.0), np.asarray(credit.loss_mask)
+    assigned = algorithm.advantages(sequences)
+    outputs, batch, mask = make_outputs(sequences), make_batch(sequences, assigned, 1.0), np.asarray(assigned.loss_mask)
     v, old, r = (
         np.where(mask, np.asarray(x, np.float64), 0)
-        for x in (outputs["critic"]["value"], sequences.values, credit.returns)
+        for x in (outputs["critic"]["value"], sequences.values, assigned.returns)
     )
 
     def expected(v):
@@ -209,65 +209,65 @@ def test_the_critic_learns_the_returns_within_its_limit(limit):
     np.testing.assert_allclose(gradient, numeric_gradient(expected, v, mask), rtol=1e-4, atol=1e-6)
 
 
-def covariances(sequences, credit):
-    mask = np.asarray(credit.loss_mask)
-    a, p = np.asarray(credit.advantages, np.float64), np.asarray(sequences.old_logprobs, np.float64)
+def covariances(sequences, assigned):
+    mask = np.asarray(assigned.loss_mask)
+    a, p = np.asarray(assigned.advantages, np.float64), np.asarray(sequences.old_logprobs, np.float64)
     return mask, np.where(mask, (a - a[mask].mean()) * (p - p[mask].mean()), -np.inf)
 
 
 def test_kl_cov_holds_back_the_tokens_of_highest_covariance():
-    sequences = make_view(12)
+    sequences = make_sequences(12)
     algorithm = KLCov(share=0.1, coef=0.7, correction=None)
-    credit = algorithm.advantages(sequences)
-    mask, cov = covariances(sequences, credit)
+    assigned = algorithm.advantages(sequences)
+    mask, cov = covariances(sequences, assigned)
     count = int(0.1 * mask.sum())
     held = cov >= np.sort(cov.ravel())[::-1][count - 1]
-    np.testing.assert_array_equal(credit.aux["held"], held)
+    np.testing.assert_array_equal(assigned.aux["held"], held)
     outputs = make_outputs(sequences)
-    s = Streams(sequences, credit, outputs)
+    s = Stats(sequences, assigned, outputs)
 
     def expected(new):
         losses = -s.a * np.exp(new - s.old) + 0.7 * held * np.abs(new - s.old)
         return losses[mask].sum() / mask.sum()
 
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(value, expected(s.at), rtol=1e-5)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, s.at, mask), rtol=1e-4, atol=1e-6)
 
 
 def test_at_least_one_token_is_held_back():
-    credit = KLCov(share=1e-6).advantages(make_view(12))
-    assert int(credit.aux["held"].sum()) == 1
+    assigned = KLCov(share=1e-6).advantages(make_sequences(12))
+    assert int(assigned.aux["held"].sum()) == 1
 
 
 def test_clip_cov_leaves_out_a_share_of_the_tokens_of_high_covariance():
-    sequences = make_view(12)
+    sequences = make_sequences(12)
     algorithm = ClipCov(share=0.1, covariance_min=0.2, covariance_max=1.0, correction=None)
-    credit = algorithm.advantages(sequences)
-    mask, cov = covariances(sequences, credit)
+    assigned = algorithm.advantages(sequences)
+    mask, cov = covariances(sequences, assigned)
     eligible = (cov > 0.2) & (cov < 1.0)
-    left_out = np.asarray(credit.aux["left_out"])
+    left_out = np.asarray(assigned.aux["left_out"])
     assert eligible.sum() > left_out.sum() == int(0.1 * mask.sum())
     assert not (left_out & ~eligible).any()
     outputs = make_outputs(sequences)
-    s = Streams(sequences, credit, outputs)
+    s = Stats(sequences, assigned, outputs)
     clipped = clip(s, s.at) > -s.a * np.exp(s.at - s.old)
 
     def expected(new):
         return np.where(left_out & ~clipped, 0, clip(s, new))[mask].sum() / mask.sum()
 
-    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, credit, 1.0))
+    value, gradient = value_and_gradient(algorithm, outputs, make_batch(sequences, assigned, 1.0))
     np.testing.assert_allclose(value, expected(s.at), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, numeric_gradient(expected, s.at, mask), rtol=1e-4, atol=1e-6)
 
 
 def test_the_draw_of_clip_cov_is_the_same_for_the_same_batch_and_another_for_another():
-    sequences = make_view(12)
+    sequences = make_sequences(12)
     algorithm = ClipCov(share=0.1, covariance_min=-5.0, covariance_max=5.0)
     first, again = (np.asarray(algorithm.advantages(sequences).aux["left_out"]) for _ in range(2))
     np.testing.assert_array_equal(first, again)
     noise = jnp.asarray(np.random.default_rng(0).normal(0, 1e-3, sequences.mask.shape), jnp.float32)
-    other = make_view(12, old_logprobs=sequences.old_logprobs + noise)
+    other = make_sequences(12, old_logprobs=sequences.old_logprobs + noise)
     assert (first != np.asarray(algorithm.advantages(other).aux["left_out"])).any()
 
 

@@ -33,8 +33,11 @@ def main() -> int:
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # PyTorch's threads wait for each other, half a minute on a busy machine
-    sys.path[:0] = [str(TESTS.parent), *(str(TESTS / name) for name in ("", "chaos", "samplers", "rewards", "eval"))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:6])
+    sys.path[:0] = [
+        str(TESTS.parent),
+        *(str(TESTS / name) for name in ("", "chaos", "samplers", "publication", "rewards", "eval")),
+    ]
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:7])
     logging.disable(logging.CRITICAL)
     import jax  # noqa: F401  it is imported before anything that looks for it
     from all_faults import FAULTS

@@ -101,7 +101,7 @@ def struck(trial: Trial, break_it: Callable[[FakeVllm, random.Random], Awaitable
                 watch = Stopwatch()
                 await mend(broken)
                 assert client._fleet is not None
-                serving = client._fleet.turns.serving
+                serving = client._fleet.balancer.serving
                 await until(lambda serving=serving: len(serving()) == SERVERS)
                 row.recovered_s.append(watch.seconds)
             found = client.metrics()
@@ -171,7 +171,7 @@ def mislabelled(trial: Trial) -> Row:
                 await client.publish({}, version)
                 row.out += await sampled(client, rng)
                 assert client._fleet is not None
-                serving = client._fleet.turns.serving
+                serving = client._fleet.balancer.serving
                 await until(lambda serving=serving: len(serving()) == SERVERS)
                 batch = asyncio.create_task(sampled(client, rng))
                 if rng.random() < 0.7:

@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS / name) for name in ("", "chaos", "samplers", "rewards", "eval")]
+sys.path[:0] = [str(TESTS / name) for name in ("", "chaos", "samplers", "publication", "rewards", "eval")]

@@ -47,7 +47,7 @@ def build(groups: list[Group], **changes: int) -> Batch:
     return Batch.build(groups, PACKING, sources=["x", "y"], **sizes)
 
 
-def view_and_credit(batch: Batch, groups: int):
+def sequences_and_advantages(batch: Batch, groups: int):
     sequences = batch.sequences({}, {}, groups)
     return sequences, jax.device_get(SFT().advantages(jax.tree.map(np.asarray, sequences)))
 
@@ -77,9 +77,9 @@ def test_the_fields_of_the_view_written_out():
 
 
 def test_invalid_greedy_and_unchosen_tokens_and_padding_leave_statistics_and_loss():
-    sequences, credit = view_and_credit(build(three_groups()), groups=4)
+    sequences, assigned = sequences_and_advantages(build(three_groups()), groups=4)
     np.testing.assert_array_equal(sequences.counted, [1, 0, 1, 0, 0, 1, 0, 0])
-    np.testing.assert_array_equal(credit.loss_mask.sum(1), [2, 0, 2, 0, 0, 4, 0, 0])
+    np.testing.assert_array_equal(assigned.loss_mask.sum(1), [2, 0, 2, 0, 0, 4, 0, 0])
 
 
 def test_streams_that_were_not_scored_are_zeros_or_absent():
@@ -109,8 +109,8 @@ def test_a_mini_batch_is_a_set_of_whole_groups(minibatches, members):
 
 def test_counts_are_those_of_the_mini_batch_over_all_its_micro_batches():
     batch = build(three_groups(), minibatches=2)
-    sequences, credit = view_and_credit(batch, groups=3)
-    first, second = (filled(mini, sequences, credit, constant=10.0) for mini in batch.minibatches)
+    sequences, assigned = sequences_and_advantages(batch, groups=3)
+    first, second = (filled(mini, sequences, assigned, constant=10.0) for mini in batch.minibatches)
     assert [len(first), len(second)] == [2, 1]  # five sequences, four to a micro-batch
     for part in first:
         assert part.counts == {
@@ -138,19 +138,21 @@ def test_counts_are_those_of_the_mini_batch_over_all_its_micro_batches():
 def test_a_mini_batch_without_anything_to_learn_divides_by_one():
     group = make_group([make_rollout(make_prompt(source="x"), [1, 2])], {"main": [0]}, {"main": [False]})
     batch = build([group])
-    sequences, credit = view_and_credit(batch, groups=1)
-    (part,) = filled(batch.minibatches[0], sequences, credit, constant=10.0)
+    sequences, assigned = sequences_and_advantages(batch, groups=1)
+    (part,) = filled(batch.minibatches[0], sequences, assigned, constant=10.0)
     assert part.counts.pop("routed") == len(make_prompt().tokens) + 1  # the prompt and the first of two tokens are read
     assert set(part.counts.values()) == {1.0} and not part.mask.any()
 
 
 def test_packed_streams_follow_their_tokens():
     batch = build(three_groups(), minibatches=2)
-    sequences, credit = view_and_credit(batch, groups=3)
+    sequences, assigned = sequences_and_advantages(batch, groups=3)
     aux = np.arange(32, dtype=np.float32).reshape(8, 4)
-    credit = replace(credit, aux={"place": aux}, returns=-aux)
+    assigned = replace(assigned, aux={"place": aux}, returns=-aux)
     found = np.full((8, 4), NAN, np.float32)
-    for rows, part in zip(batch.rows, [b for mini in batch.minibatches for b in filled(mini, sequences, credit, 1.0)]):
+    for rows, part in zip(
+        batch.rows, [b for mini in batch.minibatches for b in filled(mini, sequences, assigned, 1.0)]
+    ):
         rows.gather(part.aux["place"], found)
         np.testing.assert_array_equal(part.returns, -part.aux["place"])
         assert part.mask.dtype == bool and part.aux["place"].dtype == np.float32 and part.weights is None

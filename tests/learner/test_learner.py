@@ -22,7 +22,7 @@ from learner_cases import (
     leaves,
     make_batch,
     make_learner,
-    make_streams,
+    make_stats,
     padded,
     split,
 )
@@ -61,22 +61,22 @@ def test_scores_are_those_of_the_full_softmax(grpo):
 
 
 def test_credit_is_the_group_relative_advantage_with_truncated_weights(grpo):
-    streams = make_streams()
+    stats = make_stats()
     sequences = make_batch().sequences(
-        {n: make_batch().tokenwise(list(streams[n])) for n in ("old_logprobs", "ref_logprobs")},
+        {n: make_batch().tokenwise(list(stats[n])) for n in ("old_logprobs", "ref_logprobs")},
         {"kl_coef": 0.1},
         GROUPS,
     )
-    credit = jax.device_get(grpo.advantages(sequences))
+    assigned = jax.device_get(grpo.advantages(sequences))
     advantage, counted = advantages_and_counted()
     mask = padded()["mask"] & counted[:, None]
-    np.testing.assert_array_equal(credit.loss_mask[:SEQUENCES], mask)
+    np.testing.assert_array_equal(assigned.loss_mask[:SEQUENCES], mask)
     np.testing.assert_allclose(
-        credit.advantages[:SEQUENCES], np.where(mask, advantage[:, None], 0), rtol=1e-5, atol=1e-6
+        assigned.advantages[:SEQUENCES], np.where(mask, advantage[:, None], 0), rtol=1e-5, atol=1e-6
     )
-    ratio = np.exp(streams["old_logprobs"].astype(float) - streams["sampler_logprobs"])
+    ratio = np.exp(stats["old_logprobs"].astype(float) - stats["sampler_logprobs"])
     np.testing.assert_allclose(
-        credit.weights[:SEQUENCES], np.where(mask, np.minimum(ratio, 2.0), 0), rtol=1e-5, atol=1e-6
+        assigned.weights[:SEQUENCES], np.where(mask, np.minimum(ratio, 2.0), 0), rtol=1e-5, atol=1e-6
     )
     assert (ratio[mask] > 2).any() and (ratio[mask] < 2).any()
 

@@ -107,10 +107,10 @@ def test_advantages_are_worked_out_a_share_of_the_sequences_on_each_device(mesh)
     rng, shape = np.random.default_rng(0), (48, 1024)
     number = lambda: rng.normal(-1, 0.3, shape).astype(np.float32)  # noqa: E731
     batch = replace(make_batch(), capacity=shape[0], response_tokens=shape[1])
-    streams = {name: number() for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")}
+    stats = {name: number() for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")}
     given = {"reward": rng.normal(size=48).astype(np.float32), "valid": np.ones(48, bool), "mask": number() > -1.2}
     given["group"] = np.repeat(np.arange(4, dtype=np.int32), 12)
-    sequences = replace(batch.sequences(streams, {"kl_coef": 0.1}, 4), **given, greedy=np.zeros(48, bool))
+    sequences = replace(batch.sequences(stats, {"kl_coef": 0.1}, 4), **given, greedy=np.zeros(48, bool))
     learner, alone = make_learner(GRPO_CASE, config, devices), make_learner(GRPO_CASE)
     found, want = learner.advantages(sequences), alone.advantages(sequences)
     for path, x in leaves(want).items():

@@ -21,7 +21,7 @@ from learner_cases import (
     host_params,
     make_batch,
     make_learner,
-    make_streams,
+    make_stats,
     padded,
 )
 
@@ -40,18 +40,18 @@ from jaxrl_llm.train.stage import Stage
 def test_the_gradient_is_that_of_old_log_probs_scored_before() -> None:
     """The reference knows the policy's log-probs in float64; the learner is given the sampler's in their place, and scores nothing."""
     learner = make_learner(replace(GRPO_CASE, correction=None), own_old=True, correction=Correction())
-    batch, given = make_batch(), make_streams()
-    streams = {n: batch.tokenwise(list(given[n])) for n in ("sampler_logprobs", "ref_logprobs")}
+    batch, given = make_batch(), make_stats()
+    stats = {n: batch.tokenwise(list(given[n])) for n in ("sampler_logprobs", "ref_logprobs")}
     sequences = batch.sequences(
-        {"old_logprobs": streams["sampler_logprobs"], "ref_logprobs": streams["ref_logprobs"]},
+        {"old_logprobs": stats["sampler_logprobs"], "ref_logprobs": stats["ref_logprobs"]},
         learner.algorithm.controls, GROUPS,
     )  # fmt: skip
-    credit = jax.device_get(learner.advantages(sequences))
-    (mini,) = batch.micro_batches(sequences, credit, learner.algorithm.constant, learner.partitioner)
+    assigned = jax.device_get(learner.advantages(sequences))
+    (mini,) = batch.micro_batches(sequences, assigned, learner.algorithm.constant, learner.partitioner)
     state, metrics = learner.update(fresh_state(learner), mini)
 
     own = {**given, "old_logprobs": expected_streams()[0]}
-    objective = partial(grpo_objective, streams={n: x.astype(np.float64) for n, x in own.items()})
+    objective = partial(grpo_objective, stats={n: x.astype(np.float64) for n, x in own.items()})
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), host_params())
         gradient = jax.tree.map(np.asarray, jax.jit(jax.grad(objective))(params))

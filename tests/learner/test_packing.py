@@ -1,4 +1,4 @@
-"""Packed rows hold every sequence once, within their limits, evenly and nearly full; streams find their places."""
+"""Packed rows hold every sequence once, within their limits, evenly and nearly full; token stats find their places."""
 
 import gzip
 import json
@@ -138,8 +138,8 @@ def test_the_arrays_of_a_micro_batch_written_out() -> None:
 
 
 def test_a_stream_stands_where_its_token_is_predicted() -> None:
-    stream = np.array([[10.0, 11, np.nan], [20, 21, 22], [np.nan] * 3])
-    assert example().scatter(stream).tolist() == [[20, 21, 22, 0, 0, 10, 11, 0], [0] * 8]
+    stats = np.array([[10.0, 11, np.nan], [20, 21, 22], [np.nan] * 3])
+    assert example().scatter(stats).tolist() == [[20, 21, 22, 0, 0, 10, 11, 0], [0] * 8]
 
 
 def test_gathering_undoes_scattering() -> None:
@@ -149,11 +149,11 @@ def test_gathering_undoes_scattering() -> None:
     lengths = [len(p) + len(r) - 1 for p, r in zip(prompts, responses)]
     packing = Packing(row_tokens=32, rows=2, sequences_per_row=4)
     there = np.arange(12) < np.array([len(r) for r in responses])[:, None]
-    stream = np.where(there, rng.normal(size=there.shape), 0.0)
-    found, places = np.zeros_like(stream), 0
+    stats = np.where(there, rng.normal(size=there.shape), 0.0)
+    found, places = np.zeros_like(stats), 0
     for placement in packing.place(lengths):
         rows = PackedRows.build(packing, placement, prompts, responses)
-        packed = rows.scatter(stream)
+        packed = rows.scatter(stats)
         places += int((rows.index_of >= 0).sum())
         rows.gather(packed, found)
         np.testing.assert_array_equal(packed[rows.index_of < 0], 0.0)
@@ -163,7 +163,7 @@ def test_gathering_undoes_scattering() -> None:
             rows.targets[here], [responses[i][t] for i, t in zip(rows.row_of[here], rows.index_of[here])]
         )
     assert places == there.sum()
-    np.testing.assert_array_equal(found, stream)
+    np.testing.assert_array_equal(found, stats)
 
 
 def costs(placement: Placement, lengths: Sequence[int]) -> list[float]:

@@ -16,7 +16,7 @@ from learner_cases import (
     leaves,
     make_learner,
     make_rollouts,
-    make_streams,
+    make_stats,
 )
 
 from jaxrl_llm.algorithms.grpo import GRPO
@@ -32,7 +32,7 @@ def learner():
 
 def step(equal, minibatches):
     """(batch, sequences) of a step whose groups named in `equal` have one reward for all."""
-    rng, sampler = np.random.default_rng(5), make_streams()["sampler_logprobs"]
+    rng, sampler = np.random.default_rng(5), make_stats()["sampler_logprobs"]
     rollouts = [replace(r, sampler_logprobs=x[: len(r.tokens)]) for r, x in zip(make_rollouts(), sampler)]
     groups = []
     for g in range(GROUPS):
@@ -42,14 +42,14 @@ def step(equal, minibatches):
     batch = Batch.build(
         groups, PACKING, minibatches=minibatches, sources=["s"], response_tokens=RESPONSE, capacity=GROUPS * MEMBERS + 2
     )
-    streams = {"old_logprobs": batch.tokenwise(list(make_streams()["old_logprobs"]))}
-    return batch, batch.sequences(streams, {}, GROUPS)
+    stats = {"old_logprobs": batch.tokenwise(list(make_stats()["old_logprobs"]))}
+    return batch, batch.sequences(stats, {}, GROUPS)
 
 
-def updated(learner, batch, sequences, credit):
+def updated(learner, batch, sequences, assigned):
     """(parameters, first moments, metrics of each update) after the minibatches in turn."""
     state, found = fresh_state(learner), []
-    for mini in batch.micro_batches(sequences, credit, ALGORITHM.constant, learner.partitioner):
+    for mini in batch.micro_batches(sequences, assigned, ALGORITHM.constant, learner.partitioner):
         state, metrics = learner.update(state, mini)
         found.append(jax.device_get(metrics))
     return leaves(state.policy), leaves(state.moments), found
@@ -58,13 +58,13 @@ def updated(learner, batch, sequences, credit):
 @pytest.mark.parametrize(("equal", "minibatches"), [((1, 3), 1), ((1, 3), 2), ((0, 1), 2)])
 def test_updates_are_those_of_all_sequences(learner, equal, minibatches):
     batch, sequences = step(equal, minibatches)
-    credit = jax.device_get(learner.advantages(sequences))
-    fewer = batch.without(PACKING, credit.silent)
+    assigned = jax.device_get(learner.advantages(sequences))
+    fewer = batch.without(PACKING, assigned.silent)
     numbers = lambda b: sorted(i for rows in b.rows for i in rows.members.tolist() if i >= 0)  # noqa: E731
-    learned = np.flatnonzero((credit.loss_mask & (credit.advantages != 0)).any(1)).tolist()
+    learned = np.flatnonzero((assigned.loss_mask & (assigned.advantages != 0)).any(1)).tolist()
     alone = [0] if equal == (0, 1) else []  # the first minibatch has nothing else
     assert numbers(batch) == list(range(GROUPS * MEMBERS)) and numbers(fewer) == sorted({*learned, *alone})
-    whole, part = (updated(learner, b, sequences, credit) for b in (batch, fewer))
+    whole, part = (updated(learner, b, sequences, assigned) for b in (batch, fewer))
     assert_gradients_agree(part[0], whole[0], 1e-6)
     assert_gradients_agree(part[1], whole[1], 1e-5)
     for a, b in zip(part[2], whole[2], strict=True):
@@ -74,13 +74,13 @@ def test_updates_are_those_of_all_sequences(learner, equal, minibatches):
 
 def test_means_over_tokens_are_those_of_the_sequences_that_are_read(learner):
     batch, sequences = step((1, 3), 1)
-    credit = jax.device_get(learner.advantages(sequences))
-    (mini,) = batch.without(PACKING, credit.silent).micro_batches(sequences, credit, 1.0, learner.partitioner)
-    (whole,) = batch.micro_batches(sequences, credit, 1.0, learner.partitioner)
-    speaking = ~np.asarray(credit.silent)
-    assert float(mini[0].counts["tokens"]) == float(whole[0].counts["tokens"]) == credit.loss_mask.sum()
-    assert float(mini[0].counts["read"]) == credit.loss_mask[speaking].sum()
-    assert float(whole[0].counts["read"]) == credit.loss_mask.sum()
+    assigned = jax.device_get(learner.advantages(sequences))
+    (mini,) = batch.without(PACKING, assigned.silent).micro_batches(sequences, assigned, 1.0, learner.partitioner)
+    (whole,) = batch.micro_batches(sequences, assigned, 1.0, learner.partitioner)
+    speaking = ~np.asarray(assigned.silent)
+    assert float(mini[0].counts["tokens"]) == float(whole[0].counts["tokens"]) == assigned.loss_mask.sum()
+    assert float(mini[0].counts["read"]) == assigned.loss_mask[speaking].sum()
+    assert float(whole[0].counts["read"]) == assigned.loss_mask.sum()
     params = {"policy": fresh_state(learner).policy}
     found, ratio = learner.measure(params, mini)["ratio/mean"], learner.measure(params, whole)["ratio/mean"]
     assert 0.5 < float(found) < 2 and abs(float(found) - float(ratio)) < 0.5
@@ -88,7 +88,9 @@ def test_means_over_tokens_are_those_of_the_sequences_that_are_read(learner):
 
 def test_packed_again_after_a_shuffle(learner):
     batch, sequences = step((1, 3), 2)
-    credit = jax.device_get(learner.advantages(sequences))
-    dealt = batch.shuffled(PACKING, (0, 1, 1)).without(PACKING, credit.silent)
+    assigned = jax.device_get(learner.advantages(sequences))
+    dealt = batch.shuffled(PACKING, (0, 1, 1)).without(PACKING, assigned.silent)
     assert [len(members) for members in dealt.counted] == [2 * MEMBERS, 2 * MEMBERS]
-    assert not set(np.flatnonzero(credit.silent)) & {i for rows in dealt.rows for i in rows.members.tolist() if i >= 0}
+    assert not set(np.flatnonzero(assigned.silent)) & {
+        i for rows in dealt.rows for i in rows.members.tolist() if i >= 0
+    }

@@ -163,7 +163,7 @@ def objective(case: Case, logprobs: list[jax.Array]) -> jax.Array:
 
 
 def old_stats(batch: Batch) -> np.ndarray:
-    """The old log-probs where the view has the learned tokens of each trajectory."""
+    """The old log-probs where the sequences have the learned tokens of each trajectory."""
     out = np.zeros(batch.fields["mask"].shape, np.float32)
     for i, old in enumerate(old_logprobs()):
         out[i, batch.fields["mask"][i]] = old
@@ -181,11 +181,11 @@ def test_the_gradient_is_that_of_trajectories(name: str, rows: int):
     assert len(batch.minibatches[0]) == (2 if rows == 2 else 1)
     learner = make_learner(case.algorithm)
     sequences = batch.sequences({"old_logprobs": old_stats(batch)}, {}, 2)
-    credit = jax.device_get(learner.advantages(sequences))
+    assigned = jax.device_get(learner.advantages(sequences))
     for i, advantage in enumerate(case.advantages):
-        np.testing.assert_allclose(credit.advantages[i][credit.loss_mask[i]], advantage, rtol=1e-5)
-    assert not credit.loss_mask[INVALID].any()
-    (mini,) = batch.micro_batches(sequences, credit, learner.algorithm.constant, learner.partitioner)
+        np.testing.assert_allclose(assigned.advantages[i][assigned.loss_mask[i]], advantage, rtol=1e-5)
+    assert not assigned.loss_mask[INVALID].any()
+    (mini,) = batch.micro_batches(sequences, assigned, learner.algorithm.constant, learner.partitioner)
     state, metrics = learner.update(fresh_state(learner), mini)
     with jax.enable_x64(True):
         logprobs = learned_logprobs(params64())
@@ -200,7 +200,7 @@ def test_generalised_advantages_run_through_the_branches_in_their_order():
     rng, gamma, lam = np.random.default_rng(5), 0.9, 0.8
     values = rng.normal(size=batch.fields["mask"].shape).astype(np.float32)
     algorithm = PPO(correction=None, gamma=gamma, lam=lam)
-    credit = jax.device_get(jax.jit(algorithm.advantages)(batch.sequences({"values": values}, {}, 2)))
+    assigned = jax.device_get(jax.jit(algorithm.advantages)(batch.sequences({"values": values}, {}, 2)))
     flat, want_returns = [], []
     for i, reward in enumerate([x for group in REWARDS for x in group]):
         if i == INVALID:
@@ -213,9 +213,9 @@ def test_generalised_advantages_run_through_the_branches_in_their_order():
             found.insert(0, advantage)
         flat += found
         want_returns += list(np.array(found) + v)
-    np.testing.assert_allclose(credit.returns[credit.loss_mask], want_returns, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(assigned.returns[assigned.loss_mask], want_returns, rtol=1e-4, atol=1e-5)
     scaled = (np.array(flat) - np.mean(flat)) / np.std(flat, ddof=1)
-    np.testing.assert_allclose(credit.advantages[credit.loss_mask], scaled, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(assigned.advantages[assigned.loss_mask], scaled, rtol=1e-4, atol=1e-5)
 
 
 def test_every_branch_is_packed_as_the_sampler_saw_it_and_every_sampled_token_once():

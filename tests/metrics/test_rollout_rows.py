@@ -31,14 +31,14 @@ def build(groups: list[Group]) -> Batch:
 
 
 STREAMS = {"old_logprobs": -np.arange(36, dtype=np.float32).reshape(6, 6) / 3, "entropy": np.full((6, 6), np.inf)}
-CREDIT = Advantages(
+ASSIGNED = Advantages(
     advantages=np.repeat(np.arange(6, dtype=np.float32)[:, None], 6, axis=1), loss_mask=np.ones((6, 6), bool)
 )
 
 
 def rows(rollouts: int = 9, tokens: int = 9, streams=STREAMS) -> list[rollout_rows.Row]:
     return rollout_rows.of_step(
-        build(two_groups()), streams, CREDIT, tokenizer=Words(), rollouts=rollouts, tokens=tokens
+        build(two_groups()), streams, ASSIGNED, tokenizer=Words(), rollouts=rollouts, tokens=tokens
     )
 
 

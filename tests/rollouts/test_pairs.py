@@ -79,8 +79,8 @@ def test_a_prompt_without_a_preference_stays_and_teaches_nothing() -> None:
         found, Packing(row_tokens=16, rows=4), minibatches=1, sources=[""], response_tokens=4, capacity=6
     )
     zeros = np.zeros((6, 4), np.float32)
-    credit = DPO(answers_of="policy").advantages(batch.sequences({"ref_logprobs": zeros}, {}, 3))
-    assert np.asarray(credit.loss_mask).any(1).tolist() == [False, False, True, True, False, False]
+    assigned = DPO(answers_of="policy").advantages(batch.sequences({"ref_logprobs": zeros}, {}, 3))
+    assert np.asarray(assigned.loss_mask).any(1).tolist() == [False, False, True, True, False, False]
     told = loader.take()
     assert told["pairs/none"] == pytest.approx(2 / 3) and told["count/empty"] == 1
     assert told["reward/mean"] == pytest.approx(8 / 6)  # of all samples with a reward, not of the pairs

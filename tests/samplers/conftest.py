@@ -6,36 +6,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from fleet_cases import running
-from sampler_cases import SIZES, VOCABULARY, Tiny, sample
+from sampler_cases import VOCABULARY, Tiny, built, sample
 
-from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Completion, SamplingParams
-from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.vllm import fleet
 
 
 @pytest.fixture(scope="session")
 def make() -> Callable[..., Tiny]:
-    """Builds the tiny policy on `devices` devices of a mesh; a seed gives the same parameters on each."""
-
-    def build(devices: int = 1, *, seed: int = 0, compute_dtype: str = "float32", **mesh: int) -> Tiny:
-        partitioner = Partitioner.create(MeshConfig(**mesh), jax.devices()[:devices])
-        policy = Policy(SIZES, partitioner, compute_dtype)
-        rng = np.random.default_rng(seed)
-        drawn = lambda leaf: rng.normal(0.1, 0.5, leaf.shape).astype(leaf.dtype)  # noqa: E731
-        params = jax.tree.map(lambda leaf: jax.device_put(drawn(leaf), leaf.sharding), policy.abstract())
-        return Tiny(policy=policy, params=params)
-
-    return build
+    return built
 
 
 @pytest.fixture(scope="session")
-def tiny(make: Callable[..., Tiny]) -> Tiny:
-    return make()
+def tiny() -> Tiny:
+    return built()
 
 
 @pytest.fixture(scope="session")

@@ -81,7 +81,7 @@ def test_a_host_that_is_taken_away_loses_no_token_and_its_successor_is_brought_u
             assert counts["sampler/left"] == 1 and counts["sampler/aborted"] > 0
             await client.publish({}, 1)
             async with proxy(ports[0], comes.url):
-                await until(lambda: client._fleet is not None and len(client._fleet.turns.serving()) == 2)
+                await until(lambda: client._fleet is not None and len(client._fleet.balancer.serving()) == 2)
                 assert comes.version == 1 and not comes.bodies
                 await sample_again(client, [prefix + 1 for prefix in prefixes], found)  # no server had them before
                 assert comes.bodies and set(np.concatenate([one.versions for g in found.values() for one in g])) == {1}

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tiny_run
-from learner_cases import GROUPS, PACKING, fresh_state, leaves, make_batch, make_learner, make_streams, split
+from learner_cases import GROUPS, PACKING, fresh_state, leaves, make_batch, make_learner, make_stats, split
 
 from jaxrl_llm.algorithms.batch import Advantages
 from jaxrl_llm.algorithms.ppo import PPO
@@ -54,15 +54,15 @@ def _config(learner: Learner) -> MeshConfig:
 
 
 def step_of(learner: Learner, state: TrainState, members: Any = None) -> tuple[list[Any], Advantages]:
-    """The micro-batches of a step with the critic's values before the update, and its credit."""
+    """The micro-batches of a step with the critic's values before the update, and its advantages."""
     batch = make_batch() if members is None else split(members)
     scored = [learner.score(state.params, to_device(bare(r), learner.partitioner)) for r in batch.rows]
     values = batch.unpack([np.asarray(s["critic"]["value"]) for s in scored])
-    streams = {"old_logprobs": batch.tokenwise(list(make_streams()["old_logprobs"])), "values": values}
-    view = batch.sequences(streams, {}, GROUPS)
-    credit = jax.device_get(learner.advantages(view))
-    (mini,) = batch.micro_batches(view, credit, 1.0, learner.partitioner)
-    return mini, credit
+    stats = {"old_logprobs": batch.tokenwise(list(make_stats()["old_logprobs"])), "values": values}
+    sequences = batch.sequences(stats, {}, GROUPS)
+    assigned = jax.device_get(learner.advantages(sequences))
+    (mini,) = batch.micro_batches(sequences, assigned, 1.0, learner.partitioner)
+    return mini, assigned
 
 
 def test_values_are_the_final_hidden_states_times_the_head() -> None:
@@ -80,7 +80,7 @@ def test_values_are_the_final_hidden_states_times_the_head() -> None:
 def test_the_critics_loss_and_its_heads_gradient_are_those_of_the_clipped_square() -> None:
     learner = make()
     state = begin(learner)
-    (batch,), credit = step_of(learner, state)
+    (batch,), assigned = step_of(learner, state)
     # Values that moved since they were scored: some by more than the limit.
     shift = np.random.default_rng(6).normal(0, 0.05, batch.old_values.shape).astype(np.float32)
     batch = batch.replace(old_values=batch.old_values + shift)
@@ -93,9 +93,9 @@ def test_the_critics_loss_and_its_heads_gradient_are_those_of_the_clipped_square
     ruled = (near - returns) ** 2 > (value - returns) ** 2
     assert 0.1 < ruled[mask > 0].mean() < 0.9
     loss = 0.5 * 0.5 * np.maximum((value - returns) ** 2, (near - returns) ** 2)
-    slope = 0.5 * np.where(ruled, 0.0, value - returns) * mask / credit.loss_mask.sum()
+    slope = 0.5 * np.where(ruled, 0.0, value - returns) * mask / assigned.loss_mask.sum()
     state, metrics = learner.update(state, [batch])
-    np.testing.assert_allclose(metrics["loss/value"], (loss * mask).sum() / credit.loss_mask.sum(), rtol=1e-5)
+    np.testing.assert_allclose(metrics["loss/value"], (loss * mask).sum() / assigned.loss_mask.sum(), rtol=1e-5)
     first = leaves(state.moments["critic"])
     got = next(
         x for path, x in first.items() if "mu" in path and "kernel" in path and "value']['k" in path and x.ndim == 1

@@ -176,7 +176,7 @@ class VllmClient:
         except (OSError, Refused) as error:
             down = self._down(error)
             if self._fleet is not None:
-                self._fleet.turns.fail(down)
+                self._fleet.balancer.fail(down)
             if down is error:
                 raise
             raise down from error
@@ -258,7 +258,7 @@ class VllmClient:
             values |= self._fleet.relays.metrics() if self._fleet.relays is not None else {}
             if self.record:
                 values["sampler/unrecorded"] = float(sum(s.http.take_unrecorded() for s in self._fleet.servers))
-            values["sampler/servers"] = float(len(self._fleet.turns.serving()))
+            values["sampler/servers"] = float(len(self._fleet.balancer.serving()))
             self._fleet.counters.clear()
         self._generated, self._clipped, self._busy_s = 0, 0, 0.0
         return values

@@ -49,9 +49,9 @@ class Fleet:
 
     def __post_init__(self) -> None:
         limits = self.limits
-        self.turns = LoadBalancer(servers=self.servers, sequences=limits.sequences, mixed=bool(limits.at_once))
+        self.balancer = LoadBalancer(servers=self.servers, sequences=limits.sequences, mixed=bool(limits.at_once))
         self.updates = Updates(
-            servers=self.servers, limits=limits, inflight=self.inflight, turns=self.turns, counters=self.counters,
+            servers=self.servers, limits=limits, inflight=self.inflight, balancer=self.balancer, counters=self.counters,
             set_aside=self._set_aside, relays=self.relays,
         )  # fmt: skip
         self._leaving: dict[Server, asyncio.Task[None]] = {}
@@ -88,8 +88,8 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self.turns.ended = RuntimeError("the sampler is closed")
-        self.turns.fail(self.turns.ended)
+        self.balancer.ended = RuntimeError("the sampler is closed")
+        self.balancer.fail(self.balancer.ended)
         for server in (*self.servers, *self._leaving):
             await server.http.close()
 
@@ -111,8 +111,8 @@ class Fleet:
         return any(server.http.url == url for server in self._leaving)
 
     async def _let_go(self, server: Server, within_s: float) -> None:
-        version, limit = self.turns.newest, time.monotonic() + within_s
-        while server.flights and time.monotonic() < limit and self.turns.newest == version:
+        version, limit = self.balancer.newest, time.monotonic() + within_s
+        while server.flights and time.monotonic() < limit and self.balancer.newest == version:
             await asyncio.sleep(_HEARTBEAT_S / 10)
         if server.flights and not server.lock.locked():  # it answers with the tokens so far, where it still answers
             try:
@@ -148,13 +148,13 @@ class Fleet:
         """
         fault: ServerFault | None = None
         for _ in range(self.limits.tries):
-            server = await self.turns.turn(ask.n, home, oldest, conversation)
+            server = await self.balancer.turn(ask.n, home, oldest, conversation)
             try:
                 return await self._answered(server, ask)
             except ServerFault as error:
                 fault = error
             finally:
-                self.turns.release(server, ask.n)
+                self.balancer.release(server, ask.n)
         raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
 
     async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
@@ -345,17 +345,17 @@ class Fleet:
         """Tries to bring failed servers back, hurries late requests, and ends waits that have become hopeless."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
-            if self.turns.newest is None:
+            if self.balancer.newest is None:
                 continue
             for server in self.servers:
                 if not server.ready and not self.updates.busy(server):
                     self.updates.under_way[server] = asyncio.create_task(self._rejoin(server))
-            self.turns.dispatch()
+            self.balancer.dispatch()
             now = time.monotonic()
-            self._down_since = None if self.turns.serving() or not self.turns.waiting else self._down_since or now
+            self._down_since = None if self.balancer.serving() or not self.balancer.waiting else self._down_since or now
             if self._down_since is not None and now - self._down_since > self.limits.wait_s:
                 causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
-                self.turns.fail(
+                self.balancer.fail(
                     Unserved(
                         f"no vLLM server took requests for {self.limits.wait_s:g} s ({causes}): start them, or raise VllmSampler.wait_s"
                     )

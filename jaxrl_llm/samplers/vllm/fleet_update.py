@@ -52,7 +52,7 @@ class Updates:
       servers: all of the fleet's.
       limits: how long and how often.
       inflight: what becomes of requests in flight while weights change.
-      turns: told of the newest version, and when a server takes requests again.
+      balancer: told of the newest version, and when a server takes requests again.
       counters: of the fleet.
       set_aside: takes a server that failed out of service.
       relays: of the servers' hosts, from which they stage; None where they stage from where the learner writes.
@@ -65,7 +65,7 @@ class Updates:
     servers: list[Server]
     limits: Limits
     inflight: Inflight
-    turns: LoadBalancer
+    balancer: LoadBalancer
     counters: Counter[str]
     set_aside: Callable[[Server, Exception], Exception]
     relays: Relays | None = None
@@ -84,7 +84,7 @@ class Updates:
         Raises:
           ServerFault, Refused: every server answered and none took it; says what each said.
         """
-        self.published, self.turns.newest, self.turns.shared_until = published, published.version, float("inf")
+        self.published, self.balancer.newest, self.balancer.shared_until = published, published.version, float("inf")
         begin = time.monotonic()
         able = [s for s in self.servers if s.ready and not self.busy(s)]
         jobs = {asyncio.create_task(self.bring(server)): server for server in able}
@@ -115,8 +115,8 @@ class Updates:
             if not done:
                 return
             now = time.monotonic()
-            if self.turns.shared_until == float("inf"):
-                self.turns.shared_until = now + (now - begin) + 1.0
+            if self.balancer.shared_until == float("inf"):
+                self.balancer.shared_until = now + (now - begin) + 1.0
             if limits.straggler and limit == float("inf") and 2 * len(pending) < count:
                 limit = now + max((limits.straggler - 1) * (now - begin), limits.straggler_s)
 
@@ -133,7 +133,7 @@ class Updates:
                 return self.set_aside(server, self._overdue(server))
             except (ServerFault, Refused) as error:
                 return self.set_aside(server, error)
-        self.turns.dispatch()
+        self.balancer.dispatch()
         return None
 
     async def _bring_to(self, server: Server, wanted: Published) -> None:
@@ -173,8 +173,8 @@ class Updates:
         newest = self.published.version if self.published is not None else server.http.version
         self.counters["lagging"] += 1
         server.cause = f"it lags: it holds version {server.http.version}, the newest is {newest}"
-        server.ready, server.shut, server.suspect, server.served = self.turns.mixed, False, None, True
-        self.turns.dispatch()
+        server.ready, server.shut, server.suspect, server.served = self.balancer.mixed, False, None, True
+        self.balancer.dispatch()
 
     def _note(self, found: dict[str, float], published: Published) -> None:
         """Keeps what a swap gave: the worst of all servers where it is of the weights, else the last."""

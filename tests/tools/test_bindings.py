@@ -77,26 +77,26 @@ def test_components_that_no_gin_file_names_are_listed_too():
 def test_types_defaults_and_meanings_come_from_the_code():
     assert bindings(Example) == [
         Binding(
-            name="test_bindings_page.Example.shared",
+            name="test_bindings.Example.shared",
             type="int | None",
             default="None",
             meaning="said in the base, on two lines.",
         ),
         Binding(
-            name="test_bindings_page.Example.needed",
+            name="test_bindings.Example.needed",
             type="Sequence[SamplingParams]",
             default="required",
             meaning="tokens.",
         ),
         Binding(
-            name="test_bindings_page.Example.parts",
+            name="test_bindings.Example.parts",
             type="Mapping[str, float]",
             default="{}",
             meaning="{name: weight} of parts | none.",
         ),
-        Binding(name="test_bindings_page.Example.names", type="frozenset[str]", default="{'a', 'b'}", meaning=""),
+        Binding(name="test_bindings.Example.names", type="frozenset[str]", default="{'a', 'b'}", meaning=""),
         Binding(
-            name="test_bindings_page.Example.settings",
+            name="test_bindings.Example.settings",
             type="SamplingParams",
             default="SamplingParams(top_k=3)",
             meaning="",
@@ -106,14 +106,14 @@ def test_types_defaults_and_meanings_come_from_the_code():
 
 def test_a_function_lists_what_its_caller_does_not_give():
     (binding,) = bindings(function)
-    assert (binding.name, binding.default, binding.meaning) == ("test_bindings_page.function.scale", "2.0", "factor.")
+    assert (binding.name, binding.default, binding.meaning) == ("test_bindings.function.scale", "2.0", "factor.")
 
 
 def test_a_section_is_a_markdown_table_with_its_bars_escaped():
     lines = section(Example).splitlines()
-    assert lines[0] == "## test_bindings_page.Example"
+    assert lines[0] == "## test_bindings.Example"
     assert lines[2].endswith("An example, one sentence on two lines.")
-    row = r"| `test_bindings_page.Example.shared` | `int \| None` | `None` | said in the base, on two lines. |"
+    row = r"| `test_bindings.Example.shared` | `int \| None` | `None` | said in the base, on two lines. |"
     assert lines[6] == row
 
 

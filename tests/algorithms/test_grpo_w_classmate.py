@@ -5,7 +5,7 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_outputs, make_view, value_and_gradient
+from algorithm_cases import make_batch, make_outputs, make_sequences, value_and_gradient
 
 from jaxrl_llm.algorithms.batch import Sequences
 from jaxrl_llm.algorithms.gdpo import GDPO
@@ -18,7 +18,7 @@ SPAN = {"span": "thought", "span_parts": ("classmate",), "std": False}
 
 def sequences_of(main: tuple[float, ...] = MAIN, mate: tuple[float, ...] = CLASSMATE) -> Sequences:
     """Two prompts of two responses: a thought of two tokens, an output of one."""
-    sequences = make_view(0, sizes=(2, 2))
+    sequences = make_sequences(0, sizes=(2, 2))
     mask = np.zeros(sequences.mask.shape, bool)
     mask[:4, :3] = True
     parts = {n: jnp.asarray([*x, 0.0], jnp.float32) for n, x in {"main": main, "classmate": mate}.items()}
@@ -40,23 +40,23 @@ def sequences_of(main: tuple[float, ...] = MAIN, mate: tuple[float, ...] = CLASS
     ],
 )
 def test_the_first_response_of_the_worked_example(algorithm: object, expected: list[float]) -> None:
-    credit = algorithm.advantages(sequences_of())  # type: ignore[attr-defined]
-    np.testing.assert_allclose(np.asarray(credit.advantages)[0, :4], expected, atol=2e-6)
+    assigned = algorithm.advantages(sequences_of())  # type: ignore[attr-defined]
+    np.testing.assert_allclose(np.asarray(assigned.advantages)[0, :4], expected, atol=2e-6)
 
 
 def test_a_part_may_count_only_where_it_is_above_zero() -> None:
     # g_c = [1, -1, 0, 0] becomes [1, 0, 0, 0]: the second response's thought keeps -.5 of its own and loses nothing more.
     separated = GDPO(**SPAN, normalize="none", nonnegative=("classmate",))
-    credit = np.asarray(separated.advantages(sequences_of()).advantages)
-    np.testing.assert_allclose(credit[:2, :4], [[1.5, 1.5, 0.5, 0], [-0.5, -0.5, -0.5, 0]], atol=2e-6)
+    assigned = np.asarray(separated.advantages(sequences_of()).advantages)
+    np.testing.assert_allclose(assigned[:2, :4], [[1.5, 1.5, 0.5, 0], [-0.5, -0.5, -0.5, 0]], atol=2e-6)
     without = GDPO(**SPAN, normalize="none").advantages(sequences_of())
     np.testing.assert_allclose(np.asarray(without.advantages)[1, :3], [-1.5, -1.5, -0.5], atol=2e-6)
 
 
 def test_the_deviation_is_that_of_each_sum() -> None:
-    credit = GRPOWithClassmate(std=True).advantages(sequences_of())
+    assigned = GRPOWithClassmate(std=True).advantages(sequences_of())
     # totals (3, 0): deviation 3 / sqrt(2); main (1, 0): 1 / sqrt(2); both give 1 / sqrt(2)
-    np.testing.assert_allclose(np.asarray(credit.advantages)[:2, :3], [[0.70711] * 3, [-0.70711] * 3], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(assigned.advantages)[:2, :3], [[0.70711] * 3, [-0.70711] * 3], atol=1e-5)
 
 
 def test_the_classmates_part_has_a_gradient_where_no_clip_is_active() -> None:

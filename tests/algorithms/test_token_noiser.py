@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from algorithm_cases import make_batch, make_view
+from algorithm_cases import make_batch, make_sequences
 
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.token_noiser import TokenNoiser
@@ -21,7 +21,7 @@ LOGITS = np.random.default_rng(0).normal(size=(len(TARGETS), V)).astype(np.float
 @cache
 def batch_of_all():
     """A batch whose mask holds one row of TARGETS; nothing else of it is read."""
-    sequences = make_view()
+    sequences = make_sequences()
     return make_batch(sequences, GRPO().advantages(sequences), 1.0).replace(mask=jnp.ones((1, len(TARGETS)), bool))
 
 
@@ -72,21 +72,21 @@ def test_drawn_noise_has_the_expected_noise_as_its_mean():
 
 
 def test_only_tokens_whose_advantage_is_not_negative_are_kept():
-    sequences = make_view()
-    credit, base = TokenNoiser(base=GRPO()).advantages(sequences), GRPO().advantages(sequences)
-    kept, learned = np.asarray(credit.loss_mask), np.asarray(base.loss_mask)
+    sequences = make_sequences()
+    assigned, base = TokenNoiser(base=GRPO()).advantages(sequences), GRPO().advantages(sequences)
+    kept, learned = np.asarray(assigned.loss_mask), np.asarray(base.loss_mask)
     np.testing.assert_array_equal(kept, learned & (np.asarray(base.advantages) >= 0))
     assert (
         kept.any() and not kept[np.asarray(base.advantages) < 0].any() and not kept[~np.asarray(sequences.mask)].any()
     )
-    np.testing.assert_allclose(credit.metrics["noiser/kept_fraction"], kept.sum() / learned.sum(), rtol=1e-6)
+    np.testing.assert_allclose(assigned.metrics["noiser/kept_fraction"], kept.sum() / learned.sum(), rtol=1e-6)
 
 
 def test_nothing_kept_is_no_loss():
-    sequences = make_view()
-    credit = TokenNoiser(base=GRPO()).advantages(replace(sequences, valid=jnp.zeros_like(sequences.valid)))
-    assert not np.asarray(credit.loss_mask).any()
-    batch = make_batch(sequences, credit, 1.0)
+    sequences = make_sequences()
+    assigned = TokenNoiser(base=GRPO()).advantages(replace(sequences, valid=jnp.zeros_like(sequences.valid)))
+    assert not np.asarray(assigned.loss_mask).any()
+    batch = make_batch(sequences, assigned, 1.0)
     policy = {"logprob": sequences.old_logprobs, "noise_logprob": sequences.old_logprobs}
     policy = {n: jnp.nan_to_num(x) for n, x in policy.items()}
     terms, _ = TokenNoiser(base=GRPO()).loss({"policy": policy}, batch)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_llm.distributed.mesh import MeshConfig, Partitioner
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
@@ -53,6 +54,16 @@ class Tiny:
         hidden = forward(self.params, tokens, lengths, policy=self.policy)
         head = np.asarray(self.policy.head(self.params), np.float64)
         return np.asarray(hidden, np.float64)[: len(sequences)] @ head.T
+
+
+def built(devices: int = 1, *, seed: int = 0, compute_dtype: str = "float32", **mesh: int) -> Tiny:
+    """The tiny policy on `devices` devices of a mesh; a seed gives the same parameters on each."""
+    partitioner = Partitioner.create(MeshConfig(**mesh), jax.devices()[:devices])
+    policy = Policy(SIZES, partitioner, compute_dtype)
+    rng = np.random.default_rng(seed)
+    drawn = lambda leaf: rng.normal(0.1, 0.5, leaf.shape).astype(leaf.dtype)  # noqa: E731
+    params = jax.tree.map(lambda leaf: jax.device_put(drawn(leaf), leaf.sharding), policy.abstract())
+    return Tiny(policy=policy, params=params)
 
 
 def softmax(x):

@@ -24,7 +24,7 @@ from jaxrl_llm.publication.relays.version import Announcement
 
 TOKEN = "a token of the tests"
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 def free_port() -> int:
