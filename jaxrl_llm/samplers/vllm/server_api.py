@@ -253,9 +253,7 @@ class VllmHttp:
         """Adds the tokens of one answer, or one event of a stream, to a sample; with adapters their version is `asked`."""
         self.arrivals += 1
         piece = pieces[choice["index"]]
-        said = (
-            {**choice, "weight_versions": None} if self.adapters else choice
-        )  # the server's versions are those of its base
+        said = {**choice, "weight_versions": None} if self.adapters else choice  # the server's are its base's
         piece.take(said, ask, self.vocabulary, asked if self.adapters else self.version)
         if self.recording is not None and piece.finish is not None and piece.tokens:
             self._record(self.recording, choice, piece, ask)

@@ -31,10 +31,7 @@ PAUSES: dict[str, tuple[str, bool]] = {
     "wait": ("wait", True),
     "abort_resume": ("abort", True),
 }
-_POLL_S, _LONGEST_POLL_S = (
-    0.02,
-    0.5,
-)  # seconds between two requests for a server's progress; each wait is 1.5 times the last
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # seconds between requests for a server's progress, each 1.5 times the last
 _SILENCE_S = 0.04  # seconds without an arrival after which nothing is on its way
 _LOOKS = 4  # checks that find a server unchanged before it counts as hung
 _HELD_S = 5.0  # seconds after a pause in which the answers of a drained server arrive
