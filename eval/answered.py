@@ -29,7 +29,7 @@ class Answered:
     records: Sequence[Record]
 
     def of(self, kind: str) -> list[Record]:
-        """A prompt and the records of its responses, greedy ones first."""
+        """Returns the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @property

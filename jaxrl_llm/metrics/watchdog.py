@@ -106,7 +106,7 @@ class Watching:
                 self._loop = asyncio.get_running_loop()
 
     def end(self, error: BaseException | None = None) -> None:
-        """there is no event loop before the run starts its own"""
+        """Writes how the run ended: with `error`, or normally."""
         self._over.set()
         self._thread.join(GRACE_S)
         text = " ".join(str(error).split())
