@@ -27,7 +27,7 @@ def train(*files: str | os.PathLike[str], bindings: Mapping[str, Any] | None = N
       files: gin files, by path or by their names in the package ("grpo_gsm8k"), or a run folder to open again.
       bindings: {"grpo.GRPO.clip_high": 0.3, ...}, any field of any component.
       settings: components by name and macros in lower case:
-        model: a Hugging Face folder or id, "tiny" (random parameters, a byte a token), or a name in gin/models. On a CPU, pretrained models
+        model: a Hugging Face folder or id, "tiny" (random parameters, one token per byte), or a name in gin/models. On a CPU, pretrained models
           compute in float32.
         data: a .jsonl, .json, .parquet or .csv file, a folder or a Hugging Face id, a list of mappings, or a name in gin/data. A tenth of
           the rows is held out and answered at evaluations; `eval_data` names other rows for that.

@@ -1,6 +1,6 @@
 """Computes attention over packed rows by cuDNN's flash attention, on Hopper and later, in bfloat16 and float16.
 
-JAX's public attention takes one sequence a row, so this file calls the private function below it, which takes the offset and the length
+JAX's public attention takes one sequence per row, so this file calls the private function below it, which takes the offset and the length
 of each segment. No other file does; VERSIONS are the versions whose signature was checked. The scores never reach memory: beyond its
 inputs and outputs a call keeps B max_segments H T float32 sums. `cudnn_segments` serves GPUs before Hopper, on which cuDNN does not
 support packed rows.
