@@ -1,4 +1,4 @@
-"""Graded responses as plain records, the form in which every measure of an evaluation reads them.
+"""Graded responses as plain records, the form in which all measures of an evaluation read them.
 
 A record is one response: id, kind ("greedy" or "sampled"), sample (its index in the group), prompt, reference, source,
 response, finish, tokens, score (the reward's total, or null where invalid), scores (the reward's parts) and, where the
@@ -29,7 +29,7 @@ class Answered:
     records: Sequence[Record]
 
     def of(self, kind: str) -> list[Record]:
-        """The records of one kind."""
+        """Returns the records of one kind."""
         return [record for record in self.records if record["kind"] == kind]
 
     @property
@@ -43,7 +43,7 @@ class Measure(Protocol):
     """A family of metrics."""
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns {metric: one value a prompt [N], NaN where it has none; or a scalar of the whole set}."""
+        """Returns {metric: one value per prompt [N], NaN where a prompt has none, or a scalar of the set}."""
         ...
 
 
@@ -94,14 +94,14 @@ def value(record: Record, part: str = "") -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of the values that are not NaN; NaN where there are none."""
+    """Returns the mean of the values that are not NaN; NaN where there are none."""
     known = [v for v in values if not math.isnan(v)]
     return sum(known) / len(known) if known else math.nan
 
 
 @dataclass(kw_only=True)
 class Estimate:
-    """A mean over prompts, half the width of its 95% interval, and the number of prompts with a value."""
+    """The mean over prompts, half the width of its 95% interval, and the number of prompts with a value."""
 
     mean: float
     ci95: float
@@ -109,7 +109,7 @@ class Estimate:
 
 
 def estimate(values: np.ndarray) -> Estimate:
-    """Estimates the mean over prompts with a value and 1.96 standard errors; a scalar, or a single prompt, has no interval."""
+    """Estimates the mean over prompts with a value, and 1.96 standard errors; a scalar or a single prompt has no interval."""
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
     if not known.size:

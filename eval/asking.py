@@ -1,4 +1,4 @@
-"""How an evaluation asks for several answers to one prompt: NoveltyBench's modes beside independent samples (arXiv 2504.05228).
+"""Ways to ask for several answers to one prompt: NoveltyBench's modes beside independent samples (arXiv 2504.05228).
 
 Paraphrases     the k-th answer is to the k-th paraphrase of the prompt
 InContext       the k-th answer follows the k - 1 before it, in one conversation
@@ -15,19 +15,19 @@ from jaxrl_llm.experience import Prompt
 
 @runtime_checkable
 class Asking(Protocol):
-    """The form in which each answer to a prompt is asked for."""
+    """The form in which each answer to a prompt is requested."""
 
     def form(self, prompt: Prompt, before: Sequence[str]) -> Prompt:
-        """Returns what is asked after the answers in `before`; raises ValueError where the prompt cannot be asked so."""
+        """Returns the prompt that follows the answers in `before`; raises ValueError where the prompt cannot take this form."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paraphrases(templates.Templated):
-    """Asks each paraphrase once, in their order; there must be at least as many as answers.
+    """Asks each paraphrase once, in order; there must be at least as many as answers.
 
     Attributes:
-      column: column of the rows with the list of paraphrases (`instructions.Instructions.keep` must name it).
+      column: the rows' column that holds the list of paraphrases (`instructions.Instructions.keep` must name it).
     """
 
     column: str = "prompt_paraphrases"
@@ -45,7 +45,7 @@ class Paraphrases(templates.Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class InContext:
-    """Asks for one answer after the other in one conversation.
+    """Asks for one answer after another in one conversation.
 
     Attributes:
       request: the user's message after each answer.
@@ -66,7 +66,7 @@ class SystemMessage:
     """Puts a system message before the prompt.
 
     Attributes:
-      text: the message.
+      text: the system message's text.
     """
 
     text: str = (

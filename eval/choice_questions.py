@@ -15,7 +15,7 @@ from jaxrl_llm.eval.choices import LETTERS
 from jaxrl_llm.eval.questions import required
 from jaxrl_llm.experience import Prompt
 
-# The instructions by name; {subject} is the row's category in words.
+# Instructions by name; {subject} is the row's category in words.
 INSTRUCTIONS: Mapping[str, str] = {
     "sentence": (
         "Answer the following multiple choice question about {subject}. Reply with one sentence of the form "
@@ -30,7 +30,7 @@ INSTRUCTIONS: Mapping[str, str] = {
 
 @dataclass(kw_only=True)
 class Item:
-    """A question, the texts of its options, the index of the right one (from 0), and its subject or ""."""
+    """A question, the texts of its options, the index of the right option (from 0), and its subject or ""."""
 
     question: str
     options: Sequence[str]
@@ -45,7 +45,7 @@ class ChoiceQuestions(files.FileRows):
     Attributes:
       path: a folder of MMLU's CSV files, a file, a folder of files, or a Hugging Face dataset id.
       name: name of the source, and prefix of the prompts' ids "name/row".
-      instruction: a name of INSTRUCTIONS ("sentence", "boxed"), or the text itself, where {subject} is the category.
+      instruction: a name of INSTRUCTIONS ("sentence", "boxed"), or the text itself, in which {subject} stands for the category.
     """
 
     name: str = "choices"
@@ -75,7 +75,7 @@ def as_prompt(name: str, source: str, item: Item, fields: Mapping[str, Any]) -> 
 
 
 def lettered(options: Sequence[str], style: str = "{letter}. {option}") -> str:
-    """Formats the options, one a line, each with its letter."""
+    """Formats the options, one per line, each with its letter."""
     return "\n".join(style.format(letter=letter, option=option) for letter, option in zip(LETTERS, options))
 
 

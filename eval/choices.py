@@ -1,7 +1,7 @@
-"""Accuracy of multiple choice over all rows, with the share of responses without a choice.
+"""Multiple-choice accuracy over all rows, with the share of responses without a choice.
 
-An unparsed response is wrong. MMLU-Pro's script gives it a random option instead; the expected credit of that is an
-optional separate metric.
+An unparsed response counts as wrong. MMLU-Pro's script gives it a random option instead, whose expected credit is an optional separate
+metric.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from jaxrl_llm.rewards.multiple_choice import CHOICE, LETTERS
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceAccuracy:
-    """Measures multiple-choice accuracy over all rows, "accuracy", and by category.
+    """Measures multiple-choice accuracy over all rows ("accuracy") and by category.
 
     "unparsed" is the share of responses without a letter, "accuracy_of_parsed" leaves those out, "accuracy_macro" is the mean
     over categories.
 
     Attributes:
-      random_credit: adds "accuracy_with_random_credit": an unparsed response is worth one over the number of options.
+      random_credit: whether to add "accuracy_with_random_credit", where an unparsed response is worth one over the number of options.
       reference: column of the prompt that holds the right letter; empty takes the prompt's reference, which is the hinted letter
         where that is rewarded.
     """
@@ -31,7 +31,7 @@ class ChoiceAccuracy:
     reference: str = ""
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one value a prompt, over its greedy responses or else its sampled ones."""
+        """Returns one value per prompt, over its greedy responses or else its sampled ones."""
         right = [[float(value(r, CHOICE) == self._right(one.prompt)) for r in one.main] for one in answered]
         lost = [[float(value(r, CHOICE) < 0) for r in one.main] for one in answered]
         found = {

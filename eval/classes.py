@@ -1,4 +1,4 @@
-"""Number of classes of equal answers among a prompt's samples, as partitioned by a DARLING reward."""
+"""Number of classes of equal answers among a prompt's samples, as a DARLING reward partitions them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Classes:
     """
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns {"classes": one value a prompt}; NaN where no response was valid."""
+        """Returns {"classes": one value per prompt}; NaN where no response was valid."""
         found = []
         for one in answered:
             classes = np.array([value(record, CLASS) for record in one.of("sampled")], np.float64)

@@ -1,8 +1,8 @@
 """Compares two evaluations on the same prompts: python -m jaxrl_llm.eval.compare RESULTS_A RESULTS_B
 
-The folders hold the answers of two models, samplers or settings. On the prompts that both answered, it prints the mean score of
-each and the mean of the paired differences with its 95% interval (1.96 standard errors over prompts). Several responses to a
-prompt count as their mean.
+The folders hold the answers of two models, samplers or settings. On the prompts that both answered, it prints the mean score of each
+and the mean of the paired differences with its 95% interval (1.96 standard errors over prompts). Several responses to a prompt are
+averaged first.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""EQ-Bench creative writing: tasks with seeds that vary a piece, and the score from a rubric's ratings.
+"""EQ-Bench creative writing: tasks with seeds that vary a piece, and a score from the ratings of a rubric.
 
     score = 5 x mean over tasks of the mean piece (0 to 20), with the 2.5% and 97.5% points of 500 bootstrap draws of tasks
 
@@ -24,12 +24,12 @@ SEED = 0
 
 @dataclass(frozen=True, kw_only=True)
 class CreativePrompts(Templated):
-    """Reads the prompts file of EQ-Bench: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
+    """Reads EQ-Bench's prompts file: {task: {"writing_prompt", "seed_modifiers"}}, JSON.
 
     Attributes:
       path: the file.
       name: name of the source, and prefix of the prompts' ids "name/task/iteration".
-      iterations: pieces a task; in piece i the seed modifier i modulo their number replaces <SEED>.
+      iterations: number of pieces per task; in piece i the seed modifier i modulo their number replaces <SEED>.
     """
 
     path: str
@@ -69,16 +69,16 @@ class CreativePrompts(Templated):
 
 @dataclass(frozen=True, kw_only=True)
 class CreativeScore:
-    """Gives "creative_score", 0 to 100, with its bootstrap interval over tasks in the summary, and "failed", the pieces without rating.
+    """Measures "creative_score" (0 to 100), with its bootstrap interval over tasks in the summary, and "failed", the pieces without a rating.
 
     Attributes:
-      part: the reward's part that rates a piece, 0 to 20.
+      part: name of the reward's part that rates a piece from 0 to 20.
     """
 
     part: str = "rubric"
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one score a task, and the number of pieces without a rating."""
+        """Returns one score per task, and the number of pieces without a rating."""
         failed = sum(np.isnan(value(record, self.part)) for one in answered for record in one.main)
         return {"creative_score": self._by_task(answered), "failed": np.array(float(failed))}
 

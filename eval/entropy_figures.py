@@ -42,7 +42,7 @@ def _lines(axes: Any, sides: Mapping[str, Any], name: str, proposed: int | None)
 
 
 def _stacked(axes: Any, layers: Mapping[str, Any]) -> None:
-    """Plots four rows a layer, from the bottom up: the layer's input, attention's output, feed-forward's output, the layer's output."""
+    """Plots four rows per layer, from the bottom up: the layer's input, attention's output, feed-forward's output, the layer's output."""
     rows = (("layer", "in"), ("attn", "out"), ("ffn", "out"), ("layer", "out"))
     count = len(layers["layer"]["in"])
     values = [layers[name][side][layer] for layer in range(count) for name, side in rows]

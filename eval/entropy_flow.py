@@ -1,10 +1,10 @@
-"""Entropy flow: how the entropy of the next token changes through a model's layers, and the layer with which BuPO should begin.
+"""Entropy flow: how the entropy of the next token changes through a model's layers, and the layer at which BuPO should begin.
 
     H(x) = entropy of softmax(x E^T);   dH_ffn = H(F) - H(norm M),  dH_attn = H(A) - H(norm X),  dH_layer = H(X') - H(X)
 
 X and X' are the residual stream before and after a layer, A and F what its attention and its feed-forward net add, M = X + A.
 Means are over the positions that predict the tokens of the model's own answers, in nats. The proposed layer is the last one of
-the initial run of layers whose dH_ffn is positive: exploration ends there (https://arxiv.org/abs/2512.19673, section 3).
+the initial run of layers whose dH_ffn is positive: there exploration ends (https://arxiv.org/abs/2512.19673, section 3).
 The fused kernel computes the entropies, so no logits are kept for any vocabulary.
 """
 
@@ -42,17 +42,17 @@ MODULES = {
 
 @dataclass(frozen=True, kw_only=True)
 class EntropyFlow:
-    """The analysis; a gin file builds it, and `run` executes it.
+    """Measures the entropy flow of a model; a gin file builds it, and `run` executes it.
 
     Attributes:
       out_dir: folder of entropy_flow.json and of the figures.
       model: the model.
-      sampler: samples its answers.
+      sampler: sampler of its answers.
       data: prompts.
       limit: number of prompts.
       settings: sampling params of the answers.
       mesh: sizes of the mesh axes.
-      rows: answers in one forward pass.
+      rows: number of answers in one forward pass.
       max_prompt_tokens: most tokens of a prompt; longer prompts lose their beginning.
       tolerance: changes of entropy up to this count as zero, in nats.
       high_entropy: entropy above which tokens are listed, in nats.
@@ -160,7 +160,7 @@ def proposed(change: np.ndarray, tolerance: float) -> int | None:
 
 
 def measure(policy: Any, params: Any, rollouts: Sequence[Rollout], rows: int) -> dict[str, Any]:
-    """Mean entropies at each site of each layer, the entropy at every answer token, and the modules' write directions.
+    """Measures the mean entropy at each site of each layer, the entropy at every answer token, and the modules' write directions.
 
     Returns:
       {"sites": {site: [L]}, "entropy": [tokens], "cosines": {"attn", "ffn": [L]}}, float64 on the host.
@@ -181,7 +181,7 @@ def measure(policy: Any, params: Any, rollouts: Sequence[Rollout], rows: int) ->
 
 
 def _padded(rollouts: Sequence[Rollout], rows: int, width: int) -> tuple[np.ndarray, ...]:
-    """tokens, positions, segments and targets [rows, width]; targets are the answers' tokens and -1 elsewhere."""
+    """Returns tokens, positions, segments and targets [rows, width]; targets are the answers' tokens and -1 elsewhere."""
     tokens, targets = np.zeros((rows, width), np.int32), np.full((rows, width), -1, np.int32)
     segments = np.zeros((rows, width), np.int32)
     for row, rollout in enumerate(rollouts):
@@ -195,7 +195,7 @@ def _padded(rollouts: Sequence[Rollout], rows: int, width: int) -> tuple[np.ndar
 
 
 def _forward(policy: Any, params: Any, tokens: Any, positions: Any, segments: Any, targets: Any) -> Any:
-    """Sums over answer tokens at each layer's sites, and the entropy at every token."""
+    """Computes sums over answer tokens at each layer's sites, and the entropy at every token."""
     head, flat = policy.head(params), targets.reshape(-1)
     kept = targets >= 0
 

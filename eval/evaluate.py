@@ -17,17 +17,17 @@ SEED = 20_011
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """A set of prompts, how they are answered and what is measured.
+    """A set of prompts, the way in which they are answered, and the measures of the answers.
 
     Attributes:
-      name: name in the metrics, "eval/NAME/...".
+      name: its name in the metrics, "eval/NAME/...".
       data: the held-out dataset.
       limit: number of first prompts that are used; None takes all.
       greedy: whether greedy answers are measured.
       samples: answers sampled per prompt with `settings`; 0 samples none.
       settings: sampling params; greedy answers share its token limits.
-      reward: reward of an answer; None takes the stage's reward, and grades nothing outside of a run.
-      answer: response -> its answer, which is kept in the records and counts as a vote for maj@k; None extracts nothing.
+      reward: reward that grades an answer; None takes the stage's reward, and grades nothing outside of a run.
+      answer: function from a response to its answer, which is kept in the records and counts as a vote for maj@k; None extracts nothing.
       measures: families of metrics beside the mean reward.
     """
 
@@ -55,7 +55,7 @@ class Evaluation:
 
     @property
     def kinds(self) -> dict[str, int]:
-        """{"greedy": 1, "sampled": samples}, without the kinds that are switched off."""
+        """Number of answers per prompt by kind, {"greedy": 1, "sampled": samples}, without the kinds that are switched off."""
         return {kind: n for kind, n in zip(KINDS, (int(self.greedy), self.samples), strict=True) if n}
 
     def asked(self, kind: str) -> SamplingParams:
@@ -63,7 +63,7 @@ class Evaluation:
         return self.settings.greedy() if kind == "greedy" else self.settings
 
     def metrics(self, answered: Sequence[Answered]) -> dict[str, np.ndarray]:
-        """Returns every metric, one value a prompt [N] or a scalar.
+        """Returns every metric, either one value per prompt [N] or a scalar.
 
         Raises:
           ValueError: two measures give the same name.
@@ -82,7 +82,8 @@ class Evaluation:
 async def evaluate(
     evaluation: Evaluation, prompts: Sequence[Prompt], generator: RolloutGenerator, reward: Reward | None
 ) -> tuple[dict[str, float], list[Group]]:
-    """Answers encoded `prompts`; an environment may give the rewards in place of `reward`. Returns the metrics and the scored groups (greedy ones first where there are both kinds).
+    """Answers encoded `prompts` and returns the metrics and the scored groups, greedy ones first; an environment may give the rewards
+    in place of `reward`.
 
     Returns:
       {"eval/NAME/greedy": mean reward of greedy answers, "eval/NAME/sampled": of sampled ones, and for each kind the share of
@@ -118,7 +119,7 @@ def check_reward(name: str, reward: Reward | None) -> None:
 
 
 def summary(answered: Sequence[Answered], kind: str) -> Mapping[str, np.ndarray]:
-    """Returns the mean total reward over valid answers (""), where graded, and the other metrics of one kind of answers."""
+    """Returns the metrics of one kind of answers, with their mean total reward over valid answers (""), where they are graded."""
     groups = [one.of(kind) for one in answered]
     values = {
         "_truncated": np.array([np.mean([r["finish"] == "length" for r in group]) for group in groups]),

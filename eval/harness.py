@@ -1,8 +1,8 @@
-"""Evaluation harness: a model folder or a run's checkpoint answers a set of prompts; the results lie in one folder.
+"""Evaluation harness: a model folder or a run's checkpoint answers a set of prompts; one folder holds the results.
 
-RESULTS/samples.jsonl has a record for each response (eval/answered.py), summary.json holds the metrics with their 95% intervals
-and the configuration; identity.json guards against results of two configurations in one folder. The same command,
-started again, continues where it stopped, and grades again what was invalid, for example while a judge was down.
+RESULTS/samples.jsonl holds a record of each response (eval/answered.py), summary.json the metrics with their 95% intervals and the
+configuration; identity.json guards against results of two configurations in one folder. The same command continues where it stopped,
+and grades invalid responses again, for example those from a time when a judge was down.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ from jaxrl_llm.rollouts.collect import RolloutGenerator
 
 SCHEMA = 1
 SUMMARY = "summary.json"
-GRADED_AT_A_TIME = 32  # groups from an earlier start that are graded at the same time
-ASKED_AT_A_TIME = 128  # prompts whose answers are asked for one after the other
+GRADED_AT_A_TIME = 32  # groups of an earlier start that are graded at the same time
+ASKED_AT_A_TIME = 128  # prompts whose successive answers are requested in one block
 
 
 @runtime_checkable
@@ -46,7 +46,7 @@ class Shortening(Protocol):
     """A dataset whose prompts can be shortened by parts, such as few-shot examples."""
 
     def shorter(self, prompt: Prompt) -> Prompt | None:
-        """Returns the prompt with one part less; None where nothing is left to remove."""
+        """Returns the prompt with one part fewer; None where nothing is left to remove."""
         ...
 
 
@@ -58,15 +58,15 @@ class Harness:
       out_dir: folder of the results.
       model: the model that answers.
       sampler: sampler of the model.
-      evaluation: the prompts, how they are answered and what is measured.
+      evaluation: the prompts, the kinds of answers and the measures.
       mesh: sizes of the mesh axes.
-      seed: seed of the answers, together with a prompt's index in its dataset.
+      seed: seed of the answers, mixed with a prompt's index in its dataset.
       max_prompt_tokens: most tokens of a prompt; longer ones lose few-shot examples where they have any, then `truncation` applies.
       truncation: "drop" (counted in the summary), "left" (cuts the beginning) or "error".
       template_kwargs: keyword arguments of the chat template, such as {"enable_thinking": False}.
       progress_s: seconds between progress lines.
-      show_tokens: number of tokens a response whose text and log-prob are kept for the viewer; 0 keeps none.
-      asking: how each sampled answer is asked for, where it is not the prompt as it is; None samples all answers to the same prompt.
+      show_tokens: number of tokens per response whose text and log-prob are kept for the viewer; 0 keeps none.
+      asking: form in which each sampled answer is requested; None samples all answers to the same prompt.
     """
 
     out_dir: str
@@ -84,7 +84,7 @@ class Harness:
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt and its response together."""
+        """The largest number of tokens of a prompt and its response together."""
         return self.max_prompt_tokens + self.evaluation.settings.max_tokens
 
     def rows(self) -> list[Prompt]:
@@ -96,7 +96,7 @@ class Harness:
         return rows
 
     def run(self, config: str = "") -> None:
-        """Answers, grades and summarises; `config` is the gin text, which is kept with the results."""
+        """Answers, grades and summarises; `config` is the gin text, which is stored with the results."""
         folder = run_folder.writable(Path(self.out_dir), "OUT_DIR")
         with locked(folder, "OUT_DIR"), asyncio.Runner() as runner:
             rows = self.rows()
@@ -125,7 +125,7 @@ class Evaluating:
             tokenizer=model.tokenizer, max_prompt_tokens=harness.max_prompt_tokens, truncation=harness.truncation,
             template_kwargs=harness.template_kwargs,
         )  # fmt: skip
-        self.forms = replace(self.encoder)  # of prompts that `asking` makes, which are not counted
+        self.forms = replace(self.encoder)  # encodes prompts that `asking` makes, which are not counted
         encoded = [self._encode(row) for row in rows]
         self.places = {p.id: i for i, p in enumerate(encoded) if p is not None}
         self.prompts = {p.id: p for p in encoded if p is not None}
@@ -147,7 +147,7 @@ class Evaluating:
     # -- answering -----------------------------------------------------------------------------------------------------
 
     async def answer(self, config: str) -> None:
-        """Fills the results; prompts that already have answers are not sampled again."""
+        """Completes the results; prompts that already have answers are not sampled again."""
         params = self.model.params()
         self.hash = model_hash(params)
         same_configuration(self.folder, self._identity())
@@ -191,7 +191,7 @@ class Evaluating:
             yield rollouts
 
     async def _each(self, asking: Asking, prompts: Sequence[Prompt], kind: str, n: int) -> AsyncIterator[list[Rollout]]:
-        """Yields n answers to each prompt, the k-th to its k-th form; a block of prompts at a time, which is kept as a whole."""
+        """Yields n answers to each prompt, the k-th to its k-th form; it asks by blocks and yields a block as one."""
         settings = with_stop_ids(self.evaluation.asked(kind), self.model.tokenizer)
         generator = RolloutGenerator(sampler=self.sampler, tokenizer=self.model.tokenizer)
         for start in range(0, len(prompts), ASKED_AT_A_TIME):
@@ -217,7 +217,7 @@ class Evaluating:
     async def _record(self, rollouts: Sequence[Rollout], kind: str) -> None:
         try:
             group = await self._graded(rollouts, kind)
-        except (Exception, asyncio.CancelledError):  # for example a judge that is down: the responses are kept
+        except (Exception, asyncio.CancelledError):  # for example, a judge that is down: the responses are kept
             self.results.add(self._with_tokens(records(rollouts, None, kind, self.evaluation.answer), rollouts))
             raise
         group = self._with_tokens(group, rollouts)
@@ -230,7 +230,7 @@ class Evaluating:
         return records(rollouts, scores, kind, self.evaluation.answer)
 
     def _with_tokens(self, group: Sequence[Record], rollouts: Sequence[Rollout]) -> list[Record]:
-        """Returns the records with the token stats of their responses, which come last in a line."""
+        """Returns the records with the token stats of their responses, which end each line."""
         most, tokenizer = self.harness.show_tokens, self.model.tokenizer
         streams = [token_streams(r, {"sampler_logprob": r.sampler_logprobs}, tokenizer, most) for r in rollouts]
         return [{**record, **found} for record, found in zip(group, streams, strict=True)]
@@ -262,7 +262,7 @@ class Evaluating:
         print(f"graded {len(again) - left} of {len(again)} groups that had invalid scores", flush=True)
 
     async def close(self) -> None:
-        """Stops the sampler and the reward's processes; each of them even where the other fails."""
+        """Stops the sampler and the reward's processes, each even where the other fails."""
         async with contextlib.AsyncExitStack() as closing:
             closing.callback(components.close, self.evaluation.reward)
             if self.sampler is not None:
@@ -280,7 +280,7 @@ class Evaluating:
     # -- the summary ---------------------------------------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        """The JSON-like configuration on which the records depend."""
+        """Returns the JSON-like configuration on which the records depend."""
         asked = hashlib.sha256()
         for prompt in self.prompts.values():
             asked.update(f"{prompt.id}\0{prompt.reference}\0".encode() + prompt.prefix.tobytes())
@@ -337,7 +337,7 @@ class Evaluating:
         print(f"wrote {self.folder / SUMMARY}", flush=True)
 
     def _throughput(self) -> dict[str, float]:
-        """The throughput of this start, or of the previous one where nothing was left to answer."""
+        """Returns the throughput of this start, or of the previous one where no prompt was left to answer."""
         found, before = self.progress.throughput(), self.folder / SUMMARY
         if not found["responses"] and before.is_file():
             return json.loads(before.read_text())["throughput"]
@@ -345,7 +345,7 @@ class Evaluating:
 
 
 def model_hash(params: Params) -> str:
-    """SHA-256 over names, shapes, dtypes and values of the parameters, independent of how the model is stored."""
+    """Returns the SHA-256 of the parameters' names, shapes, dtypes and values, which does not depend on how the model is stored."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
@@ -358,7 +358,7 @@ def _invalid(record: Record) -> bool:
 
 
 def _as_rollout(record: Record, prompt: Prompt) -> Rollout:
-    """Returns a rollout of the recorded text, for graders, which only read texts."""
+    """Returns a rollout of the recorded text, for graders that only read texts."""
     none = np.zeros(0, np.int32)
     return Rollout(
         prompt=prompt, tokens=none, sampler_logprobs=none.astype(np.float32), mask=none.astype(bool), versions=none,

@@ -14,21 +14,21 @@ from jaxrl_llm.eval.questions import required
 from jaxrl_llm.eval.results import write_whole
 from jaxrl_llm.experience import Prompt
 
-RIDGE = 1e-3  # keeps the fit of a win rate finite where all are won or lost
+RIDGE = 1e-3  # keeps the fit of a win rate finite where all comparisons are won or lost
 
 
 @dataclass(frozen=True, kw_only=True)
 class Instructions(FileRows):
-    """Reads instructions without a gold answer; of a dialogue of several turns, the first is used.
+    """Reads instructions without a gold answer; of a dialogue with several turns, it uses the first.
 
     Attributes:
       name: name of the source, and prefix of the ids of rows without an id.
       column: columns that may hold the instruction; the first one that a row has is used.
       id: columns that may hold the prompt's id.
-      category: columns that may hold the category, by which metrics can be split.
-      context: column of a text that is put before the instruction, where the row has one; empty for none.
-      reference: columns that may hold another model's output, which a judge compares with; empty where there is none.
-      keep: further columns that prompts have as `extra`, such as the paraphrases that `asking.Paraphrases` asks.
+      category: columns that may hold the category, by which metrics are split.
+      context: column of a text that precedes the instruction, where the row has one; empty for none.
+      reference: columns that may hold another model's output, with which a judge compares; empty for none.
+      keep: further columns that go into `extra` of the prompts, such as the paraphrases for `asking.Paraphrases`.
     """
 
     name: str = "instructions"
@@ -68,7 +68,7 @@ class Instructions(FileRows):
 
 
 def _input(row: Mapping[str, Any]) -> str:
-    """The input that accompanies an instruction, where the row has one: {"input"}, or {"instances": [{"input"}]}."""
+    """Returns the input of an instruction, where the row has one: {"input"}, or {"instances": [{"input"}]}; "" where it has none."""
     instances = row.get("instances")
     given = instances[0].get("input") if instances else row.get("input")
     return str(given or "").strip()
@@ -76,9 +76,9 @@ def _input(row: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class WinRate:
-    """Measures "win_rate", 0 to 100: how often a judge prefers the answers to the reference's, ties half (rewards/preferred.py).
+    """Measures "win_rate", the percentage of answers that a judge prefers to the reference, where a tie counts half (rewards/preferred.py).
 
-    "win_rate_at_equal_length" is the same at equal lengths, by a logistic regression on tanh of the difference of lengths in its standard
+    "win_rate_at_equal_length" estimates it at equal lengths by a logistic regression on tanh of the difference of lengths in standard
     deviations; AlpacaEval's length-controlled rate adds a term for each instruction, which was fitted to other models' results.
 
     Attributes:
@@ -88,7 +88,7 @@ class WinRate:
     part: str = "preferred"
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns the win rate, one value a prompt, over its greedy responses or else its sampled ones, and the other as a scalar."""
+        """Returns the win rate per prompt, over its greedy responses or else its sampled ones, and the rate at equal length as a scalar."""
         rates, longer = [], []
         for one in answered:
             rates.append(mean([value(record, self.part) for record in one.main]))
@@ -98,11 +98,11 @@ class WinRate:
 
 
 def at_equal_length(won: np.ndarray, longer: np.ndarray) -> float:
-    """The win rate sigmoid(a) of won ~ sigmoid(a + b tanh(longer / std)), with a little weight against large a and b.
+    """Estimates the win rate at equal lengths, sigmoid(a) of won ~ sigmoid(a + b tanh(longer / std)), with a small penalty on a and b.
 
     Args:
       won: share of wins of each prompt [N]; NaN where it is unknown.
-      longer: characters by which the response is longer than the reference [N].
+      longer: number of characters by which the response is longer than the reference [N].
     """
     known = ~np.isnan(won)
     if not known.any():
@@ -132,7 +132,7 @@ class AlpacaOutputs:
         return {"characters": np.array([mean([float(len(r["response"])) for r in one.main]) for one in answered])}
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """Writes the file: one output an instruction, the greedy one or else the first sampled one."""
+        """Writes the file: one output per instruction, the greedy one or else the first sampled one."""
         rows = [
             {
                 "instruction": one.prompt.extra["instruction"],

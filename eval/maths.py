@@ -1,4 +1,4 @@
-"""Metrics for questions with one right answer: avg@k, unbiased pass@k, maj@k, and the classes format x answer.
+"""Metrics for questions with one right answer: avg@k, unbiased pass@k, maj@k, and the classes of format and answer.
 
 The classes are those of the CS336 alignment assignment, where an answer can be right outside the required form. Its form
 <think> ... </think> <answer> ... </answer> needs exactly one space between the tags; any white space counts as lenient.
@@ -19,7 +19,7 @@ from jaxrl_llm.eval.answered import Answered, Record, mean, value
 from jaxrl_llm.eval.pass_at_k import maj_at_k, pass_at_k, powers_of_two
 from jaxrl_llm.rewards import answers
 
-# form -> (strict test, lenient test)
+# {form: (strict test, lenient test)}
 FORMS = {
     "r1_zero": (r"(?s)(?=.*</think> <answer>).*</answer>", r"(?s).*</think>\s*<answer>.*</answer>"),
     "boxed": (r"(?s).*\\boxed\{", r"(?s).*\\boxed"),
@@ -43,7 +43,7 @@ def final_answer(text: str) -> str | None:
 
 
 def normalised(expression: str) -> str:
-    """Removes what does not change an expression's value: white space, dollar signs, \\left, \\dfrac."""
+    """Removes marks that leave an expression's value unchanged: white space, dollar signs, \\left, \\dfrac."""
     text = re.sub(r"\\(left|right|!|,|;|:|quad|qquad)(?![a-zA-Z])|[\s$]", "", expression)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\(text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\2", text)
@@ -52,12 +52,12 @@ def normalised(expression: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class AtK:
-    """Measures sampled answers: "avg@n" of all n, "pass@k" and "maj@k" for k of n; invalidly graded samples do not count.
+    """Measures sampled answers: "avg@n" of all n, "pass@k" and "maj@k" for k of n; samples without a valid grade do not count.
 
     maj@k votes with the answers that `Evaluation.answer` extracts, and is left out without it.
 
     Attributes:
-      ks: values of k; empty takes the powers of two up to the number of samples, and that number.
+      ks: values of k; empty takes the powers of two below the number of samples, and that number.
       part: the reward's part that is 1 for a right answer; empty takes the total.
     """
 
@@ -69,7 +69,7 @@ class AtK:
             raise ValueError(f"maths.AtK.ks must be >= 1 (got {list(self.ks)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one value a prompt; NaN where fewer than k samples are valid."""
+        """Returns one value per prompt; NaN where fewer than k samples are valid."""
         groups = [_valid_records(one.of("sampled"), self.part) for one in answered]
         most = max((len(one.of("sampled")) for one in answered), default=0)
         votes = all("answer" in record for group in groups for record, _ in group)
@@ -101,7 +101,7 @@ class FormatClasses:
         components.one_of(self, FORMS, "form")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns the shares of responses that have the form, read strictly and leniently."""
+        """Returns the shares of responses that have the form, by the strict and by the lenient test."""
         found = {}
         for name, pattern in zip(("format", "format_lenient"), FORMS[self.form], strict=True):
             shares = [np.mean([bool(re.match(pattern, r["response"])) for r in one.main]) for one in answered]
@@ -109,7 +109,7 @@ class FormatClasses:
         return found
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:
-        """Returns total_examples, aggregate_metrics and category_breakdown; writes no file."""
+        """Returns total_examples, aggregate_metrics and category_breakdown; it writes no file."""
         del folder, model
         strict = FORMS[self.form][0]
         seen = [
@@ -131,7 +131,7 @@ class FormatClasses:
 
 
 def _valid_records(records: Sequence[Record], part: str) -> list[tuple[Record, int]]:
-    """(record, 1 or 0) of the validly graded records; raises ValueError for a grade that is neither right nor wrong."""
+    """Returns (record, 1 or 0) of the validly graded records; raises ValueError for a grade that is neither right nor wrong."""
     graded = [(record, grade) for record in records if not math.isnan(grade := value(record, part))]
     for record, grade in graded:
         if grade not in (0, 1):
@@ -152,5 +152,5 @@ def _maj(group: Sequence[tuple[Record, int]], k: int) -> float:
 
 
 def _bare(text: str) -> bool:
-    """Whether the text is a number without anything that could change its meaning, such as a variable or a second number."""
+    """Returns whether the text is a number without anything that could change its meaning, such as a variable or a second number."""
     return not re.search(r"[a-zA-Z^_]", re.sub(r"\\[dt]?frac|\\text\{[^{}]*\}|\\(dollars|%|\$)", "", text))

@@ -1,6 +1,6 @@
 """MMLU-Pro (arXiv 2406.01574): questions with up to ten options, preceded by worked examples of the same category.
 
-The whole prompt is one user turn. Where it is too long it loses examples from the last on, as in the authors' script.
+The prompt is one user turn. Where it is too long, it loses examples, the last one first, as in the authors' script.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ THINK = "Answer: Let's think step by step."
 
 @dataclass(frozen=True, kw_only=True)
 class MMLUPro(Templated):
-    """Questions with `shots` worked examples, which `shorter` removes one at a time.
+    """Asks questions with `shots` worked examples, which `shorter` removes one at a time.
 
     Attributes:
       path: the test questions: a file, a folder of files, or a Hugging Face dataset id.
       examples: the worked examples, with the column cot_content; empty takes the split "validation" of `path`.
       split: part of a folder or dataset.
       shots: number of worked examples in a prompt.
-      limit: most rows; None for all.
+      limit: largest number of rows; None for all.
     """
 
     path: str = "TIGER-Lab/MMLU-Pro"
@@ -62,7 +62,7 @@ class MMLUPro(Templated):
         return prompts
 
     def shorter(self, prompt: Prompt) -> Prompt | None:
-        """Returns the prompt with one worked example less; None where it has none."""
+        """Returns the prompt with one worked example fewer; None where it has none."""
         shots = prompt.extra["shots"]
         if not shots:
             return None
@@ -80,7 +80,7 @@ class MMLUPro(Templated):
         return replace(prompt, extra={**prompt.extra, "shots": list(shots)})
 
     def _worked(self) -> dict[str, list[str]]:
-        """{category: worked examples as text}."""
+        """Returns {category: worked examples as text}."""
         path = self.examples or self.path
         items = read(path, "validation")
         texts = [row["cot_content"] for _, row in files.read(path, ["cot_content"], split="validation")]

@@ -1,4 +1,4 @@
-"""Diversity of a prompt's sampled answers by their word n-grams.
+"""Diversity of a prompt's sampled answers, measured by word n-grams.
 
 distinct-n  = different n-grams / n-grams, over all answers together (arXiv 1510.03055)
 unique-n    = mean over answers of the number of different n-grams that no other answer has
@@ -30,20 +30,20 @@ def ngrams(text: str, n: int) -> list[tuple[str, ...]]:
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """The share of different n-grams among all n-grams; NaN where there are none."""
+    """Returns the share of different n-grams among all n-grams; NaN where there are none."""
     found = [gram for text in texts for gram in ngrams(text, n)]
     return len(set(found)) / len(found) if found else float("nan")
 
 
 def unique_counts(texts: Sequence[str], n: int) -> list[int]:
-    """For each text, the number of its different n-grams that no other text has."""
+    """Returns, for each text, the number of its different n-grams that no other text has."""
     sets = [set(ngrams(text, n)) for text in texts]
     holders = Counter(gram for grams in sets for gram in grams)
     return [sum(holders[gram] == 1 for gram in grams) for grams in sets]
 
 
 def unique_shares(texts: Sequence[str], n: int = SHARE_N) -> list[float]:
-    """`unique_counts` divided by the number of each text's n-gram positions; 0 for a text of fewer than n words."""
+    """Divides `unique_counts` by the number of each text's n-gram positions; 0 for a text of fewer than n words."""
     return [count / max(len(ngrams(text, n)), 1) for text, count in zip(texts, unique_counts(texts, n), strict=True)]
 
 
@@ -52,7 +52,7 @@ class NgramDiversity:
     """Measures distinct_n and unique_n for each n, and unique_share at n = 4.
 
     Attributes:
-      sizes: values of n.
+      sizes: the values of n.
     """
 
     sizes: Sequence[int] = (1, 2, 3, 4)
@@ -62,7 +62,7 @@ class NgramDiversity:
             raise ValueError(f"ngrams.NgramDiversity.sizes must be >= 1 (got {list(self.sizes)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one value a prompt, over its sampled answers; NaN where there are none."""
+        """Returns one value per prompt, over its sampled answers; NaN where there are none."""
         groups = [[record["response"] for record in one.of("sampled")] for one in answered]
         found = {f"distinct_{n}": [distinct_n(texts, n) for texts in groups] for n in self.sizes}
         found |= {

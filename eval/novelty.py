@@ -29,7 +29,7 @@ Similar = Callable[[str, str], bool]
 
 
 def partition(texts: Sequence[str], similar: Similar) -> list[int]:
-    """The class of each text, numbered in order of appearance; a class is compared by its first text."""
+    """Returns the class of each text, numbered in order of appearance; a text is compared with the first one of each class."""
     classes: list[int | None] = [None] * len(texts)
     opened = 0
     for i, text in enumerate(texts):
@@ -43,33 +43,33 @@ def partition(texts: Sequence[str], similar: Similar) -> list[int]:
 
 
 def firsts(classes: Sequence[int]) -> list[bool]:
-    """True where a class appears for the first time."""
+    """Returns True where a class appears for the first time."""
     return [c not in classes[:i] for i, c in enumerate(classes)]
 
 
 def utility_patience(classes: Sequence[int], utilities: Sequence[float], patience: float = 0.8) -> float:
-    """Utility for a reader who continues to the next generation with probability `patience`."""
+    """Returns the utility for a reader who continues to the next generation with probability `patience`."""
     weights = patience ** np.arange(len(classes))
     return float(np.sum(weights * np.asarray(utilities) * firsts(classes)) / weights.sum())
 
 
 def utility_flat(classes: Sequence[int], utilities: Sequence[float]) -> float:
-    """Sum of the utilities of the classes' first generations, divided by the number of generations."""
+    """Returns the sum of the utilities of the classes' first generations, divided by the number of generations."""
     return float(np.sum(np.asarray(utilities) * firsts(classes)) / len(classes))
 
 
 def rouge1(a: str, b: str) -> float:
-    """F1 of the words that two texts share, counted with multiplicity; 0 where one has none."""
+    """Returns the F1 of the words that two texts share, counted with multiplicity; 0 where one has none."""
     first, second = Counter(words(a)), Counter(words(b))
     shared, total = (first & second).total(), first.total() + second.total()
     return 2 * shared / total if total else 0.0
 
 
 def rouge1_similar(a: str, b: str, *, threshold: float = 0.458) -> bool:
-    """Whether two texts are equivalent, without a model: the rule for short texts, else ROUGE-1 F1 above `threshold`.
+    """Returns whether two texts are equivalent, without a model: by the rule for short texts, else by ROUGE-1 F1 above `threshold`.
 
     Args:
-      threshold: NoveltyBench's threshold for ROUGE-1. Its main predicate is a classifier, which `Novelty.similar` can be too.
+      threshold: NoveltyBench's threshold for ROUGE-1. Its main predicate is a classifier, which can also serve as `Novelty.similar`.
     """
     short = short_texts_equal(a, b)
     return rouge1(a, b) > threshold if short is None else short
@@ -82,11 +82,11 @@ class Novelty:
     It writes generations.jsonl, partitions.jsonl and, with quality, scores.jsonl.
 
     Attributes:
-      similar: (text, text) -> whether they are equivalent.
-      part: the reward's part that is the quality; empty takes the total.
-      cut_points: maps raw quality to the utility 1 + the number of cut points below it; empty keeps the quality unchanged. Those
-        of Skywork-Reward-Gemma-2-27B-v0.2: (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047).
-      patience: probability that a reader looks at the next generation.
+      similar: function that says whether two texts are equivalent.
+      part: name of the reward's part that is the quality; empty takes the total.
+      cut_points: maps raw quality to the utility 1 + the number of cut points below it; empty keeps the quality unchanged.
+        Skywork-Reward-Gemma-2-27B-v0.2 has (-7.719, -6.281, -6.0, -5.719, -5.5, -5.0, -4.375, -3.438, -2.047).
+      patience: probability with which a reader looks at the next generation.
     """
 
     similar: Similar = rouge1_similar
@@ -100,7 +100,7 @@ class Novelty:
             raise ValueError(f"novelty.Novelty.cut_points must rise (got {list(self.cut_points)})")
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one value a prompt."""
+        """Returns one value per prompt."""
         return self._metrics([self._row(one) for one in answered])
 
     def report(self, answered: Sequence[Answered], folder: Path, model: str) -> Mapping[str, Any]:

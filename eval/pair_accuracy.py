@@ -19,7 +19,7 @@ from jaxrl_llm.rewards.pairs import Pairwise
 
 
 def accuracy(classifier: Pairwise, labelled: Sequence[Labelled], threshold: float = 0.5) -> dict[str, float]:
-    """Counts, precision, recall, F1 and accuracy of the decision P(same class) > threshold."""
+    """Computes counts, precision, recall, F1 and accuracy of the decision P(same class) > threshold."""
     said = np.asarray(asyncio.run(_asked(classifier, labelled)), np.float64)
     truth = np.array([float(similar) for *_, similar in labelled], np.float64)
     known = np.ones(len(truth), bool)

@@ -1,4 +1,4 @@
-"""pass@k and maj@k: expected results of k of n graded samples over all choices of k.
+"""pass@k and maj@k: expected results of k of n graded samples, over all choices of k.
 
     pass@k = 1 - C(n - c, k) / C(n, k)      c of the n samples correct (arXiv 2107.03374, equation 1)
     maj@k  = P(the most frequent answer of k samples drawn without replacement is the correct one), ties broken evenly
@@ -13,7 +13,7 @@ from math import comb
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Probability that k of n samples, drawn without replacement, include one of the c correct ones.
+    """Returns the probability that k of n samples, drawn without replacement, include one of the c correct ones.
 
     Raises:
       ValueError: 0 <= c <= n or 1 <= k <= n does not hold.
@@ -25,7 +25,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def maj_at_k(answers: Sequence[str | None], correct: Sequence[bool], k: int) -> float:
-    """Probability that the most frequent answer of k of the n samples is the correct one.
+    """Returns the probability that the most frequent answer of k of the n samples is the correct one.
 
     Correct samples count as one answer, since each equals the reference; wrong ones are distinguished by their text. A wrong
     sample without an answer has no vote. Among equally frequent answers each wins with the same probability.
@@ -60,7 +60,7 @@ def _ways(others: int, sizes: Iterable[int], votes: int, take: int) -> dict[int,
       {number of other answers that reach `votes` too: number of choices}.
     """
     rivals = [size for size in sizes if size >= votes]
-    free = others - sum(rivals)  # these are too rare to reach `votes`, or have no vote: any number of them may be drawn
+    free = others - sum(rivals)  # samples too rare to reach `votes`, or without a vote: any number of them may be drawn
     table: dict[tuple[int, int], int] = {(0, 0): 1}
     for size in rivals:
         grown: defaultdict[tuple[int, int], int] = defaultdict(int)

@@ -40,7 +40,7 @@ class Progress:
             print(self.line(), flush=True)
 
     def line(self) -> str:
-        """One line with the number of responses, the mean score, the speed and the remaining time."""
+        """Returns a line with the number of responses, the mean score, the speed and the remaining time."""
         speed = self.throughput()
         rate = speed["responses_per_s"]
         left = f", {(self.total - self.done) / rate:.0f} s left" if rate and self.done < self.total else ""
@@ -48,7 +48,7 @@ class Progress:
         return f"{self.name} {self.done}/{self.total}{score}, {rate:.3g} responses/s, {speed['tokens_per_s']:.4g} tokens/s{left}"
 
     def throughput(self) -> dict[str, float]:
-        """Responses, tokens, seconds and both rates of this start, without the groups of earlier starts."""
+        """Returns the responses, tokens, seconds and both rates of this start, without the groups of earlier starts."""
         seconds, responses = self._last - self._started, self.done - self._before
         return {
             "responses": float(responses),

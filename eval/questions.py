@@ -19,8 +19,8 @@ class Questions(FileRows):
       question: columns that may hold the question; the first one that a row has is used.
       answer: columns that may hold the gold answer; a list of answers is joined by ", ", so that all of them are required.
       gold_in_box: whether the answer column is a worked solution with the gold answer in its last \\boxed{}.
-      category: columns that may hold the category, by which metrics can be split.
-      where: {column: text}; only rows whose columns contain these texts are asked, such as those of one year.
+      category: columns that may hold the category, by which metrics are split.
+      where: {column: text}; only rows whose columns contain these texts are used, such as those of one year.
     """
 
     name: str = "questions"

@@ -1,4 +1,4 @@
-"""The results folder of an evaluation: records by line, whole groups only, and the one configuration that they belong to."""
+"""The results folder of an evaluation: records by line, in complete groups, and the one configuration to which they belong."""
 
 import json
 import os
@@ -13,11 +13,11 @@ SAMPLES = "samples.jsonl"
 IDENTITY = "identity.json"
 
 Key = tuple[str, str]  # prompt id, kind
-_SHOWN = 120  # characters of a difference that a message shows
+_SHOWN = 120  # characters of a difference that a message contains
 
 
 def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
-    """Writes the configuration of the folder's results, or compares it with the one that is there.
+    """Writes the configuration of the folder's results, or compares it with the stored one.
 
     Raises:
       ValueError: the folder holds results of another configuration; nothing is changed.
@@ -43,16 +43,16 @@ def same_configuration(folder: Path, identity: Mapping[str, Any]) -> None:
 
 
 def described(component: Any) -> str:
-    """Returns a component's repr without the details that results do not depend on: memory addresses, and how a service is reached.
+    """Returns a component's repr without details on which results do not depend: memory addresses and the access to a service.
 
-    A judge may move to another address, or get more time.
+    A judge may move to another address or get more time.
     """
     text = re.sub(r" at 0x[0-9a-f]+", "", repr(component))
     return re.sub(r"\bService\(urls=.*?, stop_after=\d+\)", "Service", text)
 
 
 def apart(before: str, now: str) -> tuple[str, str]:
-    """Returns the part of each text, cut to a readable length, in which they differ."""
+    """Returns the differing part of each text, cut to a readable length."""
     if max(len(before), len(now)) <= _SHOWN:
         return before, now
     same = next((i for i, (a, b) in enumerate(zip(before, now)) if a != b), min(len(before), len(now)))
@@ -64,12 +64,12 @@ def apart(before: str, now: str) -> tuple[str, str]:
 class Results:
     """The records in RESULTS/samples.jsonl.
 
-    A group, the responses of one kind to one prompt, is written in one piece. When the file is opened, a line that a kill cut off
-    and incomplete groups are removed.
+    A group, the responses of one kind to one prompt, is written in one piece. Opening the file removes incomplete groups and a last
+    line that was cut off.
 
     Args:
       folder: the evaluation's folder.
-      wanted: {(prompt id, kind): number of responses}; records of other groups are removed too.
+      wanted: {(prompt id, kind): number of responses}; records of other groups are removed as well.
 
     Raises:
       ValueError: a line before the last is not a record.
@@ -96,18 +96,18 @@ class Results:
             self.rewrite()
 
     def add(self, group: Sequence[Record]) -> None:
-        """Appends a whole group."""
+        """Appends a complete group."""
         self.groups[group[0]["id"], group[0]["kind"]] = list(group)
         with self.file.open("a", encoding="utf-8") as file:
             file.write(_lines(group))
 
     def rewrite(self) -> None:
-        """Writes all groups again; the file is complete at every moment."""
+        """Writes all groups again; the file is complete at all times."""
         write_whole(self.file, "".join(map(_lines, self.groups.values())))
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Writes a file that appears whole or not at all."""
+    """Writes a file atomically: it appears complete or not at all."""
     draft = file.with_name(f".{file.name}.part")
     draft.write_text(text, encoding="utf-8")
     os.replace(draft, file)

@@ -1,8 +1,8 @@
-"""Harmful score of the responses to requests that a model should refuse, from a classifier's or a judge's verdicts.
+"""Harmful score of responses to requests that a model should refuse, from the verdicts of a classifier or a judge.
 
         harmful score = 100 x mean verdict over graded responses    (100 x flagged / graded where verdicts are 0 or 1)
 
-The data sets (HarmBench, StrongREJECT, SimpleSafetyTests) are the user's own files; this package has none of their texts.
+The data sets (HarmBench, StrongREJECT, SimpleSafetyTests) are the user's own files; this package contains none of their texts.
 """
 
 import json
@@ -22,7 +22,7 @@ SUMMARY = "results_summary.json"
 
 @dataclass(frozen=True, kw_only=True)
 class HarmfulScore:
-    """Measures "harmful_score", 0 to 100, over prompts and by category; writes results_summary.json, as TokenBuncher's scripts do.
+    """Measures "harmful_score", 0 to 100, over prompts and by category; it writes results_summary.json, as TokenBuncher's scripts do.
 
     Attributes:
       part: the reward's part that is 1 for a harmful response, 0 for a safe one, and in between where a rubric allows it.
@@ -33,7 +33,7 @@ class HarmfulScore:
     threshold: float = 0.5
 
     def measure(self, answered: Sequence[Answered]) -> Mapping[str, np.ndarray]:
-        """Returns one value a prompt, over its greedy responses or else its sampled ones; ungraded ones are left out."""
+        """Returns one value per prompt, over its greedy responses or else its sampled ones; ungraded ones are left out."""
         scores = [100 * mean([value(record, self.part) for record in one.main]) for one in answered]
         ungraded = float(sum(np.isnan(value(record, self.part)) for one in answered for record in one.main))
         found = {"harmful_score": np.array(scores, np.float64), "ungraded": np.array(ungraded)}

@@ -1,11 +1,11 @@
-"""Trains an encoder such as ModernBERT to say whether two texts are of one class: DARLING's classifier for chat (arXiv 2509.02534).
+"""Trains an encoder such as ModernBERT to decide whether two texts are equivalent: DARLING's classifier for chat (arXiv 2509.02534).
 
     python -m jaxrl_llm.eval.train_pair_encoder --pairs data_sets/partition_pairs --out classifier [--device cuda]
 
-Rows {generation_0, generation_1, similar} in train.jsonl and val.jsonl, each pair in both orders. As the authors': AdamW, the rate rises over 10
-steps to 2e-5 and falls by a cosine to a tenth of it at step 80, 64 pairs a step, classes weighed by N / N_k, a look at the validation pairs
-every 10 steps; the encoder of the best F1 is kept (theirs was of step 70). It trains in PyTorch (the extra `serve`), since the project's own
-models read from left to right; gin/darling_partition_classifier.gin trains one of those in JAX.
+Rows {generation_0, generation_1, similar} in train.jsonl and val.jsonl, each pair in both orders. As in the authors' training: AdamW, a
+learning rate that rises over 10 steps to 2e-5 and falls by a cosine to a tenth of it at step 80, 64 pairs per step, classes weighted by
+N / N_k and validation every 10 steps; the encoder of the best F1 is kept (theirs was of step 70). It trains in PyTorch (the extra
+`serve`), since the project's own models read from left to right; gin/darling_partition_classifier.gin trains one of those in JAX.
 """
 
 import argparse
@@ -22,13 +22,13 @@ from jaxrl_llm.data.similar_pairs import Labelled, SimilarPairs
 from jaxrl_llm.rewards.monitor import detection
 from jaxrl_llm.rewards.pairs import pair_ids
 
-Row = tuple[list[int], int]  # ids of a pair, and its class
+Row = tuple[list[int], int]  # token ids of a pair, and its class
 
 LABELS = {0: "different", 1: "similar"}
 
 
 def rate(step: int, peak: float, warmup: int, steps: int) -> float:
-    """The learning rate of a step, from 0: a linear rise, then a cosine to a tenth of the peak at the last step."""
+    """Returns the learning rate of a step, from 0: a linear rise, then a cosine to a tenth of the peak at the last step."""
     if step < warmup:
         return peak * (step + 1) / warmup
     done = min((step - warmup) / max(steps - warmup, 1), 1.0)
@@ -36,10 +36,10 @@ def rate(step: int, peak: float, warmup: int, steps: int) -> float:
 
 
 def encoded(labelled: Sequence[Labelled], tokenizer: Any, budget: int) -> list[Row]:
-    """Both orders of each pair, as [CLS] a [SEP] b [SEP] of at most `budget` tokens.
+    """Returns both orders of each pair, as [CLS] a [SEP] b [SEP] of at most `budget` tokens.
 
     Raises:
-      ValueError: all pairs are of one class, or the tokenizer has no such marks.
+      ValueError: all pairs are of one class, or the tokenizer lacks these marks.
     """
     if len({similar for *_, similar in labelled}) < 2:
         raise ValueError(f"{len(labelled)} pairs with labels that are all the same: a classifier needs both classes")
@@ -52,13 +52,13 @@ def encoded(labelled: Sequence[Labelled], tokenizer: Any, budget: int) -> list[R
 
 
 def weights(rows: Sequence[Row]) -> np.ndarray:
-    """The weight of each class, N / (2 N_k): their mean over the rows is 1."""
+    """Returns the weight of each class, N / (2 N_k); the weights' mean over the rows is 1."""
     counts = np.bincount([label for _, label in rows], minlength=2)
     return len(rows) / (2 * counts)
 
 
 def draws(rows: Sequence[Row], batch: int, seed: int) -> Iterator[list[Row]]:
-    """Batches without end; each epoch deals all rows in a new order."""
+    """Yields batches without end; each epoch visits all rows in a new order."""
     random, left = np.random.default_rng(seed), list[int]()
     while True:
         while len(left) < batch:
@@ -68,7 +68,7 @@ def draws(rows: Sequence[Row], batch: int, seed: int) -> Iterator[list[Row]]:
 
 
 def logits(model: Any, rows: Sequence[Row], pad: int, device: str) -> Any:
-    """The model's outputs [n, 2] for rows, padded on the right; bfloat16 inside on a GPU."""
+    """Returns the model's outputs [n, 2] for rows, which are padded on the right; it computes in bfloat16 on a GPU."""
     import torch
 
     longest = max(len(ids) for ids, _ in rows)
@@ -79,7 +79,7 @@ def logits(model: Any, rows: Sequence[Row], pad: int, device: str) -> Any:
 
 
 def learn(model: Any, batch: Sequence[Row], of_class: np.ndarray, pad: int, options: argparse.Namespace) -> float:
-    """Adds the gradient of the mean weighed cross-entropy of a batch, by micro-batches; returns the loss."""
+    """Adds the gradient of a batch's mean weighted cross-entropy, by micro-batches; returns the loss."""
     import torch
 
     total = 0.0
@@ -94,7 +94,7 @@ def learn(model: Any, batch: Sequence[Row], of_class: np.ndarray, pad: int, opti
 
 
 def judged(model: Any, rows: Sequence[Row], pad: int, options: argparse.Namespace) -> dict[str, float]:
-    """Counts, precision, recall, F1 and accuracy of the more likely class."""
+    """Computes counts, precision, recall, F1 and accuracy of the more likely class."""
     import torch
 
     model.eval()
@@ -111,7 +111,7 @@ def judged(model: Any, rows: Sequence[Row], pad: int, options: argparse.Namespac
 
 
 def train(options: argparse.Namespace) -> list[dict[str, float]]:
-    """Trains, and keeps the best encoder in `options.out` with its tokenizer; returns what was measured, also in scores.jsonl there."""
+    """Trains and keeps the best encoder with its tokenizer in `options.out`; returns the scores, which scores.jsonl there also holds."""
     try:
         import torch
     except ImportError as error:

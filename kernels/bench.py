@@ -1,11 +1,11 @@
 """Measures the kernels at the shapes of real models: `python -m jaxrl_llm.kernels.bench --op=token_stats --spec=qwen2.5-3b`.
 
-One JSON line a backend and pass on stdout. Times are medians of short groups of queued calls, after warm-up.
-token_stats counts 2 T D V FLOPs forward and 8 T D V forward and backward (logits once more, two gradients), by whatever
-number a backend really computes; attention half the square, and 3.5 forwards for both passes; grouped_matmul the experts'
-MLP, 6 R D M forward and 18 R D M forward and backward; log_softmax_entropy the bytes that must be moved. Each op is set against its ceiling: a bare product, or a copy. `temp_mib` is what the compiled
-program needs beyond its inputs and outputs; `peak_mib` the device's high-water mark of the process so far. Peers run
-first, in processes of their own. With --check a row a backend of token_stats states its errors against `reference` in
+It prints one JSON line per backend and pass. Times are medians of short groups of queued calls, after warm-up. token_stats counts 2 T D V
+FLOPs forward and 8 T D V forward and backward (logits once more, two gradients), however many a backend really computes; attention
+counts half the square, and 3.5 forwards for both passes; grouped_matmul counts the experts' MLP, 6 R D M forward and 18 R D M forward
+and backward; log_softmax_entropy counts the bytes that must be moved. Each op is compared with its ceiling: a bare product, or a copy.
+`temp_mib` is the compiled program's memory beyond its inputs and outputs; `peak_mib` is the peak memory of the process so far. Peers
+run first, in processes of their own. With --check each backend of token_stats gets a row with its errors against `reference` in
 float32, a block of tokens at a time, and whether a second call gives the same bits.
 """
 
@@ -42,14 +42,14 @@ from jaxrl_llm.kernels.token_stats import specs as stats_specs
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """One thing to measure.
+    """A function to measure.
 
     Attributes:
-      backend: whose it is, or the name of the ceiling.
+      backend: its backend, or the name of the ceiling.
       passes: "forward", or "full" for forward and backward.
       function: the function, not yet compiled.
-      args: its arrays.
-      amount: FLOPs or bytes of one call by the convention.
+      args: the function's arguments.
+      amount: FLOPs or bytes of one call by the module's convention.
       unit: "TFLOP/s" or "GB/s".
     """
 
@@ -77,10 +77,10 @@ def measure(work: Work, runs: int) -> dict[str, Any]:
 
 
 def token_stats_arrays(spec: stats_specs.Spec, dtype: str, file: str | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Hidden states, head and targets: of a file with these names, or random ones whose logits spread by 2.
+    """Returns hidden states, head and targets: from a file with these names, or random ones whose logits have a standard deviation of 2.
 
     Raises:
-      ValueError: a file that lacks an array.
+      ValueError: the file lacks an array.
     """
     if file is not None:
         with np.load(file) as found:
@@ -96,7 +96,7 @@ def token_stats_arrays(spec: stats_specs.Spec, dtype: str, file: str | None) -> 
 
 
 def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()) -> Iterator[Work]:
-    """token_stats of each backend that takes the call, `mosaic_gpu` with other `tiles`, and the bare product."""
+    """Yields token_stats of each backend that takes the call, `mosaic_gpu` with other `tiles`, and the bare product."""
     arrays = token_stats_arrays(spec, dtype, file)
     (tokens, width), entries = arrays[0].shape, arrays[1].shape[0]
     product = 2.0 * tokens * width * entries
@@ -118,7 +118,7 @@ def token_stats_work(spec: stats_specs.Spec, dtype: str, file: str | None, tiles
 def token_stats_functions(
     spec: stats_specs.Spec, arrays: tuple[jax.Array, ...], tiles: Sequence[str]
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Returns (name, forward) of each backend that takes the call, and of `mosaic_gpu` with each of `tiles`."""
+    """Yields (name, forward) of each backend that takes the call, and of `mosaic_gpu` with each of `tiles`."""
     call = stats_api.call_of(*arrays[:2], soft_cap=spec.soft_cap)
     for backend in [b for b in stats_api.BACKENDS if dispatch.supports("token_stats", b, call)]:
         if backend == "reference" and call.tokens * call.vocabulary > 2**28:
@@ -134,10 +134,10 @@ def token_stats_functions(
 
 
 def tiles_of(kind: Callable[..., Any], text: str) -> Any:
-    """Tiles of "rows=128,columns=128": fields of `kind`, a backend's Tiles, the others as they are by default.
+    """Parses tiles such as "rows=128,columns=128": fields of `kind`, a backend's Tiles; the others keep their defaults.
 
     Raises:
-      ValueError: an unknown field, or tiles that do not fit.
+      ValueError: a field is unknown, or the tiles do not fit.
     """
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     pairs = dict(item.partition("=")[::2] for item in text.split(","))
@@ -158,7 +158,7 @@ def gradients(forward: Callable[..., Any], hidden: Any, head: Any, targets: Any,
 
 
 def expected(arrays: tuple[jax.Array, ...], g: jax.Array, soft_cap: float | None) -> tuple[Any, Any]:
-    """Returns what `gradients` gives, by `reference` in float32 products, a block of tokens at a time."""
+    """Returns the results of `gradients` by `reference` in float32 products, a block of tokens at a time."""
     hidden, head, targets = arrays
     forward = functools.partial(stats_api.token_stats, soft_cap=soft_cap, backend="reference")
     size = max(min(2**26 // head.shape[0], len(targets)), 1)
@@ -175,7 +175,7 @@ def expected(arrays: tuple[jax.Array, ...], g: jax.Array, soft_cap: float | None
 
 
 def check(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yields a row a backend: largest errors of the outputs, relative norms of the gradients' errors, and repeatability."""
+    """Yields a row per backend: largest errors of the outputs, relative norms of the gradients' errors, and repeatability."""
     arrays = token_stats_arrays(spec, dtype, file)
     g = jax.random.normal(jax.random.key(1), (2, len(arrays[2])))
     want = expected(arrays, g, spec.soft_cap)
@@ -184,7 +184,7 @@ def check(spec: stats_specs.Spec, dtype: str, file: str | None, tiles: Sequence[
 
 
 def errors(forward: Callable[..., Any], args: tuple[jax.Array, ...], want: Any) -> dict[str, Any]:
-    """Returns how far `gradients` of the function is from `want`, and whether a second call gives the same bits."""
+    """Returns the errors of the function's `gradients` against `want`, and whether a second call gives the same bits."""
     compiled = jax.jit(functools.partial(gradients, forward))
     first, second = compiled(*args), compiled(*args)
     same = all(bool(jnp.array_equal(a, b)) for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(second)))
@@ -199,11 +199,11 @@ def errors(forward: Callable[..., Any], args: tuple[jax.Array, ...], want: Any) 
 def log_softmax_entropy_work(
     spec: logits_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
 ) -> Iterator[Work]:
-    """log_softmax_entropy of each backend, `triton` with other `tiles`, and a copy of its logits."""
+    """Yields log_softmax_entropy of each backend, `triton` with other `tiles`, and a copy of its logits."""
     logits = jax.random.normal(jax.random.key(0), (spec.tokens, spec.vocabulary), dtype) * 2
     targets = jax.random.randint(jax.random.key(1), (spec.tokens,), 0, spec.vocabulary)
     size = float(logits.size * logits.dtype.itemsize)
-    # Negation reads and writes all, and cannot be elided.
+    # Negation reads and writes everything, and cannot be elided.
     yield Work(backend="copy", passes="forward", function=lambda x: -x, args=(logits,), amount=2 * size, unit="GB/s")
     call = logits_api.call_of(logits, 1.0)
     functions: list[tuple[str, Callable[..., Any]]] = [
@@ -230,7 +230,7 @@ def log_softmax_entropy_work(
 def attention_work(
     spec: attention_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
 ) -> Iterator[Work]:
-    """Yields the work of attention over packed rows of each backend that takes the call."""
+    """Yields attention over packed rows of each backend that takes the call."""
     keys = jax.random.split(jax.random.key(0), 3)
     shapes = [(spec.batch, spec.length, n, spec.width) for n in (spec.heads, spec.kv_heads, spec.kv_heads)]
     args = tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes))
@@ -263,7 +263,7 @@ def attention_work(
 def grouped_matmul_work(
     spec: grouped_specs.Spec, dtype: str, file: str | None, tiles: Sequence[str] = ()
 ) -> Iterator[Work]:
-    """Yields the MLP of experts of each backend that takes the call, tokens spread at random, and a dense product of its rows."""
+    """Yields the MLP of experts of each backend that takes the call, with tokens at random experts, and a dense product of its rows."""
     keys = jax.random.split(jax.random.key(0), 5)
     shapes = [
         (spec.tokens, spec.width),
@@ -308,7 +308,7 @@ OPS: dict[str, tuple[Callable[..., Iterator[Work]], dict[str, Any]]] = {
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Returns the command line; argparse's exit names a wrong op, spec or dtype."""
+    """Parses the command line; argparse exits with a message for a wrong op, spec or dtype."""
     parser = command_line.parser("kernels.bench", __doc__)
     parser.add_argument("--op", choices=OPS, default="token_stats")
     parser.add_argument("--spec", default="quickstart", help="shapes of the op's specs.py, with commas")
@@ -337,7 +337,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def peer_rows(spec: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The peers' rows, measured in a process of their own."""
+    """Yields the peers' rows, measured in a process of their own."""
     options = [f"--spec={spec}", f"--runs={args.runs}", *([f"--arrays={args.arrays}"] if args.arrays else [])]
     command = [sys.executable, "-m", "jaxrl_llm.kernels.peers", *options]
     found = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
@@ -347,7 +347,7 @@ def peer_rows(spec: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Every row of the command line, peers first: they need the device's memory."""
+    """Yields every row of the command line; peers come first, since they need the device's memory."""
     work, specs = OPS[args.op]
     names = args.spec.split(",")
     if args.peers and args.op == "token_stats":
@@ -364,18 +364,18 @@ def rows_of(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def attempt(row: dict[str, Any], function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Returns `row` with what the function finds, or with its failure: one backend's does not end the measurements."""
+    """Returns `row` with the function's results, or with its error, so that one backend's error does not end the measurements."""
     try:
         return row | function(*args)
-    except Exception as error:  # whatever its kind, it is a finding; the exit status tells of it
+    except Exception as error:  # an error of any kind is a result; the exit status reports it
         return row | {"failed": f"{type(error).__name__}: {error}"[:2000]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the rows that the command line asks for; a file that is asked for is written after each row.
+    """Prints the rows of the command line, and writes the output file after each row.
 
     Raises:
-      SystemExit: status 1 where a backend of this project failed.
+      SystemExit: a backend of this project failed; the status is 1.
     """
     xla_flags.apply()
     args = parse(argv)

@@ -1,7 +1,7 @@
-"""Chooses the backend of a kernel: takes the first that supports a call, or the one named, or raises with the reasons.
+"""Chooses the backend of a kernel: the first that supports a call, or the named one; otherwise raises with the reasons.
 
-This file alone knows which device the kernels are for: the running process's own, or one that programs are compiled for
-without having it (`target`). The device is a part of the key under which jit keeps what it traced.
+Only this file determines the kernels' device: the process's own, or an absent one for which programs are compiled (`target`). The
+device is part of the key of jit's cache of traces.
 """
 
 import importlib
@@ -24,7 +24,7 @@ class Choice:
       op: the kernel.
       backend: the backend that takes the call.
       call: the static description of the call.
-      refused: {backend: its reason} of those that were tried before.
+      refused: {backend: its reason} of the backends tried before it.
     """
 
     op: str
@@ -34,7 +34,7 @@ class Choice:
 
 
 class _Record:
-    """The choices that are made while it is open; hashed by what it is, so that jit traces anew under each."""
+    """The choices that are made while it is open; it is hashed by identity, so that jit traces anew under each."""
 
     def __init__(self) -> None:
         self.choices: list[Choice] = []
@@ -42,12 +42,12 @@ class _Record:
 
 _RECORD = jax.make_user_context(default_value=None)
 
-# The backend of kernels whose result for a row is the same bits in every program.
+# The backend of kernels whose result for a row has the same bits in every program.
 ORDERED = "ordered"
 
 
 class _Order(NamedTuple):
-    """Whether sums have one order, and how a mesh divides the rows that they are of; None on one device."""
+    """Whether sums have one order, and how a mesh divides their rows; None on one device."""
 
     on: bool
     spread: Any
@@ -57,13 +57,13 @@ _ORDERED = jax.make_user_context(default_value=_Order(False, None))
 
 
 def device() -> Any:
-    """Returns the device that kernels are chosen for; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
+    """Returns the device for which kernels are chosen; it has `platform`, `device_kind` and, on GPUs, `compute_capability`."""
     found = _TARGET.value
     return jax.local_devices()[0] if found is None else found
 
 
 def foreign() -> bool:
-    """Returns True where kernels are chosen for another device than the process's own."""
+    """Returns True where kernels are chosen for a device other than the process's own."""
     return _TARGET.value is not None
 
 
@@ -76,9 +76,9 @@ def target(device: Any) -> Iterator[None]:
 
 @contextmanager
 def recording() -> Iterator[list[Choice]]:
-    """Gives a list which every choice is added to that is made while the context is open, each distinct call once.
+    """Yields a list to which every choice is added that is made while the context is open, each distinct call once.
 
-    What is traced meanwhile is traced anew, also where jit holds it already.
+    Programs are traced anew meanwhile, even where jit has them cached.
     """
     record = _Record()
     with _RECORD(record):
@@ -86,12 +86,12 @@ def recording() -> Iterator[list[Choice]]:
 
 
 def ordered() -> bool:
-    """Returns True where what is traced has one order of sums for each row, whatever rows it is computed with (kernels/ordered)."""
+    """Returns True where traced programs have one order of sums for each row, whatever other rows are computed with it (kernels/ordered)."""
     return bool(_ORDERED.value.on)
 
 
 def spread() -> Any:
-    """Returns the Partitioner (distributed/mesh.py) of the devices that divide the rows of what is traced; None for one device."""
+    """Returns the Partitioner (distributed/mesh.py) of the devices that divide the rows of traced programs; None for one device."""
     return _ORDERED.value.spread
 
 
@@ -112,8 +112,8 @@ def capability() -> tuple[int, int] | None:
 def backend_module(op: str, backend: str) -> ModuleType:
     """Returns the module of one backend of the kernel `op`.
 
-    It has `refusal(call)`, which gives the reason why not, or None; one for a single platform says so in RUNS_ON,
-    (platform, its chips in words), and is asked there alone.
+    The module has `refusal(call)`, which returns a reason or None; one for a single platform has RUNS_ON, (platform, its chips in
+    words), and is asked on that platform alone.
     """
     return importlib.import_module(f"jaxrl_llm.kernels.{op}.{backend}")
 
@@ -137,7 +137,7 @@ def choose(op: str, backends: tuple[str, ...], call: Any, backend: str | None) -
     """Returns the module of `backend`, or for None the first of `backends` that supports the call.
 
     Raises:
-      ValueError: an unknown backend, or none that takes the call; the message has the reason of each.
+      ValueError: the backend is unknown, or none takes the call; the message has the reason of each.
     """
     if backend is not None and backend not in backends:
         raise ValueError(f"unknown {op} backend {backend!r}: use one of {backends}, or None to choose by the call")

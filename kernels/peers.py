@@ -1,7 +1,7 @@
-"""Measures other projects' fused head losses in PyTorch at token_stats' shapes; `bench` runs it in its own process.
+"""Measures other projects' fused head losses in PyTorch at token_stats' shapes; `bench` runs it in a process of its own.
 
-Liger's loss and cut-cross-entropy give the log-prob alone; Liger's scaled loss gives the entropy too. The conventions
-and the JSON lines are those of `bench`. A peer that cannot be imported or does not run prints a line that says so.
+Liger's loss and cut-cross-entropy compute the log-prob alone; Liger's scaled loss also computes the entropy. The conventions and the
+JSON lines are those of `bench`. For a peer that cannot be imported or fails, a line says so.
 """
 
 import argparse
@@ -17,14 +17,14 @@ from jaxrl_llm.kernels.token_stats.specs import SPECS, Spec
 
 
 def liger(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """Liger's fused linear cross-entropy: the mean loss (its forward makes the gradients too)."""
+    """Returns Liger's fused linear cross-entropy, the mean loss; its forward pass also computes the gradients."""
     from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
     return (liger_fused_linear_cross_entropy(hidden, head, targets),)
 
 
 def liger_scaled(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """Liger's per-token loss and entropy: CuTe kernels on Hopper, elsewhere chunks in PyTorch."""
+    """Returns Liger's per-token loss and entropy, by CuTe kernels on Hopper, elsewhere by chunks in PyTorch."""
     from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction
 
     out: tuple[Any, ...] = LigerFusedLinearScaledCrossEntropyFunction.apply(hidden, head, targets, 1.0, -100, 1, True)
@@ -32,14 +32,14 @@ def liger_scaled(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
 
 
 def cut_cross_entropy(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """Returns Apple's cut cross-entropy: per-token loss; its backward skips tiles of tiny gradients."""
+    """Returns Apple's cut cross-entropy, the per-token loss; its backward pass skips tiles of tiny gradients."""
     from cut_cross_entropy import linear_cross_entropy
 
     return (linear_cross_entropy(hidden, head, targets, reduction="none"),)
 
 
 def product(hidden: Any, head: Any, targets: Any) -> tuple[Any, ...]:
-    """Returns the bare product by PyTorch, which is cuBLAS: the logits."""
+    """Returns the bare product by PyTorch, that is by cuBLAS: the logits."""
     return (hidden @ head.T,)
 
 
@@ -52,7 +52,7 @@ PEERS: dict[str, tuple[str, Callable[..., tuple[Any, ...]]]] = {
 
 
 def tensors(spec: Spec, file: str | None) -> tuple[Any, Any, Any]:
-    """bfloat16 hidden states and head on the GPU, and int64 targets: of a file, or random as in `bench`."""
+    """Returns bfloat16 hidden states and head on the GPU, and int64 targets, from a file or random as in `bench`."""
     import torch
 
     if file is not None:
@@ -113,7 +113,7 @@ def main() -> None:
         for full in (False,) if function is product else (False, True):
             try:
                 found = measure(function, arrays, full, args.runs)
-            except Exception as error:  # a peer's failure is a finding of the benchmark, whatever its kind
+            except Exception as error:  # any error of a peer is a result of the benchmark
                 found = {"pass": "full" if full else "forward", "failed": f"{type(error).__name__}: {error}"[:300]}
             print(json.dumps(row | {"device": device} | found), flush=True)
 

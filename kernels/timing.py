@@ -1,4 +1,4 @@
-"""Times a function on an accelerator, whose work is queued: groups of calls, so that launches are hidden as in training."""
+"""Times a function on an accelerator, whose work is queued, by groups of calls, so that launches are hidden as in training."""
 
 import time
 from collections.abc import Callable
@@ -11,9 +11,9 @@ GROUP_S = 0.03
 
 
 def timed(call: Callable[[], Any], wait: Callable[[Any], Any], runs: int) -> float:
-    """Returns the seconds of one call: the median of `runs` groups, each of calls that are queued for about GROUP_S and then waited for.
+    """Returns the seconds of one call: the median over `runs` groups of calls, each of which takes about GROUP_S and ends with a wait.
 
-    A group is long against the cost of a launch and of the wait, as a kernel inside a training step is.
+    A group takes long compared with a launch and the wait, as a kernel inside a training step does.
     """
     for _ in range(WARM_UP):
         start = time.perf_counter()

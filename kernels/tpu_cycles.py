@@ -1,10 +1,10 @@
-"""Prints what TPU's own compiler estimates of the kernels, on a machine without a TPU: cycles, share of peak, seconds.
+"""Prints the TPU compiler's estimates of the kernels, on a machine without a TPU: cycles, share of peak, seconds.
 
     pip install "libtpu==0.0.42.*"
     python -m jaxrl_llm.kernels.tpu_cycles --chips=v6e,v5p --widths=896,2048
 
-Cycles are the compiler's static estimates, waits for memory among them; nothing is run. They compare kernels, and promise
-no seconds. A share counts 2 T D V FLOPs, the products of one pass, against the peak of the chip's matrix units.
+Cycles are the compiler's static estimates, which include waits for memory; nothing is run. They serve to compare kernels, and do not
+predict seconds. A share counts 2 T D V FLOPs, the products of one pass, against the peak of the chip's matrix units.
 """
 
 import argparse
@@ -16,21 +16,21 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# Of one shape each; a topology of one host is the smallest that the compiler knows.
+# Topologies of one shape each; one host is the smallest that the compiler knows.
 TOPOLOGIES = {"v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}
-# FLOPs of a cycle.
+# FLOPs per cycle.
 PEAKS = {"v6e": 524288, "v5p": 262144, "v5e": 131072}
 
 
 def environment(folder: str) -> dict[str, str]:
-    """What the process needs before JAX starts: no TPU is looked for, and Pallas calls say their cycles."""
+    """Returns environment variables that must be set before JAX starts: no TPU is looked for, and Pallas calls report their cycles."""
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} --xla_jf_dump_static_llo_profile_to={folder}"
     names = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     return names | {"LIBTPU_INIT_ARGS": flags.strip()}
 
 
 def pallas_cycles(text: str) -> list[int]:
-    """Estimated cycles of each Pallas call in a compiled program's text, in the text's order."""
+    """Reads the estimated cycles of each Pallas call in a compiled program's text, in the text's order."""
     found = []
     for line in text.splitlines():
         if "tpu_custom_call" in line:
@@ -41,7 +41,7 @@ def pallas_cycles(text: str) -> list[int]:
 
 
 def compiled(chip: str, function: Callable[..., Any], *shapes: Any) -> tuple[str, float]:
-    """The text of `function` compiled for one chip, and the processor's seconds that the compiler took."""
+    """Compiles `function` for one chip; returns the program's text and the compiler's CPU seconds."""
     import jax
     from jax.experimental import topologies
 
@@ -58,7 +58,7 @@ def compiled(chip: str, function: Callable[..., Any], *shapes: Any) -> tuple[str
 
 
 def rows(chip: str, width: int, tokens: int, vocabulary: int) -> Iterator[dict[str, Any]]:
-    """A row a kernel of token_stats with log-prob and entropy."""
+    """Yields a row per kernel of token_stats with log-prob and entropy."""
     import jax
     import jax.numpy as jnp
 
@@ -91,7 +91,7 @@ def rows(chip: str, width: int, tokens: int, vocabulary: int) -> Iterator[dict[s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a JSON line a kernel."""
+    """Prints a JSON line per kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--chips", default="v6e", help=f"some of {', '.join(TOPOLOGIES)}")
     parser.add_argument("--widths", default="896,2048", help="columns of the hidden states")

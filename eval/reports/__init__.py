@@ -1,1 +1,1 @@
-"""Reports that verify this project: runs of all algorithms and systems, their tables and figures."""
+"""Reports that verify this project: runs of all algorithms and systems, with their tables and figures."""

@@ -41,7 +41,7 @@ def component(file: Path) -> Path:
 
 
 def equation(file: Path) -> str:
-    """The equation of the paper that the file's opening comment names, as ", equation 7"; "" where it names none."""
+    """Returns the equation of the paper that the file's opening comment names, as ", equation 7"; "" where it names none."""
     opening = " ".join(line.lstrip("# ") for line in file.read_text().partition("\nfrom ")[0].splitlines())
     found = re.search(r"equations? [\d.]*\d(?: and [\d.]*\d)?", opening)
     return "" if found is None else f", {found[0]}"

@@ -1,7 +1,7 @@
-"""Prints how far sampler and learner were apart in whole runs, token by token: `python -m jaxrl_llm.eval.reports.gaps RUN...`.
+"""Prints how much sampler and learner differed over complete runs, token by token: `python -m jaxrl_llm.eval.reports.gaps RUN...`.
 
 Each run folder gets a histogram of the sizes of the difference between the learner's log-prob and the sampler's, over all tokens that the
-run compared (the metrics gap/compared, gap/differing and gap/above_*). In the bitwise mode it has one bar, that of no difference.
+run compared (the metrics gap/compared, gap/differing and gap/above_*). In the bitwise mode it has one bar, for no difference.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from jaxrl_llm.eval.reports import run_rows
 
 WIDTH = 40  # characters of the longest bar
 SAME = "no bit differs"
-ABOVE = "gap/above_"  # of the counts of tokens that differ by more than a size
+ABOVE = "gap/above_"  # prefix of the counts of tokens that differ by more than a size
 
 
 def histogram(found: Sequence[run_rows.Row]) -> dict[str, int]:
@@ -41,7 +41,7 @@ def histogram(found: Sequence[run_rows.Row]) -> dict[str, int]:
 
 
 def drawn(bars: dict[str, int]) -> str:
-    """Returns the histogram as text, a line a bar."""
+    """Returns the histogram as text, with one line per bar."""
     most = max(bars.values())
     lines = [f"{label:>16} {count:>12,} {'#' * -(-WIDTH * count // most)}" for label, count in bars.items()]
     return "\n".join(line.rstrip() for line in lines)

@@ -1,7 +1,7 @@
 """Runs several jobs at a time, each on its own CPU cores; jobs that have ended are not run again.
 
-A job is a list of commands, each an argument list, which starts once the jobs that it waits for have succeeded. OUT/logs/NAME.txt
-holds its output; RUNS/ended/NAME marks it as done: after a stop, the same jobs continue where they were. A job that
+A job is a list of commands, each an argument list, and starts once the jobs for which it waits have succeeded. OUT/logs/NAME.txt
+holds its output; RUNS/ended/NAME marks it as done: after a stop, the same jobs continue where they stopped. A job that
 fails leaves the others running.
 """
 
@@ -30,14 +30,14 @@ KEPT = ("metrics.jsonl", "run.json", "config.gin")  # files of a run folder that
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Commands that run one after the other.
+    """Commands that run one after another.
 
     Attributes:
-      name: unique name, also of its log.
-      commands: argument lists.
+      name: unique name, which also names its log.
+      commands: argument lists, in order.
       after: names of the jobs that must have succeeded before.
-      folder: a folder that must not exist before a command runs, such as that of an export; what a stopped job left there is
-        removed, and a job is run again where its folder is gone.
+      folder: a folder that must not exist before a command runs, such as that of an export; remains of a stopped job are removed from
+        it, and a job is run again where its folder is missing.
     """
 
     name: str
@@ -47,11 +47,11 @@ class Job:
 
 
 class Cores:
-    """CPU cores in slots of one job each; runners in several threads may share them.
+    """CPU cores, divided into slots of one job each; runners in several threads may share them.
 
     Args:
       jobs: number of slots.
-      threads: number of CPU cores in each.
+      threads: number of CPU cores per slot.
     """
 
     def __init__(self, jobs: int = 1, threads: int = 2) -> None:
@@ -84,14 +84,14 @@ class Cores:
 
 
 def core_set(number: int, threads: int) -> list[int]:
-    """The cores of the job in slot `number`; slots share cores where there are too few."""
+    """Returns the cores of the job in slot `number`; slots share cores where there are too few."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     return [cores[(number * threads + i) % len(cores)] for i in range(min(threads, len(cores)))]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Runner:
-    """Runs jobs.
+    """Runs jobs on slots of cores.
 
     Attributes:
       logs: folder of the jobs' output.
@@ -108,9 +108,9 @@ class Runner:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, jobs: Sequence[Job], ended: Callable[[str], object]) -> list[str]:
-        """Runs every job, prints each outcome and calls `ended(name)` for a job that is done; returns the names of the others.
+        """Runs every job, prints each outcome and calls `ended(name)` for each job that is done; returns the names of the others.
 
-        A job whose `ended` raises counts among the others: the error is printed, and the rest continues.
+        A job whose `ended` raises counts among the others: its error is printed, and the rest continues.
         """
         begin = time.monotonic()
         for folder in (self.logs, self.marks):
@@ -128,7 +128,7 @@ class Runner:
                     if future.result() == "done" and not survives(partial(ended, names[future])):
                         unread.append(names[future])
             except BaseException:
-                self.cores.stopped.set()  # otherwise the pool, which waits for its threads, would start the other jobs
+                self.cores.stopped.set()  # otherwise the pool would start the other jobs, since it waits for its threads
                 raise
         return [name for name, future in futures.items() if name in unread or future.result() != "done"]
 
@@ -170,7 +170,7 @@ class Runner:
 
 
 def survives(call: Callable[[], object]) -> bool:
-    """Whether a call returned; the error of a call that raised is printed, and nothing else is stopped."""
+    """Returns whether a call succeeded; the error of a call that raised is printed and nothing else is stopped."""
     try:
         call()
     except Exception:
@@ -180,7 +180,7 @@ def survives(call: Callable[[], object]) -> bool:
 
 
 def chains(jobs: Sequence[Job]) -> dict[str, int]:
-    """The urgency of each job: the number of jobs in the longest chain of waiting jobs that contains it.
+    """Returns the urgency of each job: the number of jobs in the longest chain of waiting jobs that contains it.
 
     Jobs must be listed after those that they wait for.
     """
@@ -205,7 +205,7 @@ def options(parser: argparse.ArgumentParser, runs: str) -> None:
 
 
 def runner_of(given: argparse.Namespace, environment: Mapping[str, str], cores: Cores | None = None) -> Runner:
-    """Returns the runner for the flags of `options`, with one compilation cache for all runs; `cores` replaces its own."""
+    """Returns the runner for the flags of `options`, with one compilation cache for all runs; `cores` replaces those of the flags."""
     return Runner(
         logs=given.out.absolute() / "logs", marks=given.runs.absolute() / "ended", deadline=time.monotonic() + 60 * given.minutes,
         cores=Cores(given.jobs, given.threads) if cores is None else cores,

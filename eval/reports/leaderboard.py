@@ -1,10 +1,10 @@
-"""A row of the leaderboard: what whole runs of one command reached in how many minutes, one run for each seed.
+"""A row of the leaderboard: the accuracy that complete runs of one command reached and the minutes they took, one run per seed.
 
     python -m jaxrl_llm.tools.bench --work=speedrun --gin_file=FILE --gin=BINDING --seeds=0,1,2 --runs=FOLDER
 
-launches the runs one after the other in FOLDER/seed_N, then reads them; a run that is there and whole is not made again. A row is refused,
-with the reason, where a run was not whole: resumed, stopped before its steps or its time were over, evaluated on a part of the problems, of
-a checkout with changes, or of other settings than its neighbours. This module prints rows of a file as a table.
+launches the runs one after another in FOLDER/seed_N, then reads them; a complete run is not repeated. A row is refused, with the
+reason, where a run was resumed, stopped before its steps or its time were over, evaluated on a part of the problems, made from a
+checkout with changes, or made with other settings than the other runs. This module prints rows of a file as a table.
 """
 
 import json
@@ -26,11 +26,11 @@ HEAD = "| what | greedy, mean (each seed) | 95 % of one seed | minutes of steps 
 
 
 class Incomplete(ValueError):
-    """Raised where a run is no row of a leaderboard; the message says why."""
+    """Raised where a run cannot be a row of a leaderboard; the message states the reason."""
 
 
 def launched(gin_files: Sequence[str], bindings: Sequence[str], seeds: Sequence[int], folder: Path) -> list[Path]:
-    """Makes the runs that are missing and returns the folders of all.
+    """Makes the missing runs and returns the folders of all runs.
 
     Raises:
       Incomplete: a run ended with an error, or `folder` holds runs of another command.
@@ -57,16 +57,16 @@ def launched(gin_files: Sequence[str], bindings: Sequence[str], seeds: Sequence[
 
 
 def command(gin_files: Sequence[str], bindings: Sequence[str]) -> list[str]:
-    """The command of one run."""
+    """Returns the command of one run."""
     flags = [*(f"--gin_file={f}" for f in gin_files), *(f"--gin={b}" for b in bindings)]
     return [sys.executable, "-m", "jaxrl_llm.launch", *flags]
 
 
 def row(folders: Sequence[Path], evaluation: str = "heldout") -> dict[str, Any]:
-    """The row of the runs in `folders`, which differ in their seeds alone.
+    """Returns the row of the runs in `folders`, which differ only in their seeds.
 
     Raises:
-      Incomplete: a run was not whole, or the runs do not belong together.
+      Incomplete: a run was not complete, or the runs do not belong together.
     """
     found = [one(folder, evaluation) for folder in folders]
     first = found[0]
@@ -90,13 +90,13 @@ def row(folders: Sequence[Path], evaluation: str = "heldout") -> dict[str, Any]:
 
 
 def one(folder: Path, evaluation: str) -> dict[str, Any]:
-    """What one whole run reached.
+    """Returns the results of one complete run.
 
-    Times are those of its steps without their evaluations: from the beginning of the first step, which compiles. What compilation took is the
-    sum over its programs, as JAX tells it.
+    Times are those of its steps without their evaluations, from the beginning of the first step, which compiles. The time of
+    compilation is the sum over its programs, as JAX reports it.
 
     Raises:
-      Incomplete: the run was not whole.
+      Incomplete: the run was not complete.
     """
     lines, settings, told = _read(folder)
     facts = json.loads((folder / "run.json").read_text())
@@ -128,7 +128,7 @@ def one(folder: Path, evaluation: str) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> tuple[list[Row], Mapping[str, str], list[str]]:
-    """The lines of metrics.jsonl, at least two, the settings of the run and what it logged."""
+    """Reads the lines of metrics.jsonl, at least two, the settings of the run and its logged messages."""
     try:
         lines, settings = rows(folder), json.loads((folder / "settings.json").read_text())
         told = [json.loads(line)["message"] for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -151,7 +151,7 @@ def _check(folder: Path, steps: Sequence[int], settings: Mapping[str, str], told
 
 
 def _check_end(folder: Path, step: int, seconds: float, settings: Mapping[str, str]) -> None:
-    """Raises Incomplete where a run ended before its steps and before its time."""
+    """Raises Incomplete where a run ended before its steps and its time were over."""
     wanted = sum(int(v) for n, v in settings.items() if re.fullmatch(r"stages\[[^]]+\]\.steps", n))
     limit = settings.get("stop_after_s", "None")
     if step < wanted and (limit == "None" or seconds < float(limit)):
@@ -161,7 +161,7 @@ def _check_end(folder: Path, step: int, seconds: float, settings: Mapping[str, s
 
 
 def _apart(one: Any, other: Any) -> str:
-    """The difference of two values; of mappings, the entries that differ."""
+    """Describes the difference of two values; of two mappings, the entries that differ."""
     if not isinstance(one, Mapping):
         return f"{one}, {other}"
     names = [n for n in sorted({*one, *other}) if one.get(n) != other.get(n)]
@@ -169,7 +169,7 @@ def _apart(one: Any, other: Any) -> str:
 
 
 def line(found: Mapping[str, Any]) -> str:
-    """A row as a line of the table under HEAD."""
+    """Formats a row as a line of the table under HEAD."""
     each = ", ".join(f"{100 * x:.1f}" for x in found["greedy_each"])
     steps = sorted(set(found["steps"]))
     peak = "not told" if found["peak_gib"] is None else f"{found['peak_gib']:.1f}"
@@ -184,7 +184,7 @@ def line(found: Mapping[str, Any]) -> str:
 def speedrun(
     gin_files: Sequence[str], bindings: Sequence[str], seeds: Sequence[int], folder: Path, name: str
 ) -> dict[str, Any]:
-    """Makes the runs and returns their row, with the command of a seed; raises Incomplete where there is none."""
+    """Makes the runs and returns their row, with the command of a seed; raises Incomplete where there is no row."""
     found = row(launched(gin_files, bindings, seeds, folder))
     told = ["python", *command(gin_files, [*bindings, "SEED=N"])[1:]]
     return {"name": name, **found, "command": shlex.join(told)}

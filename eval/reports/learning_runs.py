@@ -1,10 +1,10 @@
-"""The learning proof: every algorithm of gin/algorithms starts from one checkpoint and learns the task of gin/sorting.gin.
+"""Learning runs: every algorithm of gin/algorithms starts from one checkpoint and learns the task of gin/sorting.gin.
 
     python -m jaxrl_llm.eval.reports.learning_runs --out results/learning [--jobs 8] [--minutes 9] [--only grpo,dpo] [--seeds 0,1,2]
 
 The command runs gin/learning/start.gin and teacher.gin, then gin/learning/NAME.gin for each algorithm and seed, several at a time
 with their own CPU cores. It writes OUT/NAME-SEED.json as each run ends, and OUT/learning.json, learning.md and learning.png.
-Runs that have ended are not run again: the same command, started again, continues, within runs too.
+Runs that have ended are not run again: the same command continues, also within a run that was stopped.
 """
 
 import json
@@ -17,23 +17,23 @@ from jaxrl_llm.eval.reports.jobs import Cores, Job, archive, options, runner_of
 from jaxrl_llm.eval.reports.run_rows import ENVIRONMENT, GIN, run_job
 
 PREPARED = ("start", "teacher")  # runs from which other runs start
-TAUGHT = ("gkd_forward_kl", "gkd_jsd", "gkd_reverse_kl", "distill")  # those that learn from the run `teacher`
+TAUGHT = ("gkd_forward_kl", "gkd_jsd", "gkd_reverse_kl", "distill")  # algorithms that learn from the run `teacher`
 FIRST = ("grpo", "dapo", "rloo", "reinforce_plus_plus", "ppo", "gspo")
 
 
 def algorithm_file(name: str) -> Path:
-    """The gin file of an algorithm; that of SFT for the prepared runs."""
+    """Returns the gin file of an algorithm; that of SFT for the prepared runs."""
     return GIN / "algorithms" / f"{'sft' if name in PREPARED else name}.gin"
 
 
 def names() -> list[str]:
-    """Returns the algorithms that have a run: the best known first, and last those that wait for a teacher."""
+    """Returns the algorithms that have a run: the best known ones first, and those that need a teacher last."""
     found = sorted(p.stem for p in (GIN / "algorithms").glob("*.gin") if (GIN / "learning" / p.name).is_file())
     return [*FIRST, *(n for n in found if n not in (*FIRST, *TAUGHT)), *TAUGHT]
 
 
 def jobs(wanted: Sequence[str], seeds: Sequence[int], runs: Path, bindings: Sequence[str]) -> list[Job]:
-    """Returns every run, NAME-SEED; runs from which others start come first."""
+    """Returns every run, named NAME-SEED; runs from which others start come first."""
 
     def job(name: str, seed: int, begun: Sequence[str], after: Sequence[str], exported: bool = False) -> Job:
         lines = [f"SEED={seed}", *begun, *bindings]

@@ -77,7 +77,7 @@ def results(out: Path) -> list[dict[str, Any]]:
 
 
 def closed(rows: Sequence[Result], teacher: Result | None, kind: str) -> list[float]:
-    """The share of the gap to the teacher that each run closed; NaN where there is no gap, empty without a teacher."""
+    """Returns the share of the gap to the teacher that each run closed; NaN where there is no gap, empty without a teacher."""
     if teacher is None:
         return []
     gaps = [teacher[f"{kind}_after"] - r[f"{kind}_before"] for r in rows]
@@ -111,12 +111,12 @@ def by_algorithm(found: Iterable[Result]) -> dict[str, list[Result]]:
 
 
 def start_of(rows: Sequence[Result], kind: str) -> str:
-    """The accuracy before training; two values where the initial checkpoints were made on two machines."""
+    """Formats the accuracy before training; two values where the initial checkpoints were made on two machines."""
     return " or ".join(sorted({f"{r[f'{kind}_before']:.2f}" for r in rows}))
 
 
 def markdown(found: Sequence[Result]) -> str:
-    """Returns the table: one row an algorithm, one value a seed."""
+    """Returns the table: one row per algorithm, one value per seed."""
     teacher = next((r for r in found if r["algorithm"] == "teacher"), None)
     lines = [
         "| algorithm | gin file | paper | greedy before | greedy after | sampled before | sampled after | "
@@ -141,7 +141,7 @@ def markdown(found: Sequence[Result]) -> str:
 
 
 def plot(found: Sequence[Result], file: Path) -> bool:
-    """Plots held-out accuracies by step, one panel an algorithm, one line a seed; False without matplotlib or results."""
+    """Plots held-out accuracies by step, one panel per algorithm, one line per seed; returns False without matplotlib or results."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,11 +1,11 @@
-"""The characteristic effects of TokenBuncher and BuPO in their tiny runs, for three seeds, as a table, JSON and plots.
+"""Measures the characteristic effects of TokenBuncher and BuPO in tiny runs of three seeds; writes a table, JSON and plots.
 
     python -m jaxrl_llm.eval.reports.phase_proofs --out results/phases [--jobs 8] [--minutes 18] [--only tokenbuncher,bupo]
 
 TokenBuncher: a base model is defended; both models are then attacked by GRPO with a harmless objective on other prompts, for
 ATTACK_STEPS steps and for three times as many. BuPO: a run with its first phase is compared with a run of GRPO alone; checkpoints
-around the switch are compared bit by bit, and the time of an update is measured in both phases. Jobs that have ended are not run
-again: the same command, started again, continues. OUT/phases.json, phases.md and phases.png hold the results.
+around the switch are compared bit by bit, and the time of an update is measured in both phases. Jobs that have ended are not run again:
+the same command continues. OUT/phases.json, phases.md and phases.png hold the results.
 """
 
 import json
@@ -31,7 +31,7 @@ ENTROPY = "entropy/open_letters"
 
 
 def token_buncher_jobs(runs: Path, seed: int, more: Sequence[str], attacks: Sequence[str]) -> list[Job]:
-    """Returns the jobs of a seed: base, defence and attacks, in the folders runs/tb_NAME-SEED."""
+    """Returns the jobs of a seed (base, defence and attacks), in the folders runs/tb_NAME-SEED."""
 
     def job(name: str, gin: str, after: str, bindings: Sequence[str], exported: bool) -> Job:
         first = f"{after}-{seed}"
@@ -82,7 +82,7 @@ def jobs(only: Sequence[str], seeds: Sequence[int], runs: Path, more: Sequence[s
 
 
 def curve(found: Sequence[Row], name: str) -> list[tuple[float, float]]:
-    """Returns (step, value) pairs of a metric."""
+    """Returns the (step, value) pairs of a metric."""
     return [(row["step"], row[name]) for row in found if name in row]
 
 
@@ -134,7 +134,7 @@ def bupo(read: Callable[[str], Sequence[Row]], runs: Path, seed: int) -> dict[st
     after = {name: points[-1][1] for name, points in curves.items()}
     switch = json.loads((runs / f"switch-{seed}.json").read_text())
     phases = [row["phase"] for row in arms["bupo"] if "phase" in row]
-    updates = BUPO_STEPS * 4  # of MINIBATCHES = 4
+    updates = BUPO_STEPS * 4  # with MINIBATCHES = 4
     exact = {"embedding": True, "head": True, "layers": [True, True, True, False], "norm": False}
     counts = {"embedding": updates, "head": updates, "layers": [updates] * 3 + [0], "norm": 0}
     reached = {
@@ -179,7 +179,7 @@ def _ended(runs: Path, name: str) -> Sequence[Row]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Returns the tables: one row a measure, one value a seed, and which aims every seed reaches."""
+    """Returns the tables, with one row per measure and one value per seed, and the aims that every seed reaches."""
     lines = ["| system | measure | a seed each |", "|---|---|---|"]
     row = lambda system, what, cells: lines.append(f"| {system} | {what} | {', '.join(cells)} |")  # noqa: E731
     tb, bp = found["tokenbuncher"].values(), found["bupo"].values()
@@ -209,7 +209,7 @@ def markdown(found: Mapping[str, Any]) -> str:
 
 
 def plot(found: Mapping[str, Any], file: Path) -> bool:
-    """Plots entropy, benign accuracy, attacks and BuPO's accuracy by step, one line a seed; returns False without matplotlib."""
+    """Plots entropy, benign accuracy, attacks and BuPO's accuracy by step, one line per seed; returns False without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

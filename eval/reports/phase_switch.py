@@ -1,6 +1,6 @@
-"""Checks what BuPO's first phase changed in a run: `python -m jaxrl_llm.eval.reports.phase_switch RUN --before 54 --after 62`.
+"""Checks which parts BuPO's first phase changed in a run: `python -m jaxrl_llm.eval.reports.phase_switch RUN --before 54 --after 62`.
 
-The command reads two checkpoints, of the step before the phase and of its last step, and prints as JSON which parts of the policy
+The command reads the checkpoints of the step before the phase and of its last step, and prints as JSON which parts of the policy
 differ in any bit, which have moments other than 0, and the optimizer's step counts at the switch.
 """
 
@@ -45,7 +45,7 @@ def _dictionaries(tree: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns {part: whether any bit differs}; for the stacked layers, a list of these by layer."""
+    """Returns {part: whether any bit differs}; for the stacked layers, a list of them by layer."""
     found: dict[str, Any] = {}
     for part in before:
         pairs = list(zip(jax.tree.leaves(before[part]), jax.tree.leaves(after[part]), strict=True))

@@ -1,8 +1,8 @@
-"""Plots training curves of runs with the spread of their seeds: `python -m jaxrl_llm.eval.reports.plot GRPO='runs/grpo_*' --out x.png`.
+"""Plots training curves of runs with the spread over their seeds: `python -m jaxrl_llm.eval.reports.plot GRPO='runs/grpo_*' --out x.png`.
 
-Every argument is a curve, [NAME=]PATTERN; the run folders that match its pattern are its seeds. Metrics are read from
-metrics.jsonl, or from TensorBoard's event files where there is none. Between its own steps a seed is interpolated
-linearly; the mean at each step is over the seeds that have reached it, so the mean jumps where a seed ended early.
+Every argument is a curve, [NAME=]PATTERN; the run folders that match its pattern are its seeds. Metrics are read from metrics.jsonl, or
+from TensorBoard's event files where there is none. A seed is interpolated linearly between its own steps; the mean at each step is over
+the seeds that have reached it, so the mean jumps where a seed ended early.
 """
 
 import csv
@@ -35,7 +35,7 @@ class Band:
     """The mean over seeds and their spread, by step.
 
     Attributes:
-      steps: [T] every step that any seed has, rising.
+      steps: [T] the steps of all seeds, in ascending order.
       mean: [T] mean over the seeds.
       low: [T] lower edge of the band.
       high: [T] upper edge of the band.
@@ -66,7 +66,7 @@ def band(curves: Sequence[Curve], kind: str = "range") -> Band:
 
 
 def smoothed(curve: Curve, window: int) -> Curve:
-    """Averages the values of `window` successive steps, fewer at the ends; metrics with sparse steps are unchanged."""
+    """Averages the values of `window` successive steps, fewer at the ends; a metric with sparse steps is unchanged."""
     steps, values = curve
     first = np.searchsorted(steps, steps - (window - 1) // 2, "left")
     last = np.searchsorted(steps, steps + window // 2, "right")
@@ -105,7 +105,7 @@ def _of_events(files: Sequence[Path]) -> dict[str, Curve]:
 
 
 def _scalar(value: Any) -> float | None:
-    """The number in a summary value, in any of its storage forms; None for texts and images."""
+    """Returns the number in a summary value, in any of its storage forms; None for texts and images."""
     if value.WhichOneof("value") == "simple_value":
         return float(value.simple_value)
     if value.WhichOneof("value") == "tensor" and value.tensor.dtype == 1 and not value.tensor.tensor_shape.dim:

@@ -1,9 +1,9 @@
-"""Runs all proofs at once on the cores of one machine: the parts below, each as its own command does.
+"""Runs the parts below at once on the cores of one machine, each as its own command does.
 
     python -m jaxrl_llm.eval.reports.proofs --out results --jobs 8 [--minutes 9] [--only learning,phases,systems,twins]
 
-OUT/PART holds the results of a part, RUNS/PART its runs. Runs that have ended are not run again: the same command continues, also
-on another machine where OUT/results.tgz was unpacked, which holds results/ and the small files of runs/.
+OUT/PART holds the results of a part, RUNS/PART its runs. Runs that have ended are not run again: the same command continues, also on
+another machine after OUT/results.tgz is unpacked, which holds results/ and the small files of runs/.
 """
 
 from collections.abc import Callable, Mapping, Sequence

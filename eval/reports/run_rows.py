@@ -1,4 +1,4 @@
-"""Reads a run folder's metrics.jsonl for the tables that compare runs; and builds the commands that make such folders."""
+"""Reads a run folder's metrics.jsonl for the tables that compare runs, and builds the commands that make such folders."""
 
 import json
 import sys
@@ -26,7 +26,7 @@ def rows(folder: Path) -> list[Row]:
 
 
 def by_line(found: Any, depth: int) -> str:
-    """Returns JSON text with a line for each entry of the outer `depth` levels."""
+    """Returns JSON text with one line for each entry of the outer `depth` levels."""
     if depth == 0 or not isinstance(found, dict | list):
         return json.dumps(found)
     if isinstance(found, list):
@@ -37,7 +37,7 @@ def by_line(found: Any, depth: int) -> str:
 
 
 def seconds(found: Sequence[Row]) -> float:
-    """The wall time of a run's steps."""
+    """Returns the wall time of a run's steps, in seconds."""
     return float(sum(row.get("time/step_s", 0.0) for row in found))
 
 

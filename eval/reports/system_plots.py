@@ -1,4 +1,4 @@
-"""Plots the systems' characteristic effects: one panel a measure, one line a seed."""
+"""Plots the systems' characteristic effects: one panel per measure, one line per seed."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

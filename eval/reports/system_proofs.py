@@ -1,4 +1,4 @@
-"""The characteristic effects of DARLING, Classmate-CoT and CS336 in their tiny twins, for three seeds, as a table, JSON and plots.
+"""Measures the effects of DARLING, Classmate-CoT and CS336 in tiny twins of three seeds; writes a table, JSON and plots.
 
     python -m jaxrl_llm.eval.reports.system_proofs --out results/systems [--jobs 8] [--minutes 18] [--only darling,classmate,cs336]
 
@@ -50,12 +50,12 @@ EVALUATED = "eval/heldout/sampled"
 
 
 def folder_name(arm: str, seed: int) -> str:
-    """The run folder of an arm and seed."""
+    """Returns the name of the run folder of an arm and seed."""
     return f"{arm.replace(' ', '_').replace('/', 'by').replace(',', '')}-{seed}"
 
 
 def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
-    """Returns every run: first those from which others start, then the rest seed by seed."""
+    """Returns every run: first those from which others start, then the rest, seed by seed."""
     made: list[Job] = []
 
     def add(
@@ -87,7 +87,7 @@ def jobs(only: Sequence[str], runs: Path, bindings: Sequence[str]) -> list[Job]:
 
 
 def summary(found: Sequence[Row]) -> dict[str, Any]:
-    """Summarises a run: evaluations at the begin and end of its last stage, the curve, and the wall time."""
+    """Summarises a run: evaluations at the beginning and end of its last stage, the curve, and the wall time."""
     measured = [row for row in found if EVALUATED in row]
     last = found[-1].get("stage", 0.0)
     begin = max((row["step"] for row in found if row.get("stage", 0.0) < last), default=0)
@@ -105,12 +105,12 @@ Results = Mapping[str, Mapping[int, Any]]
 
 
 def values(results: Results, arm: str, name: str, when: str = "after") -> list[float]:
-    """A measure of an arm, one value a seed."""
+    """Returns a measure of an arm, one value per seed."""
     return [float(results[arm][seed][when][name]) for seed in sorted(results.get(arm, {}))]
 
 
 def interval(differences: Sequence[float]) -> tuple[float, float]:
-    """The mean of a difference over seeds and half the width of its 95% interval, by Student's t."""
+    """Returns the mean of a difference over seeds and half the width of its 95% interval, by Student's t."""
     t = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
     x = np.asarray(differences, np.float64)
     half = t.get(len(x), 1.96) * x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else math.nan
@@ -138,7 +138,7 @@ def darling(results: Results) -> dict[str, Any] | None:
 
 
 def classmate(results: Results) -> dict[str, Any] | None:
-    """Compares a classmate with none, at the pair of evaluations chosen by `matched`; None until both have a result."""
+    """Compares training with a classmate and without one, at the pair of evaluations chosen by `matched`; None until both have a result."""
     ours, base = (results.get(arm, {}) for arm in ("classmate_cot", "classmate_baseline"))
     if not ours or set(ours) != set(base):
         return None
@@ -155,7 +155,7 @@ def classmate(results: Results) -> dict[str, Any] | None:
 
 
 def matched(ours: Sequence[Row], base: Sequence[Row]) -> tuple[Row, Row]:
-    """The latest pair of evaluations after the first whose behaviour rates differ by 0.05 at most, else the nearest pair."""
+    """Returns the latest pair of evaluations, after the first, whose behaviour rates differ by 0.05 at most, else the nearest pair."""
     pairs = [(a, b) for a in ours[1:] for b in base[1:]]
     close = [p for p in pairs if abs(p[0]["behaviour"] - p[1]["behaviour"]) <= 0.05]
     if close:

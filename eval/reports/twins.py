@@ -1,8 +1,8 @@
-"""Runs the tiny twin of every recipe of the five systems and checks that the reward, or the loss, of each moved.
+"""Runs the tiny twin of every recipe of the five systems and checks that the reward or the loss of each moved.
 
     python -m jaxrl_llm.eval.reports.twins --out results/twins [--jobs 1] [--minutes 30] [--only darling_]
 
-A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; other files are shared parts. It has moved where the mean reward
+A twin is a file gin/SYSTEM_*_tiny.gin that names its own RUN_DIR; other files are shared parts. A twin counts as moved where the mean reward
 of the last quarter of its last stage's steps differs from the first quarter's by at least 0.02 and three standard errors,
 or, without a reward, where the loss fell by a tenth. Twins that have ended are not run again. OUT/twins.json and twins.md hold
 the results; the exit code is 0 where every twin ran and moved.
@@ -69,7 +69,7 @@ def moved(found: Sequence[Row]) -> dict[str, Any]:
 
 
 def markdown(found: Sequence[Row]) -> str:
-    """Returns the table."""
+    """Returns the table of all twins."""
     lines = ["| twin | measure | first quarter | last quarter | moved | s |", "|---|---|---|---|---|---|"]
     for one in found:
         if "measure" not in one:
@@ -104,7 +104,7 @@ def main(argv: Sequence[str] | None = None, cores: Cores | None = None) -> int:
 
 
 def write(out: Path, wanted: Sequence[str], results: Mapping[str, Row]) -> list[Row]:
-    """Writes twins.json and twins.md of the ended twins; returns their rows, and rows with the names alone of the others."""
+    """Writes twins.json and twins.md; returns the rows of the ended twins, and rows with only the name of the others."""
     found: list[Row] = [{"twin": name, **results.get(name, {})} for name in sorted(wanted)]
     (out / "twins.json").write_text(json.dumps(found, indent=1) + "\n")
     (out / "twins.md").write_text(markdown(found))

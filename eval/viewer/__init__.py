@@ -1,1 +1,1 @@
-"""Viewer: a local web page of runs and results with curves, rollouts token by token, and comparisons on the same prompts."""
+"""Viewer: a local web page of runs and results, with curves, rollouts token by token, and comparisons on the same prompts."""

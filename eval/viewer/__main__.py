@@ -10,7 +10,7 @@ from jaxrl_llm.eval.viewer.server import Pages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until interrupted; returns 1 where there is nothing to show or the port is taken."""
+    """Serves until interrupted; returns 1 where there is nothing to show or the port is in use."""
     parser = command_line.parser("eval.viewer", __doc__)
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="RUN_OR_RESULTS", help="a folder, or one that holds several"

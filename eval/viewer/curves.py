@@ -13,7 +13,7 @@ POINTS = 400  # points of a curve on the page
 
 
 class MetricLog:
-    """The metrics of a metrics.jsonl; `update` reads its new lines.
+    """The metrics of a metrics.jsonl file; `update` reads its new lines.
 
     Attributes:
       values: {metric: (steps, values)}.
@@ -28,7 +28,7 @@ class MetricLog:
         self._end, self._inode = 0, -1
 
     def update(self) -> None:
-        """Reads complete new lines; values that are not numbers, and lines that are not JSON, are left out."""
+        """Reads complete new lines, without values that are not numbers and lines that are not JSON."""
         try:
             status = self.file.stat()
         except FileNotFoundError:
@@ -59,22 +59,22 @@ class MetricLog:
 
     @property
     def step(self) -> int | None:
-        """The last step of any metric."""
+        """The last step of any metric; None without metrics."""
         return int(max(steps[-1] for steps, _ in self.values.values())) if self.values else None
 
     def last(self, name: str) -> float | None:
-        """The last finite value of a metric."""
+        """Returns the last finite value of a metric; None where it has none."""
         values = np.array(self.values[name][1]) if name in self.values else np.zeros(0)
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else None
 
     def total(self, name: str) -> float:
-        """The sum of a metric's finite values; 0 where it has none."""
+        """Returns the sum of a metric's finite values; 0 where it has none."""
         values = np.array(self.values[name][1]) if name in self.values else np.zeros(0)
         return float(values[np.isfinite(values)].sum())
 
     def curve(self, name: str, points: int = POINTS) -> tuple[list[float], list[float]]:
-        """Returns at most `points` steps and values, as means of neighbours where there are more; non-finite values are left out."""
+        """Returns at most `points` steps and values, averaged over neighbours where there are more; non-finite values are left out."""
         if name not in self.values:
             return [], []
         steps, values = (np.array(x) for x in self.values[name])

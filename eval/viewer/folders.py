@@ -1,4 +1,4 @@
-"""Finds runs and results below the folders that the viewer was given."""
+"""Finds runs and results below the folders given to the viewer."""
 
 import json
 import os
@@ -16,23 +16,23 @@ MARKS: dict[str, tuple[str, ...]] = {
     "run": ("rollouts.jsonl", "metrics.jsonl", "run.json"),
 }
 ROLLOUTS = {"evaluation": "samples.jsonl", "run": "rollouts.jsonl"}
-DEEP = 3  # depth of folders below a given one that are searched
-MANY = 500  # most runs that are shown
-SILENT_S = 120.0  # a run that wrote no health for so long, and did not end, is lost
-SCHEMA = 1  # version of the results that the viewer understands
+DEEP = 3  # depth of subfolders that are searched
+MANY = 500  # largest number of runs that are shown
+SILENT_S = 120.0  # a run that wrote no health for longer than this, and did not end, counts as lost
+SCHEMA = 1  # version of the results that the viewer reads
 
 Kind = Literal["evaluation", "run"]
 
 
 class Shown:
-    """One run or one evaluation's results.
+    """One run, or one evaluation's results.
 
     Attributes:
       name: name on the page and in URLs: the path below the common parent folder.
-      path: its folder.
-      kind: whether it is an evaluation or a run.
-      index: index of its rollouts.
-      log: its metrics by step.
+      path: the folder.
+      kind: the kind of the folder, an evaluation or a run.
+      index: index of the rollouts.
+      log: metrics by step.
     """
 
     def __init__(self, name: str, path: Path, kind: Kind) -> None:
@@ -41,7 +41,7 @@ class Shown:
         self.log = MetricLog(path / "metrics.jsonl")
 
     def facts(self) -> dict[str, Any]:
-        """Returns its row in the table of runs."""
+        """Returns the entry's row in the table of runs."""
         summary, made, identity = (self._json(n) for n in ("summary.json", "run.json", "identity.json"))
         notices = [f"{count} lines left out: {why}" for why, count in self.index.unread.items()]
         notices += [
@@ -67,7 +67,8 @@ class Shown:
         }  # fmt: skip
 
     def life(self) -> dict[str, Any]:
-        """Returns {"status": what the run does or how it ended, "seen": when it last wrote, "duration": seconds of its steps}; None where unknown."""
+        """Returns {"status": the run's activity or outcome, "seen": time of its last write, "duration": seconds of its steps}; None
+        where unknown."""
         health = self._json("health.json")
         seen = health.get("time")
         status = health.get("outcome")
@@ -79,7 +80,7 @@ class Shown:
         return {"status": str(status), "seen": seen, "duration": self.log.total("time/step_s") or None}
 
     def names(self) -> dict[str, list[str]]:
-        """The values that filters can take."""
+        """Returns the values that each filter can take."""
         return {column: found.all for column, found in self.index.names.items() if column != "prompt"}
 
     def changes(self) -> list[dict[str, Any]]:
@@ -91,7 +92,7 @@ class Shown:
         return [row for row in rows if isinstance(row, dict)]
 
     def config(self) -> str:
-        """Its gin text; empty where it left none. A link is not followed: it could show any file of this machine."""
+        """Returns the run's gin text; "" where there is none. A link is not followed: it could show any file of this machine."""
         try:
             return _own_text(self.path / "config.gin")
         except OSError:
@@ -100,13 +101,13 @@ class Shown:
     def _json(self, name: str) -> dict[str, Any]:
         try:
             found = json.loads(_own_text(self.path / name))
-        except (OSError, ValueError, RecursionError):  # absent, or just being written
+        except (OSError, ValueError, RecursionError):  # absent, or being written
             return {}
         return found if isinstance(found, dict) else {}
 
 
 def _own_text(file: Path) -> str:
-    """The text of a file that is a file; OSError for a link, a pipe or one that is not there."""
+    """Reads a regular file's text; raises OSError for a link, a pipe or a missing file."""
     with os.fdopen(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             raise OSError(f"{file} is no file")
@@ -114,11 +115,11 @@ def _own_text(file: Path) -> str:
 
 
 def find(paths: Sequence[Path], top: Path | None = None, known: Collection[Path] = ()) -> list[Shown]:
-    """Returns what can be shown below `paths`, each once, in the order of the paths.
+    """Returns the runs and results below `paths`, each once, in the order of the paths.
 
     Args:
-      paths: folders of runs and of results, and folders that hold such.
-      top: the folder to which names are relative; None takes the one that all have in common.
+      paths: folders of runs and of results, and folders that contain them.
+      top: the folder to which names are relative; None takes the common parent of all.
       known: folders that are left out.
 
     Raises:

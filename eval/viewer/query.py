@@ -10,7 +10,7 @@ import numpy as np
 from jaxrl_llm.eval.answered import estimate
 from jaxrl_llm.eval.viewer.rollout_index import RolloutIndex
 
-PAGE = 50  # groups, or compared prompts, on a page
+PAGE = 50  # groups, or compared prompts, per page
 SHOWN = 32  # rollouts of a group that are sent at once
 SEARCH_S = 0.12
 EXCERPT = 160  # characters of a question
@@ -21,18 +21,18 @@ ORDERS = ("file", "low reward", "high reward", "spread", "long")
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """Filters of rollouts; an empty filter lets everything pass.
+    """Filters of rollouts; an empty filter passes everything.
 
     Attributes:
-      step: step of the run.
+      step: the run's step.
       kind: "train", "eval/NAME" or "results".
       role: "sample", "greedy" or "sampled".
-      finish: how the rollout ended.
+      finish: the rollout's finish reason.
       source: data source.
       prompt: the prompt's id.
-      low: least reward; an invalid reward does not pass.
-      high: greatest reward; an invalid reward does not pass.
-      text: text that occurs in the question, response, reference or prompt id.
+      low: lowest reward; an invalid reward does not pass.
+      high: highest reward; an invalid reward does not pass.
+      text: a text that occurs in the question, response, reference or prompt id.
       order: one of ORDERS.
     """
 
@@ -83,7 +83,7 @@ def groups(index: RolloutIndex, query: Query, after: int = 0) -> dict[str, Any]:
     """Returns a page of groups that have a passing row, from the cursor `after` on.
 
     Returns:
-      "groups": as from `_described`; "rows": number of rows that pass the filters except the text; "total": number of their groups;
+      "groups": the output of `_described`; "rows": number of rows that pass the filters except the text; "total": number of their groups;
       "next": cursor of the next page, or null.
     """
     passing = rows_of(index, query)
@@ -118,7 +118,7 @@ def _ordered(index: RolloutIndex, chosen: np.ndarray, order: str) -> np.ndarray:
 
 
 def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> list[dict[str, Any]]:
-    """Each group's step, prompt, kind, rewards of its rows, which of them matched, and an excerpt of its question."""
+    """Describes each group: its step, prompt, kind, the rewards of its rows, which of them match, and an excerpt of its question."""
     columns = index.columns
     members = np.flatnonzero(np.isin(columns["group"], chosen))
     of_group: dict[int, list[int]] = {int(g): [] for g in chosen}
@@ -140,7 +140,7 @@ def _described(index: RolloutIndex, chosen: np.ndarray, matched: np.ndarray) -> 
 
 
 def members(index: RolloutIndex, query: Query, first: int = 0) -> dict[str, Any]:
-    """Returns the rows of one prompt with their token stats, SHOWN of them from `first` on, and their total number."""
+    """Returns the rows of one prompt with their token stats, SHOWN of them from row `first` on, and their total number."""
     found = rows_of(index, query)
     return {"rows": index.rows(found[first : first + SHOWN].tolist(), streams=True), "total": len(found)}
 
@@ -180,7 +180,7 @@ def compare(a: tuple[RolloutIndex, Query], b: tuple[RolloutIndex, Query], after:
 
 
 def _by_prompt(index: RolloutIndex, query: Query) -> dict[str, float]:
-    """The mean reward of each prompt; NaN where no row has a reward."""
+    """Returns the mean reward of each prompt; NaN where no row has a reward."""
     rows = rows_of(index, query)
     prompt, reward = index.columns["prompt"][rows], index.columns["reward"][rows]
     known = ~np.isnan(reward)

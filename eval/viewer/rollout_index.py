@@ -1,8 +1,8 @@
-"""Index over a file of rollouts: the place of each line and the values used by filters; texts stay on disk.
+"""Index of a file of rollouts: the place of each line and the values that filters use; texts stay on disk.
 
-A line is a row of rollouts.jsonl (metrics/rollout_rows.py) or a record of samples.jsonl (eval/answered.py). The index holds some
-numbers of each line and a signature of its text: a bit for each hash of three successive bytes, in lower case. A search reads
-only lines whose signature has all bits of the searched text; long texts fill signatures, so that more lines are read in vain.
+A line is a row of rollouts.jsonl (metrics/rollout_rows.py) or a record of samples.jsonl (eval/answered.py). For each line, the index
+holds some numbers and a signature of the text: a bit for each hash of three successive bytes, in lower case. A search reads only lines
+whose signature has all bits of the searched text; long texts fill their signatures, so that more lines are read in vain.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-CHUNK = 1 << 22  # bytes read at a time
+CHUNK = 1 << 22  # bytes per read
 SIGNATURE = 4096  # bits of a line's signature
 STREAMS = b', "streams": {'
 EVALUATION = ("id", "kind", "sample", "response", "score", "scores")
@@ -51,10 +51,10 @@ NAMED = ("prompt", "kind", "role", "finish", "source")
 
 
 class RolloutIndex:
-    """The index of one file; `update` reads the file's new lines, in a thread of its own.
+    """The index of one file; `update` reads the file's new lines in a thread of its own.
 
     Attributes:
-      columns: {name of COLUMNS: one number a line}; replaced as a whole, so that a reader who takes it once has whole rows.
+      columns: {name of COLUMNS: one number per line}; replaced at once, so that a reader who takes it once sees complete rows.
       names: {name of NAMED: its strings}.
       signatures: uint8 [at least the number of lines, SIGNATURE / 8].
       unread: number of lines that are not rollouts, by error.
@@ -78,15 +78,15 @@ class RolloutIndex:
     # -- building ------------------------------------------------------------------------------------------------------
 
     def progress(self) -> float:
-        """The share of the file that is indexed."""
+        """Returns the share of the file that is indexed, 0 to 1."""
         size = self._status()[0]
         return min(self._end / size, 1.0) if size else 1.0
 
     def update(self) -> Iterator[int]:
-        """Indexes new lines, a chunk at a time; an incomplete last line waits for its end.
+        """Indexes new lines chunk by chunk; an incomplete last line waits for its end.
 
         Yields:
-          number of lines indexed so far.
+          the number of lines indexed so far.
         """
         size, inode = self._status()
         if inode != self._inode or size < self._end:  # the file was replaced, for example by a resumed run
@@ -101,7 +101,7 @@ class RolloutIndex:
                 yield len(self)
 
     def _status(self) -> tuple[int, int]:
-        """Size and inode of the file; (0, -1) where there is none."""
+        """Returns size and inode of the file; (0, -1) where there is none."""
         with contextlib.suppress(FileNotFoundError):
             found = self.file.stat()
             return found.st_size, found.st_ino
@@ -133,7 +133,7 @@ class RolloutIndex:
         self.unread, self._end = unread, offset
 
     def _numbers(self, row: Row) -> dict[str, Any]:
-        """The numbers that the index keeps of a row."""
+        """Returns the numbers that the index keeps of a row."""
         found: dict[str, Any] = {"step": int(row["step"]), "tokens": int(row["tokens"])}
         found["reward"] = float("nan") if row["reward"] is None else float(row["reward"])
         found |= {n: self.names[n].number(str(row[n])) for n in NAMED}
@@ -155,7 +155,7 @@ class RolloutIndex:
             raise LookupError(f"{self.file} is gone") from error
 
     def _bytes(self, descriptor: int, number: int, column: str) -> bytes:
-        """A line with column "size", its head without the token stats with column "head"."""
+        """Returns a line for the column "size", or its head, without the token stats, for the column "head"."""
         return os.pread(descriptor, int(self.columns[column][number]), int(self.columns["offset"][number]))
 
     def _parse(self, text: bytes, number: int) -> Row:
@@ -174,7 +174,7 @@ class RolloutIndex:
           enough: number of found rows after which it stops.
 
         Returns:
-          the rows found, and how many of `among` were settled; M of them where the search is complete.
+          the rows found, and the number of `among` that were decided, M where the search is complete.
         """
         sought = json.dumps(text, ensure_ascii=False)[1:-1].encode().lower()
         places = np.arange(len(among))
@@ -195,7 +195,7 @@ class RolloutIndex:
 
 
 def head_size(line: bytes) -> int:
-    """Returns the place where a line's token stats begin, which are its last entry; the line's length where it has none."""
+    """Returns the place in a line where its token stats, its last entry, begin; the line's length where it has none."""
     cut = line.find(STREAMS)  # STREAMS never occurs inside a string, where quotes are escaped
     return len(line) if cut < 0 else cut
 
@@ -260,6 +260,6 @@ def _whole_lines(file: Any) -> list[bytes]:
 
 
 def _holds(row: Row, text: str) -> bool:
-    """Whether a text of the row contains `text`, ignoring the case of ASCII letters."""
+    """Returns whether a text of the row contains `text`, ignoring the case of ASCII letters."""
     sought = text.encode().lower()
     return any(sought in str(row[n]).encode().lower() for n in ("response", "question", "reference", "prompt"))

@@ -1,4 +1,4 @@
-"""The viewer's server: the page's files and JSON answers, on loopback only."""
+"""The viewer's server: the page's files and its JSON answers, on loopback only."""
 
 import asyncio
 import contextlib
@@ -19,7 +19,7 @@ from jaxrl_llm.serving import Patience
 ASSETS = Path(__file__).parent / "assets"
 TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 LOOK_AGAIN_S = 1.0
-# Only scripts and styles from the page's own files may run, so that text of a rollout is never executed by the page.
+# Only scripts and styles of the page's own files may run, so that the page never executes text of a rollout.
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 HEADERS = {
     "Content-Security-Policy": POLICY,
@@ -35,8 +35,8 @@ class Pages:
     """Answers requests about the shown runs.
 
     Args:
-      shown: the runs and results that are there at the start.
-      paths: folders in which later ones are looked for.
+      shown: the runs and results at the start.
+      paths: folders that are searched for later ones.
     """
 
     def __init__(self, shown: Sequence[Shown], paths: Sequence[Path] = ()) -> None:
@@ -47,7 +47,7 @@ class Pages:
         self._said: set[str] = set()
 
     def application(self) -> web.Application:
-        """The web application; while it runs, a thread indexes what the files grow by."""
+        """Returns the web application; while it runs, a thread indexes new lines of the files."""
         app = web.Application(
             middlewares=[serving.middleware(self.patience), serving.guard(serving.LOOPBACK_NAMES, HEADERS)]
         )
@@ -83,12 +83,12 @@ class Pages:
             self._stopped.wait(LOOK_AGAIN_S)
 
     def _look(self) -> None:
-        """Adds the runs and results that began since the last look, under names that follow from those of the first ones."""
+        """Adds the runs and results that began since the last look, named relative to the same folder as the first ones."""
         first = next(iter(self.shown.values()), None)
         if not self.paths or first is None:
             return
         top = first.path.parents[len(Path(first.name).parts) - 1]
-        # A folder that is being moved, or more runs than are shown: what was found before stays.
+        # The folder is being moved, or there are more runs than are shown: earlier findings stay.
         with contextlib.suppress(ValueError, OSError):
             later = find(self.paths, top, {one.path for one in self.shown.values()})
             self.shown = self.shown | {one.name: one for one in later}
@@ -96,9 +96,9 @@ class Pages:
     def _goes_on(self, index: Iterator[int]) -> bool:
         try:
             return next(index, None) is not None
-        except OSError:  # a folder that is being moved
+        except OSError:  # the folder is being moved
             return False
-        except Exception as error:  # one file that cannot be indexed leaves the others to be shown
+        except Exception as error:  # a file that cannot be indexed leaves the others visible
             said = f"warning: a file cannot be indexed: {type(error).__name__}: {error}"
             if said not in self._said:
                 self._said.add(said)

@@ -1,4 +1,4 @@
-"""Reads what a completion says: thoughts first, then calls of tools in the format of the model's family, then the rest."""
+"""Parses a completion: thoughts first, then calls of tools in the format of the model's family, then the rest."""
 
 import json
 import re
@@ -13,7 +13,7 @@ THINK, THOUGHT = "<think>", "</think>"
 
 
 class Unreadable(ValueError):
-    """Raised where the text of a call is no call."""
+    """The error for a text that is not a readable call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,11 +21,11 @@ class CallFormat:
     """How a family of models writes calls of tools.
 
     Attributes:
-      name: of the format.
-      signs: texts of which all are in the chat template of a model that uses it.
-      opening: what begins a call; "" where a completion that is nothing else is a call.
-      closing: what ends it.
-      read: the text in between, and {tool: {parameter: its schema}}, to name and arguments; raises Unreadable.
+      name: the format's name.
+      signs: texts that the chat template of a model with this format all contains.
+      opening: text before a call; "" where the whole completion is the call.
+      closing: text after a call.
+      read: parses the text in between, with {tool: {parameter: its schema}}, into name and arguments; raises Unreadable.
     """
 
     name: str
@@ -40,7 +40,7 @@ def _no_constant(text: str) -> Any:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The object that a JSON text is."""
+    """Parses a JSON text that must be an object."""
     try:
         value = json.loads(text.strip(), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -51,7 +51,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _read_json(text: str, _: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Hermes and Llama 3: {"name": NAME, "arguments": {...}}, or "parameters" in its place."""
+    """Reads calls of Hermes and Llama 3: {"name": NAME, "arguments": {...}}, or "parameters" in its place."""
     value = _object(text)
     name = value.get("name")
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -67,7 +67,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTA
 
 
 def _read_elements(text: str, parameters: Mapping[str, Mapping[str, Any]]) -> tuple[str, Mapping[str, Any]]:
-    """Qwen3-Coder: <function=NAME> with <parameter=KEY> elements, whose values are JSON unless the schema says that they are strings."""
+    """Reads calls of Qwen3-Coder: <function=NAME> with <parameter=KEY> elements, whose values are JSON unless the schema says string."""
     found = _FUNCTION.fullmatch(text)
     if found is None or _PARAMETER.sub("", found[2]).strip():
         raise Unreadable("a call is one <function=NAME> that holds <parameter=NAME> elements alone")
@@ -100,7 +100,7 @@ FORMATS = (
 
 
 def format_of(template: str, name: str | None = None) -> CallFormat | None:
-    """The first format whose signs are in a chat template, or that of a name; None where the template knows no calls.
+    """Returns the format of the name `name`, or the first whose signs are all in a chat template; None where none are.
 
     Raises:
       ValueError: there is no format of that name.
@@ -114,7 +114,7 @@ def format_of(template: str, name: str | None = None) -> CallFormat | None:
 
 
 def split(text: str, form: CallFormat | None, tools: Schemas | None = None, *, thinking: bool = False) -> Action:
-    """The action that a completion's text is.
+    """Parses a completion's text into an action.
 
     Args:
       text: the completion without its end token.
@@ -133,7 +133,7 @@ def split(text: str, form: CallFormat | None, tools: Schemas | None = None, *, t
     for start, end, body, closed in _spans(rest, form, lambda body: _call(body, form, None).status == "ok"):
         call = _call(body, form, parameters)
         if not form.opening and not body.startswith("{"):
-            break  # a completion without marks that is no JSON is text
+            break  # a completion without marks that is not JSON is text
         whole = call if closed else replace(call, status="unclosed")
         calls.append(replace(whole, id=f"call_{len(calls)}", raw=rest[start:end]))
         if whole.status == "ok":
@@ -145,7 +145,8 @@ def split(text: str, form: CallFormat | None, tools: Schemas | None = None, *, t
 
 
 def thoughts(text: str, thinking: bool = False) -> tuple[str, str]:
-    """The thoughts at the beginning of a text, which may be within them, and what follows; a text that ends within them has no rest."""
+    """Returns the thoughts at the beginning of a text, which may start within them, and the rest, which is empty where the thoughts do
+    not end."""
     begun = text.lstrip().removeprefix(THINK) if text.lstrip().startswith(THINK) else text if thinking else None
     if begun is None:
         return "", text
@@ -154,16 +155,16 @@ def thoughts(text: str, thinking: bool = False) -> tuple[str, str]:
 
 
 def _parameters(tool: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """A tool's name and the schemas of its parameters."""
+    """Returns a tool's name and the schemas of its parameters."""
     function = tool.get("function", tool)
     properties = (function.get("parameters") or {}).get("properties") or {}
     return str(function.get("name", "")), properties
 
 
 def _spans(text: str, form: CallFormat, readable: Callable[[str], bool]) -> Iterator[tuple[int, int, str, bool]]:
-    """(start, end, text in between, whether it was closed) of each call.
+    """Yields (start, end, text in between, whether it was closed) of each call.
 
-    A call ends at the first mark up to which it can be read, so that its arguments may hold such marks themselves; else at the first one.
+    A call ends at the first closing mark before which it can be read, so that its arguments may hold such marks; else at the first mark.
     """
     if not form.opening:
         if text.strip():
@@ -186,7 +187,7 @@ def _spans(text: str, form: CallFormat, readable: Callable[[str], bool]) -> Iter
 
 
 def _call(body: str, form: CallFormat, parameters: Mapping[str, Mapping[str, Any]] | None) -> ToolCall:
-    """The call that a text is, "bad_json" where it cannot be read."""
+    """Parses the text of a call; the call has the status "bad_json" where it cannot be read."""
     try:
         name, arguments = form.read(body, parameters or {})
     except Unreadable:

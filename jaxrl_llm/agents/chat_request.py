@@ -1,4 +1,4 @@
-"""Requests of OpenAI's chat completions: what is honoured, what is ignored by name, and what is refused."""
+"""Reads requests of OpenAI's chat completions: which fields are honoured, ignored by name, or refused."""
 
 import hashlib
 import json
@@ -17,7 +17,7 @@ _HONOURED = {
     "stream_options", "n", "logprobs", "top_logprobs", "return_token_ids", "temperature", "top_p", "top_k", "min_p",
     "repetition_penalty", "min_tokens", "presence_penalty", "frequency_penalty", "logit_bias",
 }  # fmt: skip
-# Values by which a field asks for nothing.
+# Values by which a field requests nothing.
 _NOTHING: dict[str, Sequence[Any]] = {
     "parallel_tool_calls": (True,), "response_format": ({"type": "text"},), "store": (False,), "modalities": (["text"],),
 }  # fmt: skip
@@ -28,11 +28,11 @@ class ChatRequest:
     """A request of chat completions.
 
     Attributes:
-      messages: in one form, see `messages.normalised`.
-      tools: schemas that are rendered.
-      wish: what is asked of sampling.
+      messages: the messages, in the form of `messages.normalised`.
+      tools: schemas of the tools that are rendered.
+      wish: the request's own settings of sampling.
       stream: whether the answer is a stream of events.
-      counted: whether the stream tells the number of tokens.
+      counted: whether the stream reports the number of tokens.
       logprobs: whether the answer has the log-prob of each token.
       echoed: whether the answer has token ids.
       ignored: names of fields that are not honoured.
@@ -109,7 +109,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
 
 
 def digest(*parts: Any) -> bytes:
-    """A digest of JSON-like values, in which the order of keys and the spaces of JSON do not count."""
+    """Returns a digest of JSON-like values that does not depend on the order of keys or the spaces of JSON."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(
@@ -120,9 +120,9 @@ def digest(*parts: Any) -> bytes:
 
 
 def said(message: chat.Message) -> list[Any]:
-    """What tells a message from another: its role, text and calls, and thoughts where it has them; ids and unknown fields do not count.
+    """Returns what identifies a message: its role, text, calls and thoughts; ids and unknown fields do not count.
 
-    The text of the policy counts without the white space around it, which agents strip.
+    The policy's text counts without the white space around it, since agents strip that.
     """
     text = message["content"].strip() if message["role"] == "assistant" else message["content"]
     calls = [

@@ -1,6 +1,6 @@
-"""Chat completions over the token service: messages are joined to the exact ids of earlier answers, and completions are read.
+"""Chat completions over the token service: messages are appended to the exact ids of earlier answers, and completions are parsed.
 
-A request's parent is the answer of the session after which its messages go on. What matches uses the ids as they were sampled; the
+A request's parent is the session's answer that its messages continue. Messages that match keep the ids as they were sampled; the
 messages after that are rendered as text from outside. Where nothing matches, the whole conversation is rendered.
 """
 
@@ -26,41 +26,41 @@ T = TypeVar("T")
 
 @runtime_checkable
 class ChatRenderer(Protocol):
-    """Messages to token ids and back: `rendering.Rendering`."""
+    """Converts messages to token ids and back, as `rendering.Rendering` does."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn of the policy."""
+        """The token ids that end a turn of the policy."""
         ...
 
     @property
     def tokenizer(self) -> Any:
-        """Decodes single tokens."""
+        """The tokenizer, which decodes single tokens."""
         ...
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """Token ids int32 [P] of a whole conversation and the beginning of the policy's turn."""
+        """Returns token ids int32 [P] of a whole conversation and the beginning of the policy's turn."""
         ...
 
     def bridge(
         self, prior_ids: np.ndarray, finish: Finish, new_messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
     ) -> np.ndarray | None:  # fmt: skip
-        """Token ids int32 [P] of the next prompt, which begins with `prior_ids`; None where history is to be rendered anew."""
+        """Returns token ids int32 [P] of the next prompt, which begins with `prior_ids`; None where history is to be rendered anew."""
         ...
 
     def parse(
         self, ids: np.ndarray, *, finish: Finish = "stop", tools: Sequence[Mapping[str, Any]] | None = None
     ) -> Action:
-        """The action that a completion's ids int32 [T] spell."""
+        """Parses a completion's ids int32 [T] into an action."""
         ...
 
 
 @dataclass(eq=False, kw_only=True)
 class Transcript:
-    """The conversations of a session, by which the parent of a request is found.
+    """The conversations of a session, which give the parent of a request.
 
-    Each message has a key, made of the keys before it. An answer's key is its call's own, so that all ways in which an agent may send
-    it back lead to the same place.
+    Each message has a key that includes those of the messages before it. An answer's key is its call's own, so that every form in which
+    an agent may send it back gives the same key.
     """
 
     _answers: dict[bytes, tuple[bytes, Call]] = field(default_factory=dict, init=False)
@@ -76,12 +76,12 @@ class Transcript:
         return found, count, key
 
     def add(self, key: bytes, call: Call, action: Action, shown: str) -> None:
-        """Records the answer to the messages of a key, in the ways in which agents send it back.
+        """Records the answer to the messages of a key, in each form in which agents send it back.
 
         Args:
-          key: of the request's messages.
-          call: that was answered.
-          action: that was read in it.
+          key: the key of the request's messages.
+          call: the answered call.
+          action: the action parsed from the answer.
           shown: the text that the agent gets, without a stop string; some agents add that again.
         """
         own = digest(key, call.number)
@@ -96,8 +96,8 @@ class Chat:
     """Answers chat requests of sessions.
 
     Attributes:
-      service: samples.
-      rendering: messages to ids and back; it is used in one thread of its own, so that long conversations do not stop the event loop.
+      service: samples the answers.
+      rendering: converts messages to ids and back; it runs in a thread of its own, so that long conversations do not block the event loop.
     """
 
     service: TokenService
@@ -111,7 +111,7 @@ class Chat:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def forget(self, session: str) -> None:
-        """Drops what is known of the messages of a session by its id."""
+        """Drops the recorded messages of the session with this id."""
         self._transcripts.pop(session, None)
 
     async def answer(self, session: Session, asked: ChatRequest) -> Answer:
@@ -132,11 +132,11 @@ class Chat:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _prompt(self, parent: Call | None, count: int, asked: ChatRequest) -> tuple[np.ndarray, str]:
-        """Returns the ids to be continued, and why they do not continue the parent's."""
+        """Returns the ids to be continued, and the reason why they do not continue the parent's, "" where they do."""
         if parent is None:
             return self.rendering.prompt(asked.messages, asked.tools), ""
         rest = asked.messages[count:]
-        if not rest:  # the answer itself is to go on
+        if not rest:  # the answer itself is to be continued
             return parent.tokens, ""
         ids = self.rendering.bridge(parent.tokens, parent.completion.finish, rest, asked.tools)
         if ids is None:
@@ -144,7 +144,7 @@ class Chat:
         return ids, ""
 
     def _read(self, call: Call, asked: ChatRequest) -> tuple[Action, str, list[dict[str, Any]] | None]:
-        """Returns what a completion says, its text up to a stop string, and its tokens with their log-probs where they are asked for."""
+        """Returns a completion's action, its text up to a stop string, and its tokens with their log-probs where they are requested."""
         done = call.completion
         action = self.rendering.parse(done.tokens, finish=done.finish, tools=asked.tools)
         places = [place for stop in asked.wish.stop_strings if (place := action.text.find(stop)) >= 0]
@@ -190,7 +190,7 @@ class Chat:
 
 
 def chunks(body: Mapping[str, Any], counted: bool) -> Iterator[dict[str, Any]]:
-    """A finished answer as the events of a stream: role, thoughts and text, each call, the end, and the count of tokens where it is asked for."""
+    """Yields a finished answer as the events of a stream: role, thoughts and text, each call, the end, and the token count where requested."""
     shared = {name: body[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
     choice, message = body["choices"][0], body["choices"][0]["message"]
 

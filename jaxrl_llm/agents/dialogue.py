@@ -1,4 +1,4 @@
-"""The built-in agent: lets the policy and an environment talk by turns, each prompt the exact ids before it and what was said since."""
+"""The built-in agent: the policy and an environment take turns, and each prompt is the exact ids before it with the new messages."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,16 @@ class Dialogue:
     async def play(self, environment: Environment, task: Task, session: Session) -> Ending:
         """Resets the environment, and lets the policy and it answer each other until it is done or a limit is reached.
 
-        A turn that was cut off is shown to the environment like any other, its `finish` being "length".
+        A turn that was cut off is shown to the environment like any other, with the `finish` "length".
 
         Args:
-          environment: a new one; who built it closes it.
-          task: its `limits` of turns, tokens, length and text end the dialogue; those of time are kept by the caller.
+          environment: a new environment, which its builder closes.
+          task: its `limits` of turns, tokens, length and text end the dialogue; the caller enforces those of time.
           session: where the service records the calls; its own limits end the dialogue too.
 
         Returns:
           The ending. `rewards` has "reward", the sum of the steps' rewards, where a step gave one, and is empty otherwise; `stop` is "done",
-          "aborted", or the limit that was reached; `info` joins that of all observations, and has turns, calls by status and
+          "aborted", or the limit that was reached; `info` merges that of all observations, and has turns, calls by status and
           characters left out.
 
         Raises:
@@ -63,7 +63,7 @@ class Dialogue:
         return talk.ending()
 
     async def _sampled(self, session: Session, ids: np.ndarray, talk: "_Talk") -> Completion | None:
-        """The policy's next turn; None, with the reason in `talk.stop`, where there is no room for one or it was aborted."""
+        """Samples the policy's next turn; returns None, with the reason in `talk.stop`, where there is no room for one or it was aborted."""
         limits, length = talk.task.limits, len(ids)
         if length >= talk.longest:
             talk.stop = "max_length" if talk.longest == limits.max_length else "max_response"
@@ -92,21 +92,22 @@ class Dialogue:
         return completion
 
     def _next(self, prior_ids: np.ndarray, completion: Completion, talk: "_Talk") -> np.ndarray:
-        """The next prompt: the exact ids so far and what the environment said, or all messages anew where the template wants that."""
+        """Returns the next prompt: the exact ids so far with the environment's messages, or all messages rendered anew where the
+        template requires it."""
         found = self.rendering.bridge(prior_ids, completion.finish, talk.said, talk.task.tools)
         return self.rendering.opening(talk.task, talk.history) if found is None else found
 
 
 @dataclass(eq=False)
 class _Talk:
-    """A dialogue so far.
+    """The state of a dialogue.
 
     Attributes:
-      task: what it is about.
+      task: the task.
       said: the messages of the last observation.
       history: all messages after the task's.
       longest: most tokens of a prompt and its completion together.
-      stop: why it ended; "" while it goes on.
+      stop: why the dialogue ended; "" while it goes on.
     """
 
     task: Task
@@ -122,18 +123,18 @@ class _Talk:
     info: dict[str, Any] = field(default_factory=dict)
 
     def act(self, action: Action, tokens: int) -> None:
-        """Takes in a turn of the policy."""
+        """Records a turn of the policy."""
         self.turns += 1
         self.sampled += tokens
         self.calls.update(call.status for call in action.calls)
         self.history.append(of_action(action))
 
     def begin(self, observation: Observation) -> None:
-        """Takes in what a reset answers."""
+        """Records the observation of a reset."""
         if observation.appended:
             more, gone = shortened({"role": "user", "content": observation.appended}, self.task.limits.most_text)
             self.left_out += gone
-            if self.task.prompt.messages is None:  # plain text goes on as such
+            if self.task.prompt.messages is None:  # plain text goes on without roles
                 observation = replace(observation, messages=[more, *observation.messages])
             else:
                 *before, last = self.task.messages
@@ -142,7 +143,7 @@ class _Talk:
         self.hear(observation)
 
     def hear(self, observation: Observation) -> None:
-        """Takes in what the environment answers, long texts cut in their middle."""
+        """Records an observation of the environment; long texts are cut in their middle."""
         cut = [shortened(message, self.task.limits.most_text) for message in observation.messages]
         self.said = [message for message, _ in cut]
         self.left_out += sum(gone for _, gone in cut)
@@ -156,7 +157,7 @@ class _Talk:
             self.stop = "max_turns"
 
     def ending(self) -> Ending:
-        """How it ended."""
+        """Returns the ending with its rewards and counts."""
         counts: Mapping[str, Any] = {"turns": self.turns, "calls": dict(self.calls), "text/left_out": self.left_out}
         rewards = {"reward": sum(self.rewards)} if self.rewards else {}
         return Ending(rewards=rewards, stop=self.stop, info={**self.info, **counts})

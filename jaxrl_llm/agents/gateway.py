@@ -1,4 +1,4 @@
-"""The gateway: one HTTP server by which agents of any make reach the policy, each by the address and the secret of its session.
+"""The gateway: one HTTP server through which any agent calls the policy, each with the address and the secret of its session.
 
 POST {base}/chat/completions    GET {base}/models                  base = http://HOST:PORT/s/SESSION/v1
 POST http://HOST:PORT/s/SESSION/inference/v1/generate              GET http://HOST:PORT/health
@@ -24,25 +24,25 @@ from jaxrl_llm.agents.session import Session
 from jaxrl_llm.agents.wire import Answer, BadRequest, Once, events, failure
 from jaxrl_llm.protocols import Endpoint
 
-_MOST_BYTES = 1 << 26  # of a request: a conversation of millions of tokens
+_MOST_BYTES = 1 << 26  # most bytes of a request, as of a conversation of millions of tokens
 _SHORTEST_TOKEN = 16
-_AT_ONCE = 8  # connections and requests that are taken in one turn of the event loop
-_WAITING = 4096  # connections that wait
+_AT_ONCE = 8  # most connections and requests that are accepted in one turn of the event loop
+_WAITING = 4096  # most connections that wait
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gateway:
-    """Where the gateway listens.
+    """Settings of the gateway: where it listens, and how it serves.
 
     Attributes:
-      host: address to listen on; agents elsewhere than on this machine need a token.
-      port: 0 takes one that is free.
-      token_variable: environment variable of a token that stands before each session's secret; empty for none.
-      passed: names of sampling parameters that the generate route takes without knowing them.
+      host: address to listen on; agents on other machines need a token.
+      port: port to listen on; 0 takes a free one.
+      token_variable: environment variable of a token that precedes each session's secret; empty for none.
+      passed: names of unknown sampling parameters that the generate route accepts.
       silence_s: seconds without an event after which a comment keeps a stream open.
-      grace_s: seconds that a request whose client went away is worked on, for a retry to take it over.
+      grace_s: seconds for which a request goes on after its client has gone, so that a retry can take it over.
     """
 
     host: str = "127.0.0.1"
@@ -57,7 +57,7 @@ class Gateway:
         components.above(self, 0, "silence_s", "grace_s")
 
     def token(self) -> str:
-        """The token; raises ValueError where it is not set, too short, or missing on an address that others reach."""
+        """Returns the token; raises ValueError where it is not set, too short, or missing on an address that other machines reach."""
         token = os.environ.get(self.token_variable, "") if self.token_variable else ""
         if self.token_variable and len(token) < _SHORTEST_TOKEN:
             raise ValueError(
@@ -104,7 +104,7 @@ class RunningGateway:
     # -- the server ----------------------------------------------------------------------------------------------------
 
     def application(self) -> web.Application:
-        """Returns the routes."""
+        """Returns the application with the gateway's routes."""
         names = None if self.token else serving.LOOPBACK_NAMES
         app = web.Application(
             client_max_size=_MOST_BYTES, middlewares=[serving.middleware(self._patience), _shaped, serving.guard(names)]
@@ -117,7 +117,7 @@ class RunningGateway:
         return app
 
     async def open(self) -> None:
-        """Listens; raises OSError where the port cannot be used."""
+        """Starts to listen; raises OSError where the port cannot be used."""
         runner = web.AppRunner(self.application(), access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         family = socket.AF_INET6 if ":" in self.config.host else socket.AF_INET
@@ -133,7 +133,7 @@ class RunningGateway:
         self._watch = asyncio.create_task(serving.looking(runner.server, self._patience))
 
     async def close(self) -> None:
-        """Ends all requests and stops listening; sessions stay as they are."""
+        """Ends all requests and stops listening; sessions stay open."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -143,7 +143,7 @@ class RunningGateway:
             self.chat.close()
 
     def endpoint(self, session: Session) -> Endpoint:
-        """Where an agent on this machine finds the policy for a session."""
+        """Returns the address and key with which an agent on this machine calls the policy for a session."""
         host = serving.reachable(self.config.host)
         base = f"http://{host}:{self.port}/s/{session.id}/v1"
         return Endpoint(base_url=base, key=self._key(session), model=self.service.model)
@@ -154,7 +154,7 @@ class RunningGateway:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def _session(self, request: web.Request) -> Session:
-        """The session of a request; raises BadRequest (401) unless it names one and has its secret."""
+        """Returns the session of a request; raises BadRequest (401) unless the request names one and has its secret."""
         session = self.service.session(request.match_info["session"])
         given = request.headers.get("authorization", "").encode()
         if session is None or not hmac.compare_digest(given, f"Bearer {self._key(session)}".encode()):
@@ -164,9 +164,9 @@ class RunningGateway:
     async def _read(
         self, request: web.Request, read: Callable[[dict[str, Any], Session], T]
     ) -> tuple[T, Session, bytes]:
-        """Returns what a request asks, its session, and a digest of its body.
+        """Returns the parsed request, its session, and a digest of its body.
 
-        Few are read at a time, with a turn of the event loop between them, so that requests that come together do not stop it.
+        Few are read at a time, with a turn of the event loop between them, so that simultaneous requests do not block it.
         """
         session = self._session(request)
         text = await serving.body(request, self._patience.body_s)
@@ -210,13 +210,13 @@ class RunningGateway:
     async def _answered(
         self, request: web.Request, session: Session, digest: bytes, work: Callable[[], Awaitable[Answer]]
     ) -> Answer:
-        """The answer to a request, or the first one where it is a retry."""
+        """Returns the answer to a request, or the first one where it is a retry."""
         key = request.headers.get("idempotency-key", "")
         again = bool(key) or request.headers.get("x-stainless-retry-count", "0") not in ("", "0")
         return await self._retries(session).get((key, digest), again, work)
 
     def _retries(self, session: Session) -> Once[Answer]:
-        """The requests of a session; those of closed sessions are forgotten here."""
+        """Returns the requests of a session, and forgets those of closed sessions."""
         if session.id not in self._once:
             for old in [name for name in self._once if (s := self.service.session(name)) is None or s.closed]:
                 del self._once[old]
@@ -233,7 +233,7 @@ class RunningGateway:
 
 
 def _object(text: bytes, model: str) -> dict[str, Any]:
-    """The JSON object of a body; raises BadRequest for anything else, and for another model."""
+    """Parses the JSON object of a body; raises BadRequest for anything else, and for another model."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -252,7 +252,7 @@ async def _health(request: web.Request) -> web.Response:
 
 @web.middleware
 async def _shaped(request: web.Request, handler: serving.Handler) -> web.StreamResponse:
-    """Gives every failure OpenAI's shape."""
+    """Gives every error OpenAI's shape."""
     try:
         return await handler(request)
     except (ConnectionResetError, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""The generate route: token ids in, token ids out, as vLLM's /inference/v1/generate, in front of any sampler."""
+"""The generate route: token ids in, token ids out, as in vLLM's /inference/v1/generate, for any sampler."""
 
 import asyncio
 import json
@@ -15,10 +15,10 @@ from jaxrl_llm.agents.wire import Answer, BadRequest, spans, usage
 from jaxrl_llm.experience import SamplingParams
 
 PATH = "/inference/v1/generate"
-_LEAST = -9999.0  # JSON has no -inf and no NaN
-_MOST = 64  # completions of a prompt
+_LEAST = -9999.0  # stands for -inf and NaN, which JSON does not have
+_MOST = 64  # most completions of a prompt
 
-# Fields of a request that mean nothing here, or nothing that changes what is drawn.
+# Fields of a request that have no meaning here, or do not change what is sampled.
 _ACCEPTED = {
     "model",
     "token_ids",
@@ -41,12 +41,12 @@ _HONOURED = {"max_tokens", "stop", "stop_token_ids", "seed", "n"}
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request of the route.
+    """A request of the generate route.
 
     Attributes:
-      tokens: int32 [P].
-      n: completions.
-      wish: what is asked for beside.
+      tokens: the prompt, int32 [P].
+      n: number of completions.
+      wish: the request's other settings.
       stream: whether the answer is a stream of events.
       echoed: whether the answer has the prompt's ids.
       ignored: names of fields that are not honoured.
@@ -64,9 +64,9 @@ def read(body: Mapping[str, Any], session: Session, passed: frozenset[str] = fro
     """Reads a request.
 
     Args:
-      body: of the request.
-      session: bounds it.
-      passed: names of unknown sampling parameters that are taken without a word.
+      body: the request's body.
+      session: the session, whose limits bound the request.
+      passed: names of unknown sampling parameters that are accepted.
 
     Raises:
       BadRequest: a field is wrong or unknown.
@@ -102,14 +102,14 @@ def read(body: Mapping[str, Any], session: Session, passed: frozenset[str] = fro
 
 
 def drawn(given: Mapping[str, Any], session: Session) -> tuple[SamplingParams | None, list[str]]:
-    """The way of drawing that a request asks for, where its session may have its own, and the names of what it does not get.
+    """Returns the sampling parameters that a request sets, where its session allows that, and the names of fields that are ignored.
 
     Raises:
-      BadRequest: a value is none that can be drawn with.
+      BadRequest: a value is not valid for sampling.
     """
     own = session.settings
     asked = {name: given[name] for name in DRAWN if given.get(name) is not None}
-    if asked.get("top_k") == -1:  # vLLM's word for all
+    if asked.get("top_k") == -1:  # vLLM's value for all tokens
         asked["top_k"] = 0
     for name, value in asked.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
@@ -128,7 +128,7 @@ def drawn(given: Mapping[str, Any], session: Session) -> tuple[SamplingParams | 
 
 
 def whole(given: Mapping[str, Any], name: str) -> int | None:
-    """A whole number of a request, or None; raises BadRequest for anything else."""
+    """Reads a whole number of a request, or None; raises BadRequest for anything else."""
     value = given.get(name)
     if value is not None and type(value) is not int:
         raise BadRequest(f"{name} is a whole number (got {value!r})", name)
@@ -136,7 +136,7 @@ def whole(given: Mapping[str, Any], name: str) -> int | None:
 
 
 def limit(given: Mapping[str, Any], name: str) -> int | None:
-    """A number of at least 1 of a request, or None; raises BadRequest for anything else."""
+    """Reads a whole number of at least 1 of a request, or None; raises BadRequest for anything else."""
     value = whole(given, name)
     if value is not None and value < 1:
         raise BadRequest(f"{name} is at least 1 (got {value})", name)
@@ -144,7 +144,7 @@ def limit(given: Mapping[str, Any], name: str) -> int | None:
 
 
 def stops(given: Mapping[str, Any]) -> tuple[str, ...]:
-    """The strings that end a completion: one, or a list of them."""
+    """Reads the strings that end a completion: one, or a list of them."""
     value = given.get("stop")
     found = [value] if isinstance(value, str) else value or []
     if not isinstance(found, list) or not all(isinstance(text, str) and text for text in found):
@@ -153,7 +153,7 @@ def stops(given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def stop_ids(given: Mapping[str, Any]) -> tuple[int, ...]:
-    """The ids that end a completion."""
+    """Reads the token ids that end a completion."""
     value = given.get("stop_token_ids") or []
     if not isinstance(value, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in value):
         raise BadRequest(f"stop_token_ids is a list of token ids (got {value!r})", "stop_token_ids")
@@ -208,7 +208,7 @@ def _choice(index: int, call: Call, stop_token_ids: tuple[int, ...]) -> dict[str
 
 
 def chunks(body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The answer as the events of a stream: one for each completion, and one with the count of tokens."""
+    """Yields the answer as the events of a stream: one for each completion, and one with the count of tokens."""
     shared = {"request_id": body["request_id"], "output_mode": body["output_mode"]}
     for choice in body["choices"]:
         yield {**shared, "choices": [choice], "usage": None}

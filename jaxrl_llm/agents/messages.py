@@ -1,4 +1,4 @@
-"""Chat messages in one form, whoever wrote them: an environment, a data set, or the client of a chat API."""
+"""Normalises chat messages, whether an environment, a data set or the client of a chat API wrote them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -12,10 +12,10 @@ ROLES = {"developer": "system", "system": "system", "user": "user", "assistant":
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
-    """The fields of a message that templates read, in one form.
+    """Returns the fields of a message that templates read, in one form.
 
     The content is a text ("" for none; parts of text are joined by lines), arguments of calls are mappings where they can be read, and
-    fields that are not known are left out.
+    unknown fields are left out.
 
     Raises:
       ValueError: the role or the content is of an unknown kind.
@@ -34,7 +34,7 @@ def normalised(message: Mapping[str, Any]) -> Message:
 
 
 def content(value: Any) -> str:
-    """The text of a message's content: a string, None, or a list of parts of text.
+    """Returns the text of a message's content: a string, None, or a list of parts of text.
 
     Raises:
       ValueError: the content is something else, such as an image.
@@ -62,7 +62,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def parsed(text: str) -> Any:
-    """The mapping that a JSON text holds, or the text itself where it holds none."""
+    """Returns the mapping that a JSON text holds, or the text itself where it holds none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -71,7 +71,7 @@ def parsed(text: str) -> Any:
 
 
 def of_action(action: Action) -> Message:
-    """The policy's turn as a message of the assistant; calls that are not well-formed are in its content."""
+    """Returns the policy's turn as a message of the assistant; calls that are not well-formed are in its content."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments or {})}}
         for call in action.calls
@@ -82,7 +82,7 @@ def of_action(action: Action) -> Message:
 
 
 def shortened(message: Mapping[str, Any], most_text: int) -> tuple[Message, int]:
-    """The message with the middle of its content left out, with a mark, where it is longer than `most_text`, and how many characters went."""
+    """Leaves out, with a mark, the middle of a content longer than `most_text`; returns the message and the number of characters left out."""
     text = content(message.get("content"))
     if len(text) <= most_text:
         return dict(message), 0

@@ -1,9 +1,9 @@
 """Encodes rendered chat templates such that text from outside never becomes a control token.
 
-While a template is rendered, text from outside is disguised: each of its characters is replaced by a private-use character, but white
-space, quotes and backslashes, by which templates trim texts and write JSON. Whatever spells a control token in the rendering was
-therefore written by the template itself. The rendering is cut at these; what lies between two of them is turned back and encoded by a
-copy of the tokenizer that knows no added tokens. Harmless text gets the ids that the tokenizer itself gives it.
+While a template is rendered, text from outside is disguised: each of its characters except white space, quotes and backslashes, which
+templates need to trim texts and write JSON, becomes a private-use character. Whatever spells a control token in the rendering therefore
+comes from the template itself. The rendering is split at these tokens; the text between them is restored and encoded by a copy of the
+tokenizer without added tokens. Harmless text gets the ids that the tokenizer itself gives it.
 """
 
 import json
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
-# Unicode's private-use characters: of the basic plane, and of planes 15 and 16.
+# Unicode's private-use characters, of the basic plane and of planes 15 and 16.
 _PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))
 _KEPT = '"\\\x7f'
 
-# What templates look up in messages and in the schemas of tools, and therefore must read as it is.
+# What templates look up in messages and in the schemas of tools, which therefore is not disguised.
 KEYS = {
     "type", "function", "name", "description", "parameters", "properties", "required", "items", "enum", "strict", "anyOf", "default",
     "format", "title", "additionalProperties", "return", "arguments",
@@ -28,12 +28,12 @@ _HIDDEN = re.compile(f"[^{''.join(f'{chr(codes[0])}-{chr(codes[-1])}' for codes 
 
 
 def hidden_part(text: str) -> str:
-    """The private-use characters of a text: what is left of a disguised one however white space, quotes and backslashes are written."""
+    """Returns the private-use characters of a text, which a disguised text keeps however white space, quotes and backslashes are written."""
     return _HIDDEN.sub("", text)
 
 
 def cleaned(text: str) -> str:
-    """The text with "?" for each half of a surrogate pair that stands alone, which no tokenizer encodes."""
+    """Replaces each unpaired half of a surrogate pair, which no tokenizer encodes, by "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -42,11 +42,11 @@ def _kept(character: str) -> bool:
 
 
 class Disguise:
-    """Replaces the characters of some texts by private-use characters, and turns them back.
+    """Replaces the characters of some texts by private-use characters, and restores them.
 
     Args:
       values: all texts from outside: strings, and lists and mappings of strings.
-      template: the template's text, whose own private-use characters are not used.
+      template: the template's text; its own private-use characters are not used.
 
     Raises:
       ValueError: the texts have more different characters than there are private-use characters.
@@ -63,11 +63,11 @@ class Disguise:
             )
 
     def text(self, text: str) -> str:
-        """The disguised text."""
+        """Returns the disguised text."""
         return cleaned(text).translate(self._on)
 
     def value(self, value: Any) -> Any:
-        """A JSON-like value with all strings and keys disguised."""
+        """Returns a JSON-like value with all strings and keys disguised."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):
@@ -75,7 +75,7 @@ class Disguise:
         return [self.value(held) for held in value] if isinstance(value, list | tuple) else value
 
     def schema(self, value: Any, key: str = "") -> Any:
-        """A tool's schema, disguised but for the keys and types that templates look up."""
+        """Disguises a tool's schema, except for the keys and types that templates look up."""
         if isinstance(value, str):
             return value if key == "type" and value in TYPES else self.text(value)
         if isinstance(value, Mapping):
@@ -83,12 +83,12 @@ class Disguise:
         return [self.schema(held, key) for held in value] if isinstance(value, list | tuple) else value
 
     def removed(self, rendered: str) -> str:
-        """The rendering with its own characters."""
+        """Restores the original characters of a rendering."""
         return rendered.translate(self._off)
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """All strings of a JSON-like value, its keys among them."""
+    """Yields all strings of a JSON-like value, its keys among them."""
     if isinstance(value, str):
         yield cleaned(value)
     elif isinstance(value, Mapping):
@@ -101,13 +101,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class OutsideEncoder:
-    """Encodes text as text alone, and renderings with the control tokens that the template wrote.
+    """Encodes text without control tokens, and renderings with only the control tokens that the template wrote.
 
     Args:
       tokenizer: a fast transformers tokenizer.
 
     Attributes:
-      controls: {text: id} of the tokenizer's added tokens, but those of white space alone, which are text.
+      controls: {text: id} of the tokenizer's added tokens, except those of white space alone, which count as text.
 
     Raises:
       ValueError: the tokenizer is not one of the tokenizers library, or makes an added token's id from plain text.
@@ -129,7 +129,7 @@ class OutsideEncoder:
         self._pattern = re.compile(f"({'|'.join(spelled) or '(?!)'})")
         left = [token for token in described["added_tokens"] if not token["content"].strip()]
         self._plain = _with_added(described, left)
-        # The library numbers added tokens anew where others before them are gone.
+        # The tokenizers library renumbers added tokens where earlier ones are missing.
         self._numbers = {self._plain.token_to_id(token["content"]): token["id"] for token in left}
         self._check(set(self.controls.values()) - {getattr(tokenizer, "unk_token_id", None)})
 
@@ -147,7 +147,7 @@ class OutsideEncoder:
                 )
 
     def text(self, text: str) -> list[int]:
-        """The ids of a text, none of them a control id.
+        """Encodes a text into ids, none of them a control id.
 
         Raises:
           ValueError: the tokenizer cannot encode the text.
@@ -159,12 +159,12 @@ class OutsideEncoder:
         return [self._numbers.get(i, i) for i in found]
 
     def first(self, markup: str) -> int | None:
-        """The id of the control token with which the markup begins, white space left out; None where it begins with text."""
+        """Returns the id of the control token that begins the markup, after white space; None where the markup begins with text."""
         pieces = self._pattern.split(markup)
         return self.controls[pieces[1]] if len(pieces) > 1 and not pieces[0].strip() else None
 
     def beginning_at(self, markup: str, ids: Iterable[int]) -> str:
-        """The markup from the first control token on that is one of `ids`; raises ValueError where there is none."""
+        """Returns the markup from the first control token that is one of `ids`; raises ValueError where there is none."""
         wanted = set(ids)
         for found in self._pattern.finditer(markup):
             if self.controls[found[1]] in wanted:
@@ -172,7 +172,7 @@ class OutsideEncoder:
         raise ValueError(f"the chat template writes no end of a turn after an answer with calls (got {markup!r})")
 
     def rendered(self, rendered: str, disguise: Disguise) -> list[int]:
-        """The ids of a disguised rendering; its control tokens are those that the template wrote."""
+        """Encodes a disguised rendering; its control tokens are those that the template wrote."""
         pieces, ids = self._pattern.split(rendered), list[int]()
         for place, piece in enumerate(pieces):
             if place % 2:
@@ -188,7 +188,7 @@ class OutsideEncoder:
 
 
 def _with_added(described: Mapping[str, Any], added: list[Mapping[str, Any]]) -> Any:
-    """The tokenizer of a tokenizer.json with these added tokens alone."""
+    """Builds the tokenizer of a tokenizer.json with these added tokens alone."""
     from tokenizers import Tokenizer
 
     return Tokenizer.from_str(json.dumps({**described, "added_tokens": added, "truncation": None, "padding": None}))

@@ -1,4 +1,4 @@
-"""Dialogues in plain text: an environment's words follow the policy's without roles or marks."""
+"""Dialogues in plain text: an environment's text follows the policy's without roles or marks."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,13 +14,13 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class PlainText:
-    """Continues a prompt's own tokens by what the policy and an environment write, without a chat template.
+    """Extends a prompt's tokens by the text of the policy and of an environment, without a chat template.
 
     Args:
       tokenizer: a fast transformers tokenizer.
 
     Raises:
-      ValueError: the tokenizer is no fast one.
+      ValueError: the tokenizer is not a fast one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -29,11 +29,11 @@ class PlainText:
         self.stop_token_ids: tuple[int, ...] = tuple(stop_ids(tokenizer))
 
     def opening(self, task: Task, said: Messages) -> np.ndarray:
-        """The prompt's own ids, int32 [P], and those of an environment's first words."""
+        """Returns the prompt's own ids, int32 [P], followed by those of the environment's first messages."""
         return np.concatenate([task.prompt.prefix, self.prompt(said)])
 
     def prompt(self, messages: Messages, tools: Messages = ()) -> np.ndarray:
-        """Token ids int32 [P] of the messages' contents, one after the other.
+        """Returns token ids int32 [P] of the messages' contents, one after the other.
 
         Raises:
           ValueError: the tokenizer cannot encode them, or there are tools, for which plain text has no place.
@@ -45,11 +45,11 @@ class PlainText:
         )
 
     def bridge(self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()) -> np.ndarray:
-        """Token ids int32 [P] of the next prompt: `prior_ids` exactly, and the new messages' contents."""
+        """Returns token ids int32 [P] of the next prompt: exactly `prior_ids`, and the new messages' contents."""
         del finish
         return np.concatenate([np.asarray(prior_ids, np.int32), self.prompt(new_messages, tools)])
 
     def parse(self, ids: np.ndarray, *, finish: Finish = "stop", tools: Messages | None = None) -> Action:
-        """The text that a completion's ids int32 [T] spell, special tokens left out."""
+        """Decodes a completion's ids int32 [T] into an action of text, without special tokens."""
         del tools
         return Action(text=self.tokenizer.decode(ids, skip_special_tokens=True), finish=finish)

@@ -1,4 +1,4 @@
-"""Renders conversations to token ids by a tokenizer's chat template, joins new messages to exact earlier ids, and reads completions."""
+"""Renders conversations to token ids by a tokenizer's chat template, appends new messages to exact earlier ids, and parses completions."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -17,32 +17,32 @@ from jaxrl_llm.experience import Action, Finish, Task
 History = Literal["keep", "template"]
 Messages = Sequence[Mapping[str, Any]]
 
-# An answer of the assistant in probes; a private-use character, which no disguise of theirs uses.
+# The content of an answer in probes: a private-use character, which their disguises do not use.
 _MARK = "\U0010fffd"
 _THOUGHT = "\U0010fffc"
 
 
 @runtime_checkable
 class Renderer(Protocol):
-    """Turns what is said in a dialogue into token ids, and completions into actions."""
+    """Converts the messages of a dialogue into token ids, and completions into actions."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a turn of the policy."""
+        """The token ids that end a turn of the policy."""
         ...
 
     def opening(self, task: Task, said: Messages) -> np.ndarray:
-        """Token ids int32 [P] of the task and of what was said since, from which the policy's turn is sampled."""
+        """Returns token ids int32 [P] of the task and the messages since, from which the policy's turn is sampled."""
         ...
 
     def bridge(
         self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()
     ) -> np.ndarray | None:
-        """Token ids int32 [P] of the next prompt, which begins with `prior_ids`; None where it cannot."""
+        """Returns token ids int32 [P] of the next prompt, which begins with `prior_ids`; None where it cannot."""
         ...
 
     def parse(self, ids: np.ndarray, *, finish: Finish = "stop", tools: Messages | None = None) -> Action:
-        """The action that a completion's ids int32 [T] spell."""
+        """Parses a completion's ids int32 [T] into an action."""
         ...
 
 
@@ -51,13 +51,13 @@ class Rendering:
 
     Args:
       tokenizer: a fast transformers tokenizer with a chat template.
-      history: what happens where the template would show earlier turns otherwise than they were sampled, such as without their thoughts:
-        "keep" leaves them, so that a conversation stays one sequence; with "template" `bridge` returns None there.
+      history: what happens where the template would render earlier turns differently from how they were sampled, such as without their thoughts:
+        "keep" keeps them as sampled, so that a conversation stays one sequence; with "template" `bridge` returns None there.
       template_kwargs: keyword arguments of the chat template, such as enable_thinking.
-      calls: the name of a format of calls in calls.FORMATS; None finds it by the template.
+      calls: the name of a format of calls in calls.FORMATS; None detects it by the template.
 
     Raises:
-      ValueError: the tokenizer has no chat template, is no fast one, or its template moves, edits or repeats the content of a role.
+      ValueError: the tokenizer has no chat template, is not a fast one, or its template moves, edits or repeats the content of a role.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Rendering:
 
     # ------------------------------------------------------------------------------------------------------ rendering
     def _plain(self, messages: Messages, tools: Messages = (), *, open: bool = True) -> str:
-        """The template's text, with texts from outside as they are."""
+        """Returns the template's text, with texts from outside undisguised."""
         return str(
             self.tokenizer.apply_chat_template(
                 [dict(m) for m in messages], tools=[dict(t) for t in tools] or None, tokenize=False, add_generation_prompt=open,
@@ -98,7 +98,7 @@ class Rendering:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _disguised(self, messages: Messages, tools: Messages) -> tuple[Disguise, list[chat.Message], list[Any]]:
-        """Messages in one form and tools, with their texts disguised."""
+        """Returns messages in one form and tools, with their texts disguised."""
         normal = [self._thoughts_apart(chat.normalised(message)) for message in messages]
         disguise = Disguise([normal, list(tools)], self._template + _MARK + _THOUGHT)
         said = []
@@ -114,7 +114,7 @@ class Rendering:
         return disguise, said, disguise.schema(list(tools))
 
     def _thoughts_apart(self, message: chat.Message) -> chat.Message:
-        """The message with the thoughts at the beginning of an answer's content by themselves, where the template knows thoughts."""
+        """Separates the thoughts at the beginning of an answer's content, where the template uses thoughts."""
         if message["role"] != "assistant" or "reasoning_content" in message or THOUGHT not in self._template:
             return message
         reasoning, rest = thoughts(message["content"])
@@ -127,7 +127,7 @@ class Rendering:
         return self._outside.rendered(rendered, disguise)
 
     def prompt(self, messages: Messages, tools: Messages = ()) -> np.ndarray:
-        """Token ids int32 [P] of a conversation, of the schemas of `tools`, and of the beginning of the policy's turn.
+        """Returns token ids int32 [P] of a conversation, of the schemas of `tools`, and of the beginning of the policy's turn.
 
         Raises:
           ValueError: the template has no place for a role, or a message cannot be rendered.
@@ -135,12 +135,12 @@ class Rendering:
         self._accept(messages, tools)
         try:
             return np.asarray(self._safe(messages, tools), np.int32)
-        except Exception as error:  # a template raises errors of its own, and of Jinja
+        except Exception as error:  # a template raises errors of its own and of Jinja
             roles = [message.get("role") for message in messages]
             raise ValueError(f"the chat template does not render messages of the roles {roles}: {error}") from error
 
     def opening(self, task: Task, said: Messages) -> np.ndarray:
-        """Token ids int32 [P] of the task's messages and tools, of what was said since, and of the beginning of the policy's turn."""
+        """Returns token ids int32 [P] of the task's messages and tools, the messages since, and the beginning of the policy's turn."""
         return self.prompt([*task.messages, *said], task.tools)
 
     def _accept(self, messages: Messages, tools: Messages) -> None:
@@ -159,16 +159,17 @@ class Rendering:
     def bridge(
         self, prior_ids: np.ndarray, finish: Finish, new_messages: Messages, tools: Messages = ()
     ) -> np.ndarray | None:
-        """Token ids int32 [P] of the next prompt: `prior_ids` exactly, the turn's end where it was cut off, new messages, the turn's beginning.
+        """Returns token ids int32 [P] of the next prompt: exactly `prior_ids`, the turn's end where it was cut off, new messages, the
+        next turn's beginning.
 
         Args:
-          prior_ids: int32 [P] the last prompt and its completion, as they were sampled from and sampled.
+          prior_ids: int32 [P] the last prompt and its completion, as the sampler had them.
           finish: why the completion ended; the end token is added unless it stopped by one.
-          new_messages: what others said since; of any role but the policy's.
-          tools: schemas; templates show them at the beginning, so that they change nothing here.
+          new_messages: the messages since, of any role but the policy's.
+          tools: schemas; templates render them at the beginning, so that they change nothing here.
 
         Returns:
-          The ids, or None where the template would show the earlier turns without their thoughts and `history` is "template".
+          The ids, or None where the template would render the earlier turns without their thoughts and `history` is "template".
 
         Raises:
           ValueError: the template has no place for a role, or a message cannot be rendered.
@@ -186,9 +187,9 @@ class Rendering:
         return np.concatenate([np.asarray(prior_ids, np.int32), np.asarray(ids, np.int32)])
 
     def _tail(self, said: Messages) -> str:
-        """What the template writes from the end of an answer on, where these disguised messages follow.
+        """Returns the template's text from the end of an answer on, where these disguised messages follow.
 
-        The answer is a text, or calls whose results are among the messages, for templates that show results only after their calls.
+        The answer is a text, or calls whose results are among the messages, for templates that render results only after their calls.
         """
         calls = [
             _call(m.get("tool_call_id", ""), m.get("name", "x"), {"x": _MARK}) for m in said if m["role"] == "tool"
@@ -203,7 +204,7 @@ class Rendering:
                     tail = self._outside.beginning_at(tail, self.stop_token_ids)
                 _check_shown(said, tail)
                 return tail
-            except Exception as error:  # a template raises errors of its own, and of Jinja
+            except Exception as error:  # a template raises errors of its own and of Jinja
                 problem = problem or str(error)
         roles = [message["role"] for message in said]
         raise ValueError(
@@ -211,7 +212,7 @@ class Rendering:
         )
 
     def _rewrites(self, prior_ids: np.ndarray, new_messages: Messages) -> bool:
-        """Whether the template leaves thoughts out once `new_messages` follow, and there are thoughts in `prior_ids`."""
+        """Returns whether the template leaves thoughts out once `new_messages` follow, and there are thoughts in `prior_ids`."""
         roles = tuple(chat.ROLES[str(message["role"])] for message in new_messages)
         return self._forgets(roles) and THOUGHT in self.tokenizer.decode(prior_ids, skip_special_tokens=False)
 
@@ -220,7 +221,7 @@ class Rendering:
         return {}
 
     def _forgets(self, roles: tuple[str, ...]) -> bool:
-        """Whether the template shows the thoughts of a last answer, and leaves them out where messages of these roles follow."""
+        """Returns whether the template renders the thoughts of a last answer, and leaves them out where messages of these roles follow."""
         if roles not in self._forgotten:
             asked, after = {"role": "user", "content": "x"}, [{"role": role, "content": "y"} for role in roles]
             answers: list[Mapping[str, Any]] = [
@@ -236,7 +237,7 @@ class Rendering:
 
     # ------------------------------------------------------------------------------------------------------ completions
     def parse(self, ids: np.ndarray, *, finish: Finish = "stop", tools: Messages | None = None) -> Action:
-        """The action that a completion spells.
+        """Parses a completion into an action.
 
         Args:
           ids: int32 [T] sampled ids, the end token included.
@@ -255,7 +256,7 @@ def _call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def _check_shown(said: Messages, rendered: str) -> None:
-    """Raises ValueError where a disguised content of others than the policy is not in the rendering."""
+    """Raises ValueError where the rendering lacks the content of a message that is not the policy's."""
     shown = hidden_part(rendered)
     for message in said:
         if message["role"] != "assistant" and hidden_part(message["content"]) not in shown:

@@ -1,4 +1,4 @@
-"""The token service: sessions over any sampler, each call a continuation of exact token ids."""
+"""The token service: sessions over any sampler, in which each call continues exact token ids."""
 
 import asyncio
 import secrets
@@ -13,24 +13,24 @@ from jaxrl_llm.agents.session import Asked, Call, Ended, Session
 from jaxrl_llm.experience import Completion, SamplingParams
 from jaxrl_llm.protocols import Conversation, Conversing, Keeping, Sampler
 
-_REMEMBERED = 10_000  # closed sessions whose late requests are told so
+_REMEMBERED = 10_000  # closed sessions whose late requests are answered with that reason
 
 
 class Overloaded(Exception):
-    """More calls wait than the service takes."""
+    """Raised where more calls are in flight than the service accepts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What one call asks for beside its prompt; all of it is bounded by the session.
+    """The settings of one call beside its prompt, bounded by the session's.
 
     Attributes:
-      max_tokens: most tokens to sample; None for as many as there is room for.
+      max_tokens: most tokens to sample; None for as many as fit.
       stop_strings: further strings that end the completion.
-      stop_token_ids: further ids that end it.
-      seed: makes the draws of equal calls of the session equal.
-      settings: how tokens are drawn, where the session is not trained; None for the session's own way.
-      fork: see `Session.begin`.
+      stop_token_ids: further token ids that end it.
+      seed: a seed, with which equal calls of the session sample the same tokens.
+      settings: how tokens are drawn, where the session is not trained; None for the session's settings.
+      fork: the reason for a new branch, see `Session.begin`.
     """
 
     max_tokens: int | None = None
@@ -49,9 +49,9 @@ class TokenService:
       sampler: continues token prefixes.
       settings: the run's sampling parameters, which sessions have unless they are opened with others.
       max_length: most tokens of a call's prompt and completion together; None is the sampler's own.
-      at_once: calls that are expected at a time, for which an embedded sampler makes room.
-      most_waiting: calls in flight from which on further ones are refused.
-      model: the name by which requests know the policy.
+      at_once: expected number of simultaneous calls, for which an embedded sampler reserves room.
+      most_waiting: number of calls in flight at which further ones are refused.
+      model: the policy's name in requests.
     """
 
     sampler: Sampler
@@ -68,7 +68,7 @@ class TokenService:
         self._sessions: dict[str, Session] = {}
         self._past: OrderedDict[str, Session] = OrderedDict()
         self._converses = isinstance(self.sampler, Conversing)
-        self._in_flight = self._sampling = 0  # calls that are taken, and those of them that the sampler has
+        self._in_flight = self._sampling = 0  # accepted calls, and those of them that the sampler has
         self._flowing, self._empty = asyncio.Event(), asyncio.Event()
         self._flowing.set()
         self._empty.set()
@@ -82,9 +82,9 @@ class TokenService:
         """Opens a session with a new secret.
 
         Args:
-          seed: of all its draws.
-          settings: how tokens are drawn; None is the run's way.
-          max_length: most tokens of a prompt and its completion; bounded by the service's.
+          seed: seed of all its samples.
+          settings: how tokens are drawn; None is the run's settings.
+          max_length: most tokens of a prompt and its completion; bounded by the service's length.
           max_tokens: most tokens sampled in all calls; None for no limit.
           max_calls: most calls; None for no limit.
           trained: whether the session is learned from; requests may then not change how tokens are drawn.
@@ -98,7 +98,7 @@ class TokenService:
         return session
 
     def session(self, id: str) -> Session | None:
-        """Returns an open session, or one that was closed not long ago; None for others."""
+        """Returns an open session, or a recently closed one; None for others."""
         return self._sessions.get(id) or self._past.get(id)
 
     @property
@@ -127,11 +127,11 @@ class TokenService:
     async def call(self, session: Session, ids: np.ndarray, wish: Wish) -> Call:
         """Samples a continuation of `ids`, int32 [P], as a call of the session.
 
-        A call that comes while the weights change waits. Where the caller is cancelled, sampling ends and the call leaves no trace.
+        A call that arrives while the weights change waits. Where the caller is cancelled, sampling ends and the call is not recorded.
 
         Raises:
           Ended: the session is closed, also while the call is in flight, or one of its limits is reached.
-          ValueError: the prompt is too long (`session.TooLong`), or the sampler calls the request wrong.
+          ValueError: the prompt is too long (`session.TooLong`), or the sampler refuses the request.
           Overloaded: too many calls are in flight.
         """
         if self._in_flight >= self.most_waiting:
@@ -156,7 +156,7 @@ class TokenService:
         return session.finish(asked, completion, served)
 
     async def _sampled(self, session: Session, asked: Asked, wish: Wish) -> tuple[Completion, int]:
-        """Returns the completion, and the version that was served when it was asked for."""
+        """Returns the completion, and the version that was served when it was requested."""
         self.counters["held_calls"] += not self._flowing.is_set()
         while not self._flowing.is_set():  # another update may have begun before this task goes on
             await self._flowing.wait()
@@ -178,7 +178,7 @@ class TokenService:
                     return completion, served
             finally:
                 if (end := getattr(groups, "aclose", None)) is not None:
-                    await end()  # an iterator that is left alone samples on
+                    await end()  # an abandoned iterator would go on sampling
             raise RuntimeError("the sampler ended without a completion")
         finally:
             self._sampling -= 1
@@ -186,7 +186,8 @@ class TokenService:
                 self._empty.set()
 
     def _settings(self, session: Session, length: int, wish: Wish) -> SamplingParams:
-        """How a call draws: in the session's way, unless it is not trained, with the stops of both, within all limits."""
+        """Returns a call's sampling parameters: the session's, or the call's where it is not trained, with the stops of both, within
+        all limits."""
         own = session.settings
         drawn = own if session.trained or wish.settings is None else wish.settings
         wished = own.max_tokens if wish.max_tokens is None else wish.max_tokens
@@ -200,9 +201,9 @@ class TokenService:
     # -- updates of the weights ----------------------------------------------------------------------------------------
 
     async def hold(self) -> None:
-        """Lets no call reach the sampler until `flow`; returns when those that it has have ended. Calls wait meanwhile.
+        """Lets no call reach the sampler until `flow`; returns when those in progress have ended. Calls wait meanwhile.
 
-        For a sampler that cannot draw while the learner updates, as the embedded one: around scoring, the update and its publication.
+        This is for a sampler that cannot sample while the learner updates, as the embedded one: around scoring, the update and its publication.
         """
         self._flowing.clear()
         await self._empty.wait()
@@ -216,7 +217,7 @@ class TokenService:
 
     @property
     def waiting(self) -> int:
-        """Calls that wait for `flow`."""
+        """The number of calls that wait for `flow`."""
         return 0 if self._flowing.is_set() else self._in_flight - self._sampling
 
     def flow(self) -> None:
@@ -230,7 +231,7 @@ class TokenService:
         await self._empty.wait()
 
     def take(self) -> Mapping[str, float]:
-        """Returns the counts of the sessions that were closed since the last call, and the open ones, named "agents/..."."""
+        """Returns the counts of sessions closed since the last call, and of open ones, named "agents/..."."""
         found = {f"agents/{name}": float(value) for name, value in self.counters.items()}
         self.counters.clear()
         return found | {"agents/open_sessions": float(len(self._sessions)), "agents/in_flight": float(self._in_flight)}

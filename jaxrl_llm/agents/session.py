@@ -1,4 +1,4 @@
-"""A session: the calls of one rollout's policy as a tree of exact token prefixes, and the branches that are learned from.
+"""A session: the policy calls of one rollout as a tree of exact token prefixes, and the branches that are learned from.
 
 A node of the tree is a call. Its parent is the call whose prompt and completion together are the longest exact prefix of its own
 prompt. A path from a root to a leaf is a branch; a token that was sampled is learned from in the first branch that holds it.
@@ -15,12 +15,12 @@ import numpy as np
 from jaxrl_llm.experience import Branch, Completion, SamplingParams, Turn, seed_of
 
 _MOST_LOGPROB = 1e-6  # a log-prob is at most 0, but for rounding
-_SEAM = 2  # tokens at a prompt's end that another text after it may be one token with
-_ENOUGH = 8  # sampled tokens from which on log-probs that are all 0.0 are none
+_SEAM = 2  # tokens at a prompt's end that the tokenizer may merge with text after it
+_ENOUGH = 8  # sampled tokens from which on log-probs that are all 0.0 count as missing
 
 
 class Ended(Exception):
-    """A session takes no further calls.
+    """Raised where a session takes no further calls.
 
     Attributes:
       limit: "closed", "max_calls" or "max_tokens".
@@ -32,23 +32,23 @@ class Ended(Exception):
 
 
 class TooLong(ValueError):
-    """A prompt leaves no room for a token within the session's length."""
+    """Raised where a prompt leaves no room for a token within the session's length."""
 
 
 class Untrainable(ValueError):
-    """What a sampler said of its tokens cannot be learned from."""
+    """Raised where a sampler's tokens cannot be learned from."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
-    """A call of the sampler that was answered.
+    """An answered call of the sampler.
 
     Attributes:
-      number: in the order in which calls of the session began, from 0.
-      prompt: int32 [P] what was continued.
-      completion: what was sampled.
+      number: number in the order in which calls of the session began, from 0.
+      prompt: the continued tokens, int32 [P].
+      completion: the sampled completion.
       parent: number of the call that the prompt continues; None for the first of a conversation.
-      served: the policy version that was served when it began.
+      served: the policy version that was served when the call began.
     """
 
     number: int
@@ -59,12 +59,12 @@ class Call:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
+        """The number of tokens of prompt and completion."""
         return len(self.prompt) + len(self.completion.tokens)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Prompt and completion, int32 [P + T]."""
+        """The tokens of prompt and completion, int32 [P + T]."""
         return np.concatenate([self.prompt, self.completion.tokens]).astype(np.int32)
 
     def begins(self, ids: np.ndarray) -> bool:
@@ -82,11 +82,11 @@ class Asked:
     """A call that has begun.
 
     Attributes:
-      number: of the call.
-      prompt: int32 [P].
+      number: the call's number.
+      prompt: the tokens to continue, int32 [P].
       parent: the call that it continues, or None.
-      place: its number among the calls with this prompt.
-      fork: why it does not continue the end of a branch; "" where it does, and for the first call.
+      place: the call's number among those with this prompt.
+      fork: why the call does not continue the end of a branch; "" where it does, and for the first call.
     """
 
     number: int
@@ -104,13 +104,13 @@ class Session:
       id: names the session in addresses.
       key: the secret of its requests.
       settings: how tokens are drawn.
-      seed: of all draws.
+      seed: seed of all samples.
       max_length: most tokens of a call's prompt and completion together.
       max_tokens: most tokens sampled in all calls; calls at the same time may each take what was left when they began. None is no limit.
       max_calls: most calls; None is no limit.
       trained: whether the tokens are learned from, so that requests cannot change how they are drawn.
-      ignored: what requests asked for and did not get, by the name of the field.
-      counters: calls that were given up, retries that were answered by an earlier answer, and forks by their reason.
+      ignored: numbers of requests' fields that were ignored, by name.
+      counters: numbers of calls that were given up, of retries that got an earlier answer, and of forks by their reason.
     """
 
     id: str
@@ -129,7 +129,7 @@ class Session:
     def __post_init__(self) -> None:
         self._calls: dict[int, Call] = {}
         self._places: dict[bytes, set[int]] = {}  # by prompt: numbers of the calls that have it
-        self._in_flight: dict[int, Callable[[], object]] = {}  # how each is given up
+        self._in_flight: dict[int, Callable[[], object]] = {}  # by call number: the function that gives the call up
         self._next = 0
 
     # -- calls ---------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class Session:
 
     @property
     def sampled(self) -> int:
-        """Tokens sampled so far."""
+        """The number of tokens sampled so far."""
         return sum(len(call.completion.tokens) for call in self._calls.values())
 
     def begin(self, prompt: np.ndarray, fork: str = "") -> Asked:
@@ -149,7 +149,7 @@ class Session:
 
         Args:
           prompt: int32 [P].
-          fork: the reason to be counted where the call does not continue the end of a branch; "" finds one in the tokens.
+          fork: the reason to be counted where the call does not continue the end of a branch; "" derives it from the tokens.
 
         Raises:
           Ended: the session is closed, or a limit is reached.
@@ -175,23 +175,23 @@ class Session:
         return Asked(number=self._next - 1, prompt=prompt, parent=parent, place=place, fork=reason)
 
     def left(self) -> int:
-        """Tokens that may still be sampled."""
+        """Returns the number of tokens that may still be sampled."""
         return 1 << 31 if self.max_tokens is None else self.max_tokens - self.sampled
 
     def draw_seed(self, asked: Asked, given: int | None = None) -> int:
-        """The seed of a call: of the session, of what it continues, and of its number among equal prompts or of the seed that a request gives.
+        """Returns the seed of a call, from the session's seed, the prompt, and the call's number among equal prompts or the request's seed.
 
-        It does not depend on the order in which calls of other prompts come, so a session whose parts run side by side repeats itself.
+        It does not depend on the order of calls with other prompts, so a session whose parts run in parallel is reproducible.
         """
         last = (asked.place,) if given is None else (0, given % 2**63)
         return seed_of(self.seed, zlib.crc32(asked.prompt.tobytes()), *last)
 
     def running(self, asked: Asked, give_up: Callable[[], object]) -> None:
-        """Records how a call is given up when the session is closed."""
+        """Records the function that gives a call up when the session is closed."""
         self._in_flight[asked.number] = give_up
 
     def finish(self, asked: Asked, completion: Completion, served: int) -> Call:
-        """Takes the answer of a call into the tree."""
+        """Adds the answer of a call to the tree."""
         self._in_flight.pop(asked.number, None)
         parent = None if asked.parent is None else asked.parent.number
         call = Call(number=asked.number, prompt=asked.prompt, completion=completion, parent=parent, served=served)
@@ -201,20 +201,20 @@ class Session:
         return call
 
     def give_up(self, asked: Asked) -> None:
-        """Forgets a call that was not answered; the next one with its prompt draws as it would have."""
+        """Forgets a call that was not answered; the next one with its prompt samples the same tokens."""
         self._in_flight.pop(asked.number, None)
         self._places[_digest(asked.prompt)].discard(asked.place)
         self.counters["aborted"] += 1
 
     def drop(self, *calls: Call) -> None:
-        """Takes answers that nobody read out of the tree, but for those that a later call continues."""
+        """Removes answers that nobody read from the tree, except those that a later call continues."""
         continued = {call.parent for call in self._calls.values()}
         for call in calls:
             if call.number not in continued:
                 self._calls.pop(call.number, None)
 
     def restore(self, *calls: Call) -> None:
-        """Takes dropped answers in again, which somebody has read after all."""
+        """Puts dropped answers back, which a retry has read after all."""
         self._calls |= {call.number: call for call in calls}
 
     def close(self) -> None:
@@ -246,7 +246,7 @@ class Session:
         return "history"
 
     def _path(self, leaf: Call) -> list[Call]:
-        """The calls from a root to `leaf`."""
+        """Returns the calls from a root to `leaf`."""
         path = [leaf]
         while (parent := path[0].parent) is not None:
             path.insert(0, self._calls[parent])
@@ -266,7 +266,7 @@ class Session:
         return tuple(self._branch(self._path(call), learned) for call in calls if call.number not in parents)
 
     def _branch(self, path: list[Call], learned: set[int]) -> Branch:
-        """Builds a branch; adds its calls to `learned`, those of which are masked out."""
+        """Builds a branch, in which the tokens of calls in `learned` are masked out, and adds its calls to `learned`."""
         leaf, begin = path[-1], len(path[0].prompt)
         tokens = leaf.tokens
         logprobs, mask = np.zeros(len(tokens), np.float32), np.zeros(len(tokens), bool)
@@ -323,7 +323,7 @@ class Session:
 
 
 def shared(a: np.ndarray, b: np.ndarray) -> int:
-    """Returns how many tokens two sequences have in common from their beginning."""
+    """Returns the length of the longest common prefix of two sequences."""
     size = min(len(a), len(b))
     different = np.flatnonzero(a[:size] != b[:size])
     return int(different[0]) if len(different) else size

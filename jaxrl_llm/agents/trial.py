@@ -1,4 +1,4 @@
-"""Tries a chat template on harmless messages at start-up, and refuses one that does not show what was said."""
+"""Tests a chat template on harmless messages at start-up, and refuses one that does not render the messages' texts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,7 +25,7 @@ _SCHEMA = {
     },
 }
 
-# Role -> conversation by which it is tried; a role on trial may only need those that were tried before it.
+# Role -> conversation by which it is tested; each may only need roles that were tested before it.
 CONVERSATIONS: Mapping[str, tuple[Messages, Messages]] = {
     "user": ([_USER], ()),
     "assistant": ([_USER, _ASSISTANT, _AGAIN], ()),
@@ -40,9 +40,9 @@ class Trial:
     """Compares the safe rendering of harmless messages with the plain one, role by role.
 
     Args:
-      plain: messages and tools to the template's text.
-      safe: the same to ids in which outside text is text alone.
-      ids: a text to ids, by the tokenizer itself.
+      plain: renders messages and tools to the template's text.
+      safe: renders them to ids in which text from outside has no control tokens.
+      ids: encodes a text by the tokenizer itself.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Trial:
         for role, (messages, tools) in CONVERSATIONS.items():
             try:
                 text = self._plain(messages, tools)
-            except Exception as error:  # a template raises errors of its own, and of Jinja
+            except Exception as error:  # a template raises errors of its own and of Jinja
                 refused[role] = str(error) or type(error).__name__
                 continue
             if missing := _left_out(role, text, messages, tools):
@@ -80,7 +80,7 @@ class Trial:
 
 
 def _left_out(role: str, text: str, messages: Messages, tools: Messages) -> str:
-    """Why a role's content or the tools are not in the text in any form; "" where they are."""
+    """Says why a role's content or the tools are not in the text in any form; returns "" where they are."""
     on_trial = [m["content"] for m in messages if m["role"] == role] + [t["function"]["name"] for t in tools]
     for said in on_trial:
         if said.casefold() not in text.casefold():

@@ -1,4 +1,4 @@
-"""What both HTTP routes share: errors in OpenAI's shape, event streams, and retries that are answered by the first answer."""
+"""The shared parts of the two HTTP routes: errors in OpenAI's shape, event streams, and retries that get the first answer."""
 
 import asyncio
 import json
@@ -19,12 +19,12 @@ _KEPT = 64  # answers of a session that a retry may still ask for
 
 
 class BadRequest(ValueError):
-    """A request that is wrong.
+    """Raised for an invalid request.
 
     Attributes:
-      param: the field, in OpenAI's words.
-      code: of the error, or None.
-      status: of the answer.
+      param: name of the wrong field.
+      code: code of the error, or None.
+      status: HTTP status of the answer.
     """
 
     def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -33,10 +33,10 @@ class BadRequest(ValueError):
 
 
 def failure(error: BaseException) -> web.Response:
-    """The answer to a request that failed, in OpenAI's shape; what is no fault of the request is logged."""
+    """Returns the answer to a failed request, in OpenAI's shape; logs errors that are not the request's fault."""
     if isinstance(error, BadRequest):
         return _error(error.status, str(error), param=error.param, code=error.code)
-    if isinstance(error, Ended):  # 409 and 429 would be tried again
+    if isinstance(error, Ended):  # clients would retry 409 and 429
         return _error(403, str(error), kind="session_ended", code=error.limit, headers={"x-should-retry": "false"})
     if isinstance(error, Overloaded):
         return _error(429, str(error), kind="rate_limit_error", headers={"Retry-After": "1"})
@@ -59,12 +59,12 @@ def _error(
 
 
 def usage(prompt: int, completion: int) -> dict[str, int]:
-    """The count of tokens of a request, in OpenAI's words."""
+    """Returns the token counts of a request, in OpenAI's form."""
     return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 def spans(completion: Completion) -> list[dict[str, Any]]:
-    """The versions of a completion's tokens as vLLM names them: [{version: str, start, end}]."""
+    """Returns the versions of a completion's tokens in vLLM's form: [{version: str, start, end}]."""
     found: list[dict[str, Any]] = []
     for place, version in enumerate(completion.versions.tolist()):
         if found and found[-1]["version"] == str(version):
@@ -77,9 +77,9 @@ def spans(completion: Completion) -> list[dict[str, Any]]:
 async def events(
     request: web.Request, work: Awaitable[Iterable[Mapping[str, Any]]], silence_s: float
 ) -> web.StreamResponse:
-    """Answers with a stream of server-sent events once `work` has given them; a comment each `silence_s` keeps it open before.
+    """Answers with a stream of server-sent events once `work` returns them; until then a comment each `silence_s` keeps it open.
 
-    A failure before the first comment is an answer with its own status, a later one an event.
+    A failure before the first comment becomes an answer with its own status, a later one an event.
     """
     task = asyncio.ensure_future(work)
     stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -107,14 +107,14 @@ async def events(
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """A finished answer, as JSON, and the calls that it consists of."""
+    """A finished answer, as JSON, with the calls that it consists of."""
 
     text: str
     calls: tuple[Call, ...]
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON object; kept as text, since thousands of kept objects make Python's collections long."""
+        """The answer's JSON object; it is kept as text, since thousands of kept objects slow Python's garbage collection."""
         found: dict[str, Any] = json.loads(self.text)
         return found
 
@@ -132,13 +132,13 @@ class _Entry(Generic[A]):
 
 @dataclass(eq=False, kw_only=True)
 class Once(Generic[A]):
-    """The requests of one session by what they ask: a retry gets the first answer, or waits for it.
+    """The requests of one session by their content: a retry gets the first answer, or waits for it.
 
     A client that goes away ends the work, unless a retry takes it over within `grace_s`.
 
     Attributes:
       drop: undoes an answer that nobody has read.
-      restore: takes it back, where a retry reads it after all.
+      restore: restores it, where a retry reads it after all.
       grace_s: seconds that the work goes on without a client.
       retried: called for each request that gets an earlier answer.
     """
@@ -150,10 +150,10 @@ class Once(Generic[A]):
     _entries: OrderedDict[tuple[str, bytes], _Entry[A]] = field(default_factory=OrderedDict, init=False)
 
     async def get(self, key: tuple[str, bytes], again: bool, work: Callable[[], Awaitable[A]]) -> A:
-        """Returns what `work` gives, or gave to an equal request.
+        """Returns the result of `work`, or that of an equal earlier request.
 
         Args:
-          key: what is asked: a client's own key, or "", and a digest of the body.
+          key: identifies the request: a client's own key, or "", and a digest of the body.
           again: whether the request may be a retry.
           work: begins the work.
         """
@@ -179,7 +179,7 @@ class Once(Generic[A]):
                 asyncio.get_running_loop().call_later(self.grace_s, self._abandon, entry)
 
     def _done(self, entry: _Entry[A]) -> None:
-        """Undoes an answer where its clients have gone; marks the error of work as seen."""
+        """Undoes an answer whose clients have gone; retrieves the error of failed work, so that asyncio does not report it."""
         if entry.task.cancelled() or entry.task.exception() is not None:
             return
         if not entry.waiting and not entry.read and not entry.dropped:

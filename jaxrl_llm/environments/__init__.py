@@ -1,1 +1,1 @@
-"""What the policy acts in: environments of the project's own, and adapters of others', one file each."""
+"""Environments in which the policy acts: the project's own, and adapters of others', one file each."""

@@ -1,4 +1,4 @@
-"""An agent that works on files by the shell: it talks to the chat gateway as any client does, and its commands are shut in by the sandbox."""
+"""An agent that works on files by the shell: it calls the chat gateway as any client does, and the sandbox confines its commands."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from jaxrl_llm.environments.python_tool import GOES_ON, InUse, Python
 from jaxrl_llm.experience import Ending, Prompt, Task
 from jaxrl_llm.protocols import Endpoint
 
-MOST_FILE = 100_000  # characters of a file that are compared
+MOST_FILE = 100_000  # most characters of a file that are compared
 BASH = tools.function(
     "bash", "Runs a command of bash in the current folder, and returns what it prints.", command="the command"
 )
@@ -43,10 +43,10 @@ for name, text in {files}.items():
 class BashFiles:
     """Lets the policy call `bash` on the files of a prompt (`data.file_tasks`), until it calls no more.
 
-    The reward "files" is 1.0 where all of the prompt's "wanted" files are there with the wanted text, and 0.0 else.
+    The reward "files" is 1.0 where all of the prompt's "wanted" files are there with the wanted text, else 0.0.
 
     Attributes:
-      python: where sessions of the sandbox are had; its limits of time, memory and text hold for commands.
+      python: opens sessions of the sandbox; its limits of time, memory and text apply to commands.
       turns: most turns of the policy.
     """
 
@@ -57,7 +57,7 @@ class BashFiles:
         components.at_least(self, 1, "turns")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Agent":
-        """The agent of one rollout; raises ValueError where the prompt has no files."""
+        """Returns the agent of one rollout; raises ValueError where the prompt has no files."""
         del sample, seed
         if not {"files", "wanted"} <= prompt.extra.keys():
             raise ValueError(
@@ -77,7 +77,7 @@ class Agent:
     lost: bool = False
 
     async def run(self, task: Task, endpoint: Endpoint) -> Ending:
-        """Plays to the end; raises RuntimeError where the policy or the sandbox cannot be reached."""
+        """Plays the episode to its end; raises RuntimeError where the policy or the sandbox cannot be reached."""
         shell = InUse(self.config.python)
         try:
             begun = await shell.cell(BEGIN.format(files=repr(dict(self.files)), most=MOST_FILE))
@@ -106,7 +106,7 @@ class Agent:
                     return
 
     async def _called(self, call: Mapping[str, Any], shell: InUse) -> str:
-        """The answer to a call."""
+        """Returns the answer to a call."""
         try:
             command = tools.text_argument(json.loads(call["arguments"]), "command")
         except tools.Mistake as mistake:
@@ -121,7 +121,7 @@ class Agent:
         return "error: the session was lost" if found is None else self.config.python.answer(found)
 
     async def _found(self, shell: InUse) -> Any:
-        """{name: text, or None where there is no such file} of the wanted files."""
+        """Returns {name: text, or None where there is no such file} of the wanted files."""
         found = await shell.cell(f"print(ascii({{name: read(name) for name in {sorted(self.wanted)!r}}}))")
         if found is None or found["status"] != "passed" or found["truncated"]:
             return None
@@ -131,7 +131,7 @@ class Agent:
 async def _said(
     http: aiohttp.ClientSession, endpoint: Endpoint, messages: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """The policy's next message; None where a limit of the rollout ends it. Raises RuntimeError for any other refusal."""
+    """Returns the policy's next message; None where a limit of the rollout ends it. Raises RuntimeError for any other refusal."""
     body = {"model": endpoint.model, "messages": list(messages), "tools": [BASH]}
     async with http.post(f"{endpoint.base_url}/chat/completions", json=body) as answer:
         found = await answer.json()

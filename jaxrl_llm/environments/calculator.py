@@ -1,4 +1,4 @@
-"""A calculator as a tool in plain text: the policy writes [47+85], and 132 is put into the transcript after it."""
+"""A calculator as a tool in plain text: the policy writes [47+85], and the answer 132 is appended to the transcript."""
 
 import operator
 import re
@@ -24,12 +24,12 @@ class Calculator:
     error: str = "?"
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Calculating":
-        """The calculator of one rollout."""
+        """Returns the calculator of one rollout."""
         del prompt, sample, seed
         return Calculating(self)
 
     def answer(self, call: str) -> str:
-        """The value of "a+b", "a-b" or "a*b"; `error` for any other call."""
+        """Returns the value of "a+b", "a-b" or "a*b"; `error` for any other call."""
         digits = f"{{1,{self.most_digits}}}"
         found = re.fullmatch(rf"(\d{digits})([-+*])(\d{digits})", call)
         return str(OPERATORS[found[2]](int(found[1]), int(found[3]))) if found else self.error
@@ -37,17 +37,17 @@ class Calculator:
 
 @dataclass(frozen=True)
 class Calculating:
-    """A calculator in one rollout; it holds nothing between turns."""
+    """A calculator in one rollout; it keeps no state between turns."""
 
     calculator: Calculator
 
     async def reset(self, task: Task) -> Observation:
-        """Says nothing: the task is the prompt."""
+        """Returns no message, since the task is the prompt."""
         del task
         return Observation()
 
     async def step(self, action: Action) -> Observation:
-        """Answers the call at the end of the turn; without one the rollout is done."""
+        """Answers the call at the end of the turn; without one the rollout ends."""
         text = action.text.rstrip()
         if not text.endswith("]") or "[" not in text:
             return Observation(done=True)
@@ -55,4 +55,4 @@ class Calculating:
         return Observation(messages=({"role": "tool", "content": answer},))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, since no resource is held."""

@@ -1,4 +1,4 @@
-"""A calculator as a tool of a chat: the policy calls it by its schema, and hears the result as a message of the role "tool"."""
+"""A calculator as a tool of a chat: the policy calls it by its schema, and the result is a message of the role "tool"."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from jaxrl_llm.experience import Action, Observation, Prompt, Task, ToolCall
 
 @dataclass(frozen=True, kw_only=True)
 class CalculatorTool:
-    """Answers calls of `calc`, and ends the rollout with the turn that calls nothing.
+    """Answers calls of `calc`, and ends the rollout with a turn without calls.
 
     Attributes:
       most_digits: most digits of an operand that is answered.
@@ -22,29 +22,29 @@ class CalculatorTool:
     error: str = "?"
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "CalculatingTool":
-        """The calculator of one rollout."""
+        """Returns the calculator of one rollout."""
         del prompt, sample, seed
         return CalculatingTool(Calculator(most_digits=self.most_digits, error=self.error))
 
 
 @dataclass(frozen=True)
 class CalculatingTool:
-    """A calculator in one rollout; it holds nothing between turns."""
+    """A calculator in one rollout; it keeps no state between turns."""
 
     calculator: Calculator
 
     def tools(self, prompt: Prompt) -> Sequence[Mapping[str, Any]]:
-        """The calculator's schema."""
+        """Returns the calculator's schema."""
         del prompt
         return (CALCULATOR,)
 
     async def reset(self, task: Task) -> Observation:
-        """Says nothing: the task is the prompt."""
+        """Returns no message, since the task is the prompt."""
         del task
         return Observation()
 
     async def step(self, action: Action) -> Observation:
-        """Answers the calls of the turn; without one the rollout is done."""
+        """Answers the calls of the turn; without one the rollout ends."""
         answers = [
             {"role": "tool", "content": self._answer(call), "tool_call_id": call.id, "name": "calc"}
             for call in action.calls
@@ -56,4 +56,4 @@ class CalculatingTool:
         return self.calculator.answer(asked) if isinstance(asked, str) else self.calculator.error
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, since no resource is held."""

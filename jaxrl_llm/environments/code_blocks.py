@@ -1,4 +1,4 @@
-"""Code that a policy writes in fenced blocks is run, and what it prints is told: a tool for models that call none by their chat template."""
+"""Runs the fenced blocks of Python that a policy writes and answers with what they print: a tool for models whose chat template has no calls."""
 
 import re
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ class CodeBlocks:
     A turn without a whole block ends the rollout, and so does one that gives its answer after its last block, which is then not run.
 
     Attributes:
-      python: where interpreters are had, with their limits of time, memory and text.
-      answer: text after the last block of a turn that shows that the turn has an answer; empty for none.
-      told: the message, with {output} for what the blocks printed.
-      most_blocks: most blocks of one turn that are run; the message says that further ones were not.
+      python: opens the interpreters, with limits of time, memory and text.
+      answer: text that marks an answer where it follows the last block of a turn; empty for none.
+      told: template of the message, with {output} in the place of what the blocks printed.
+      most_blocks: most blocks of one turn that are run; the message says that further ones were not run.
     """
 
     python: Python = field(default_factory=Python)
@@ -36,20 +36,20 @@ class CodeBlocks:
             components.refuse(self, "told", "a text that has {output} once")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Episode":
-        """The environment of one rollout."""
+        """Returns the environment of one rollout."""
         del sample
         return Episode(self, prompt, seed)
 
 
 class Episode:
-    """The interpreter of one rollout, which its first block starts."""
+    """The interpreter of one rollout; the first block starts it."""
 
     def __init__(self, config: CodeBlocks, prompt: Prompt, seed: int) -> None:
         self._config, self._interpreter = config, config.python.use(prompt, seed)
         self._counts = {"blocks": 0, "failed_blocks": 0}
 
     async def reset(self, task: Task) -> Observation:
-        """Adds nothing to the task's messages."""
+        """Returns no message, since the task is the prompt."""
         del task
         return Observation()
 

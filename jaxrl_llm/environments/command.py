@@ -1,4 +1,4 @@
-"""A program as an agent: it finds the policy by the variables that the SDKs of OpenAI read, and the task on its standard input."""
+"""A program as an agent: it finds the policy through the variables that OpenAI's SDKs read, and the task on its standard input."""
 
 import asyncio
 import json
@@ -16,24 +16,24 @@ from jaxrl_llm.experience import Ending, Prompt, Task
 from jaxrl_llm.protocols import Endpoint
 
 PASSED = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "USER", "VIRTUAL_ENV", "SSL_CERT_FILE", "LD_LIBRARY_PATH")
-MOST_READ = 1 << 20  # bytes of a program's output, from its end
+MOST_READ = 1 << 20  # bytes that are read of a program's output, at its end
 MOST_SHOWN = 2000  # characters of it in an error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Starts a program for each rollout, which owns its loop and is killed with all that it started when the rollout ends.
+    """Starts a program for each rollout. The program runs its own loop, and is killed with all that it started when the rollout ends.
 
-    It has OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, TMPDIR as a folder of its own, and the task as a JSON object on
-    its standard input: "id", "messages", "tools", "seed", "model", "folder" (TMPDIR), "reference" and "columns" of the row. The exit
-    status 0 is an end, any other makes the rollout invalid. Where its last line is a JSON object with "rewards", {name: number or null}, these are
-    the rollout's rewards, and its "info" and "stop" are taken over.
+    It has OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment, TMPDIR as a folder of its own, and the task as a JSON
+    object on its standard input: "id", "messages", "tools", "seed", "model", "folder" (TMPDIR), "reference" and "columns" of the row.
+    The exit status 0 ends the rollout, any other makes it invalid. Where its last line is a JSON object with "rewards", {name: number
+    or null}, these are the rollout's rewards, and its "info" and "stop" become the rollout's.
 
     Attributes:
       command: the program and its arguments; "python" is found by PATH.
-      folder: where it is started; empty is the folder of the run.
+      folder: working folder of the program; empty is the folder of the run.
       variables: further environment variables, {name: value}.
-      passed: names of the run's own environment variables that it is given, where they are set.
+      passed: names of the run's own environment variables that the program gets, where they are set.
     """
 
     command: Sequence[str]
@@ -50,7 +50,7 @@ class Command:
             components.refuse(self, "folder", "a folder that exists, or empty")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Program":
-        """The agent of one rollout; the program is started by its `run`."""
+        """Returns the agent of one rollout, whose `run` starts the program."""
         del prompt, sample, seed
         return Program(self)
 
@@ -65,7 +65,7 @@ class Program:
         """Lets the program work on the task to its end.
 
         Raises:
-          RuntimeError: it cannot be started, or its exit status is not 0; the message has the end of what it wrote as errors.
+          RuntimeError: the program cannot be started, or its exit status is not 0; the message holds the end of its error output.
           ValueError: its last line is a JSON object with rewards that are no numbers.
         """
         with tempfile.TemporaryDirectory(prefix="agent", ignore_cleanup_errors=True) as folder:
@@ -105,7 +105,7 @@ class Program:
 
 
 def told(task: Task, endpoint: Endpoint, folder: str) -> dict[str, Any]:
-    """What a program is told of its task."""
+    """Returns the task as the JSON object that the program reads."""
     prompt = task.prompt
     return {
         "id": prompt.id, "messages": [dict(message) for message in task.messages], "tools": [dict(tool) for tool in task.tools],
@@ -114,10 +114,10 @@ def told(task: Task, endpoint: Endpoint, folder: str) -> dict[str, Any]:
 
 
 def ending(said: str) -> Ending:
-    """The ending by a program's last line; without rewards where that is no JSON object with "rewards".
+    """Reads the ending from a program's last line; it has no rewards where that is no JSON object with "rewards".
 
     Raises:
-      ValueError: what the object holds is none of what it may.
+      ValueError: the object's rewards or info have the wrong types.
     """
     lines = [line for line in said.splitlines() if line.strip()]
     try:
@@ -133,7 +133,7 @@ def ending(said: str) -> Ending:
 
 
 def numbers(rewards: Any) -> dict[str, float | None]:
-    """Rewards that came from outside as {name: number or None}; raises ValueError for anything else."""
+    """Checks rewards that came from outside, and returns them as {name: number or None}; raises ValueError for anything else."""
     known = isinstance(rewards, Mapping) and all(
         value is None or (isinstance(value, bool | int | float) and math.isfinite(value)) for value in rewards.values()
     )
@@ -143,7 +143,7 @@ def numbers(rewards: Any) -> dict[str, float | None]:
 
 
 def _end(file: Path) -> str:
-    """The end of a file's text."""
+    """Returns the end of a file's text, of at most MOST_READ bytes."""
     with file.open("rb") as held:
         held.seek(max(0, file.stat().st_size - MOST_READ))
         return held.read().decode("utf-8", "replace")

@@ -1,4 +1,4 @@
-"""A function as an agent: it is handed the task and where the policy is found, and returns what that was worth."""
+"""A function as an agent: it gets the task and the policy's endpoint, and returns its rewards."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from jaxrl_llm.rewards import found_function
 class Coroutine:
     """Lets a function (task, endpoint) play each rollout: an async one on the run's event loop, a plain one in a thread.
 
-    It returns an `Ending`, {name: reward or None}, a number, which is the reward "reward", or None for no rewards. A thread whose rollout
-    was ended by a limit goes on until the function returns, and keeps its place; its calls of the policy are refused.
+    It returns an `Ending`, {name: reward or None}, a number, which is the reward "reward", or None for no rewards. A thread whose
+    rollout a limit has ended runs on until the function returns, and counts among `workers`; its calls of the policy are refused.
 
     Attributes:
       function: a callable, "path/to/file.py:name" or "package.module:name".
@@ -38,7 +38,7 @@ class Coroutine:
         object.__setattr__(self, "content", found_function.content(found))
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Played":
-        """The agent of one rollout."""
+        """Returns the agent of one rollout."""
         del prompt, sample, seed
         return Played(self._found, self._workers)
 
@@ -49,13 +49,13 @@ class Coroutine:
 
 @dataclass(frozen=True)
 class Played:
-    """The function, for one rollout."""
+    """The function as the agent of one rollout."""
 
     function: Callable[..., Any]
     workers: Workers
 
     async def run(self, task: Task, endpoint: Endpoint) -> Ending:
-        """Calls the function; raises what it raises, and ValueError for what it may not return."""
+        """Calls the function; raises what it raises, and ValueError for a return value that is no ending and no rewards."""
         if inspect.iscoroutinefunction(self.function):
             found = await self.function(task, endpoint)
         else:

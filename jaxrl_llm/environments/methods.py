@@ -1,4 +1,4 @@
-"""Classes in the form of TRL's environment_factory: their public methods are tools, and the object says what an episode was worth."""
+"""Classes in the form of TRL's environment_factory: their public methods are tools, and the object returns the reward of an episode."""
 
 import inspect
 import threading
@@ -20,10 +20,10 @@ OWN = ("reset", "get_reward")
 class Methods:
     """Makes an object of a class for each rollout, and lets the policy call its methods.
 
-    `reset(**row)` gets the row's columns, "prompt" and "reference" among them, as far as it takes them; a text that it returns goes on from the last
-    message of the prompt. Every other public method is a tool, whose schema is read from its type hints and its docstring in Google's style. What a method
-    raises is told to the policy. `get_reward()`, where there is one, is the reward of the class's name, and None is unscored. Async methods run on
-    the event loop, others in threads.
+    `reset(**row)` gets those of the row's columns that it takes, "prompt" and "reference" among them; a text that it returns is
+    appended to the last message of the prompt. Every other public method is a tool, whose schema is read from its type hints and its
+    docstring in Google's style. The policy reads the error that a method raises. `get_reward()`, where there is one, returns the
+    reward, which has the class's name; None is unscored. Async methods run on the event loop, others in threads.
 
     Attributes:
       factory: a class or another callable without arguments, "path/to/file.py:Class" or "package.module:Class".
@@ -44,7 +44,7 @@ class Methods:
         object.__setattr__(self, "content", found_function.content(found))
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Episode":
-        """The environment of one rollout, whose object its first call makes."""
+        """Returns the environment of one rollout, whose first call makes the object."""
         del sample, seed
         return Episode(self._found, self._threads, prompt)
 
@@ -63,7 +63,7 @@ class Episode:
         self.failed = 0
 
     async def tools(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """The schemas of the methods; raises transformers' error for one without type hints or docstring."""
+        """Returns the schemas of the methods; raises transformers' error for a method without type hints or docstring."""
         del prompt
         from transformers.utils import get_json_schema
 
@@ -85,7 +85,7 @@ class Episode:
         return Observation(appended=said or "")
 
     async def step(self, action: Action) -> Observation:
-        """Answers the calls of a turn in their order; a turn without a call is the last."""
+        """Answers the calls of a turn in their order; a turn without a call ends the rollout."""
         kept = methods_of(await self._made())
         messages = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._answer(call, kept)}
@@ -94,13 +94,13 @@ class Episode:
         return Observation(messages=messages, done=not messages, info={"failed_calls": self.failed})
 
     async def score(self) -> dict[str, float | None]:
-        """The reward of the object, by its class's name; {} where it gives none."""
+        """Returns the reward of the object, by its class's name; {} where it gives none."""
         made = await self._made()
         reward = getattr(made, "get_reward", None)
         return {} if reward is None else {type(made).__name__: number(await self._called(reward, {}))}
 
     async def close(self) -> None:
-        """Nothing is held but the object."""
+        """Drops the object, since no other resource is held."""
         self._object = None
 
     async def _made(self) -> Any:
@@ -122,7 +122,7 @@ class Episode:
         if call.name in kept and call.arguments is not None and call.status == "ok":
             try:
                 return str(await self._called(kept[call.name], call.arguments))
-            except Exception as error:  # as TRL does: what a tool raises is told, and training goes on
+            except Exception as error:  # as TRL does: the policy reads what a tool raises, and training goes on
                 self.failed += 1
                 return f"error: {type(error).__name__}: {error}"
         self.failed += 1
@@ -132,6 +132,6 @@ class Episode:
 
 
 def methods_of(made: Any) -> dict[str, Callable[..., Any]]:
-    """The public methods of an object's class, but for OWN, by name."""
+    """Returns the public methods of an object's class, but for OWN, as {name: method}."""
     named = inspect.getmembers(type(made), predicate=inspect.isfunction)
     return {name: getattr(made, name) for name, _ in named if not name.startswith("_") and name not in OWN}

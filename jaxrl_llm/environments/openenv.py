@@ -1,4 +1,4 @@
-"""Environments of OpenEnv: a server of theirs, one WebSocket for each rollout, with actions by its schema or tools by MCP actions."""
+"""Environments of OpenEnv: each rollout has a WebSocket to an OpenEnv server, with actions by its schema or tools by MCP actions."""
 
 import asyncio
 import json
@@ -15,13 +15,13 @@ import aiohttp
 from jaxrl_llm import components
 from jaxrl_llm.experience import Action, Observation, Prompt, Task, ToolCall
 
-MOST_BYTES = 1 << 26  # of an answer
-AGAIN_S = 0.5  # between two asks of a server that has no room
+MOST_BYTES = 1 << 26  # most bytes of an answer
+AGAIN_S = 0.5  # seconds between two requests to a server that has no room
 FENCED = re.compile(r"```(?:json)?\s*\n(.*?)```", re.DOTALL)
 
 
 class Refused(RuntimeError):
-    """A server answered with an error.
+    """The error that a server answered.
 
     Attributes:
       code: "EXECUTION_ERROR", "VALIDATION_ERROR", "CAPACITY_REACHED" and others of OpenEnv's.
@@ -34,18 +34,20 @@ class Refused(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv:
-    """Plays the environment that an OpenEnv server holds.
+    """Plays the environment that an OpenEnv server runs.
 
-    An action is the JSON object of the policy's turn, plain or in a fence, or its text where the environment's schema needs one field alone. One that
-    does not fit the schema is told so. The rewards of the steps are summed, and kept one by one in "rewards" of the rollout's info.
+    An action is the JSON object of the policy's turn, plain or in a fence, or its text where the environment's schema needs one field
+    alone. The policy is told where it does not fit the schema. The rewards of the steps are summed, and kept one by one in "rewards" of
+    the rollout's info.
 
     Attributes:
-      url: of the server, such as "http://127.0.0.1:8000".
-      tools: whether the policy plays by the environment's MCP tools; a turn without a call is then the last.
+      url: the server's address, such as "http://127.0.0.1:8000".
+      tools: whether the policy plays by the environment's MCP tools; a turn without a call then ends the rollout.
       text: the field of observations that the policy is shown; empty shows all of them as JSON.
-      columns: names of the row's columns that `reset` is given, beside "seed", which is one of the prompt where there is no such column.
-      tries: failed steps (EXECUTION_ERROR) of a rollout that are told to the policy; one more makes the rollout invalid.
-      wait_s: most seconds in which a server that has as many sessions as it takes is asked again.
+      columns: names of the row's columns that `reset` is given, beside "seed", which is derived from the prompt's id where there is no
+        such column.
+      tries: most failed steps (EXECUTION_ERROR) of a rollout, which the policy is told of; one more makes the rollout invalid.
+      wait_s: most seconds of waiting for a server that has as many sessions as it takes.
     """
 
     url: str
@@ -64,12 +66,12 @@ class OpenEnv:
         components.at_least(self, 0, "tries", "wait_s")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Episode | ToolEpisode":
-        """The environment of one rollout, which connects at its first use."""
+        """Returns the environment of one rollout, which connects at its first use."""
         del sample, seed
         return ToolEpisode(self, prompt) if self.tools else Episode(self, prompt)
 
     async def schema(self) -> Mapping[str, Any]:
-        """The JSON schema of an action, asked for once; raises aiohttp.ClientError where the server does not give it."""
+        """Returns the JSON schema of an action, requested once; raises aiohttp.ClientError where the server does not give it."""
         loop = asyncio.get_running_loop()
         known = self._schemas.get(loop)
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
@@ -83,12 +85,12 @@ class OpenEnv:
 
     @property
     def address(self) -> str:
-        """The address without a slash at its end."""
+        """The server's address without a slash at its end."""
         return self.url.rstrip("/")
 
 
 class Connection:
-    """One session of a server. It is read all the time, so that the server's pings are answered while the policy thinks."""
+    """One session of a server. A task reads it all the time, so that the server's pings are answered while the policy generates."""
 
     def __init__(self, config: OpenEnv) -> None:
         self._config = config
@@ -98,9 +100,9 @@ class Connection:
         self._heard: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue()
 
     async def ask(self, kind: str, data: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
-        """The data of the answer to a message, which has none in itself where `data` is None.
+        """Sends a message, without data where `data` is None, and returns the data of its answer.
 
-        It connects where it is the first, and waits for room on the server.
+        The first message opens the connection, and waits for room on the server.
 
         Raises:
           Refused: the server answered with an error; the session goes on.
@@ -126,7 +128,7 @@ class Connection:
             if socket is not None and not socket.closed:
                 await socket.send_json({"type": "close"})
         except ConnectionError:
-            pass  # it is closed, as it should be
+            pass  # the connection is closed already
         finally:
             if reader is not None:
                 reader.cancel()
@@ -161,7 +163,7 @@ class Connection:
 
 
 class Episode:
-    """One rollout, whose turns are actions."""
+    """One rollout, in which each turn is an action."""
 
     def __init__(self, config: OpenEnv, prompt: Prompt) -> None:
         self.config, self.prompt = config, prompt
@@ -169,7 +171,7 @@ class Episode:
         self.failed = self.misfits = 0
 
     async def reset(self, task: Task) -> Observation:
-        """Begins the episode; what the environment shows is a message of the user."""
+        """Begins the episode; what the environment shows becomes a message of the user."""
         del task
         extra = self.prompt.extra
         given = {name: extra[name] for name in self.config.columns if name in extra}
@@ -177,7 +179,7 @@ class Episode:
         return self._seen(found, [{"role": "user", "content": text}] if (text := self._shown(found)) else [])
 
     async def step(self, action: Action) -> Observation:
-        """Takes the action; raises Refused after more failures of the environment than `tries`."""
+        """Takes the turn's action; raises Refused after more failures of the environment than `tries`."""
         made = action_of(action.text, await self.config.schema())
         if isinstance(made, str):
             self.misfits += 1
@@ -188,7 +190,7 @@ class Episode:
         return self._seen(found, [{"role": "user", "content": self._shown(found)}])
 
     async def state(self) -> Mapping[str, Any]:
-        """The environment's state."""
+        """Returns the environment's state."""
         return await self.connection.ask("state")
 
     async def close(self) -> None:
@@ -196,7 +198,7 @@ class Episode:
         await self.connection.close()
 
     async def _stepped(self, made: Mapping[str, Any]) -> Mapping[str, Any] | str:
-        """The answer to a step, or what went wrong with it."""
+        """Returns the answer to a step, or what went wrong with it."""
         try:
             return await self.connection.ask("step", made)
         except Refused as refused:
@@ -209,7 +211,7 @@ class Episode:
             return f"error: {refused}"
 
     def _shown(self, found: Mapping[str, Any]) -> str:
-        """What the policy reads of an observation."""
+        """Returns the text of an observation that the policy reads."""
         seen = {name: value for name, value in (found.get("observation") or {}).items() if name != "metadata"}
         if not self.config.text:
             return json.dumps(seen, ensure_ascii=False) if seen else ""
@@ -229,10 +231,10 @@ class Episode:
 
 
 class ToolEpisode(Episode):
-    """One rollout, whose turns are calls of the environment's tools."""
+    """One rollout, in which each turn calls the environment's tools."""
 
     async def tools(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """The schemas of the tools, by the action `list_tools`; raises ValueError where there are none."""
+        """Returns the schemas of the tools, by the action `list_tools`; raises ValueError where there are none."""
         del prompt
         found = (await self.connection.ask("step", {"type": "list_tools"})).get("observation") or {}
         if not found.get("tools"):
@@ -255,7 +257,7 @@ class ToolEpisode(Episode):
         return Observation(messages=messages, done=done, reward=sum(rewards) if rewards else None, info=self._info())
 
     async def _called(self, call: ToolCall) -> tuple[str, Mapping[str, Any] | None]:
-        """The answer to a call, and the environment's observation where it was made."""
+        """Returns the answer to a call, and the environment's observation where the call was made."""
         if call.arguments is None or call.status in ("bad_json", "unclosed"):
             self.misfits += 1
             return f"error: the call could not be read ({call.status}), so it was not made", None
@@ -265,7 +267,7 @@ class ToolEpisode(Episode):
 
 
 def result_of(observation: Mapping[str, Any]) -> str:
-    """The text of a tool's result or error."""
+    """Returns the text of a tool's result or error."""
     if error := observation.get("error"):
         return f"error: {error.get('message', error)}"
     result = observation.get("result")
@@ -276,15 +278,15 @@ def result_of(observation: Mapping[str, Any]) -> str:
 
 
 def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | str:
-    """The action that a turn says, or what is wrong with it.
+    """Reads the action of a turn; returns an error in words where there is none.
 
     Args:
-      text: of the policy's turn, without thoughts.
+      text: the policy's turn, without thoughts.
       schema: the JSON schema of actions.
 
     Returns:
       The JSON object that is the text, or that the last fence holds; else, where the schema needs one field alone, {field: the text, as the
-      field's type}. An error in words where it is none of these.
+      field's type}. An error in words where the text is none of these.
     """
     for candidate in (text, *reversed(FENCED.findall(text))):
         try:
@@ -303,7 +305,7 @@ def action_of(text: str, schema: Mapping[str, Any]) -> dict[str, Any] | str:
 
 
 def _typed(text: str, kind: str) -> Any:
-    """A text as a value of a JSON type; None where it is none."""
+    """Reads a text as a value of a JSON type; returns None where it is not of that type."""
     if kind == "string":
         return text
     try:

@@ -1,4 +1,4 @@
-"""A rollout as the `TrainingTrace` of OpenEnv, for trainers and viewers that read these."""
+"""Exports a rollout as the `TrainingTrace` of OpenEnv, for trainers and viewers that read such traces."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from jaxrl_llm.experience import Branch, Rollout, Turn
 
 
 def export(rollout: Rollout) -> dict[str, Any]:
-    """The JSON of a TrainingTrace (schema_version 1): each call of the policy once, in their order.
+    """Returns the JSON of a TrainingTrace (schema_version 1): each call of the policy once, in their order.
 
     Its "turns" are also what `TrainingTrace.from_entries` takes. The mask of a turn is 0 on its prompt, and 1 on the tokens that are learned from; the
     rewards and the validity of the rollout are no part of a trace.

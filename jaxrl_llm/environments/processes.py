@@ -1,6 +1,6 @@
-"""Ends programs with all that they started, those included that left their process group.
+"""Ends programs with all processes that they started, those included that left their process group.
 
-Where the run itself is killed, a keeper does: a process of this file, which sees its standard input end with the run.
+Where the run itself is killed, a keeper does so: a process that runs this file, and whose standard input ends with the run.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ import sys
 import time
 from collections.abc import Iterator
 
-MARK = "JAXRL_LLM_STARTED_BY"  # environment variable that what a program starts inherits
+MARK = "JAXRL_LLM_STARTED_BY"  # environment variable that all processes of a program inherit
 LIMIT_S = 10.0
-STARTING_S = 0.5  # within which a process that the run was starting has its variables
+STARTING_S = 0.5  # seconds within which a process that the run was starting has its variables
 
 
 def mark() -> str:
-    """A random value for the variable MARK, which tells the processes of one program from others, and those of this run."""
+    """Returns a random value for the variable MARK, which identifies the processes of one program and those of this run."""
     return f"{_kept()}.{secrets.token_hex(16)}"
 
 
 @functools.cache
 def _kept() -> str:
-    """What the marks of this process begin with; its keeper is started at the first call."""
+    """Returns the prefix of this process's marks; the first call starts its keeper."""
     own = secrets.token_hex(16)
     if sys.platform == "linux":
         keeper = subprocess.Popen(
@@ -39,7 +39,7 @@ def _kept() -> str:
 
 
 async def end(process: asyncio.subprocess.Process, marked: str) -> None:
-    """Kills a program that leads a process group, and on Linux every process that has its mark; then waits for the program."""
+    """Kills a program that leads a process group, and on Linux every process with its mark; then waits for the program."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await asyncio.to_thread(_end_marked, marked)
@@ -47,7 +47,7 @@ async def end(process: asyncio.subprocess.Process, marked: str) -> None:
 
 
 def _end_marked(marked: str) -> None:
-    """Kills the processes with a mark until there are none: one may have started another meanwhile."""
+    """Kills the processes with a mark until there are none, since one may have started another meanwhile."""
     deadline = time.monotonic() + LIMIT_S
     while found := list(_marked(marked)):
         if time.monotonic() > deadline:
@@ -59,7 +59,7 @@ def _end_marked(marked: str) -> None:
 
 
 def _marked(marked: str) -> Iterator[int]:
-    """The processes whose mark begins so and that have not ended; none where the system does not show them (other than Linux)."""
+    """Yields the ids of live processes whose mark begins with `marked`; none where the system has no /proc (other than Linux)."""
     entry = f"{MARK}={marked}".encode()
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as held:
@@ -68,7 +68,7 @@ def _marked(marked: str) -> Iterator[int]:
 
 
 def main() -> None:
-    """Waits for the end of the run, and ends what it left."""
+    """Waits for the end of the run, and ends the processes that it left."""
     sys.stdin.buffer.read()
     _end_marked(sys.argv[1])
     time.sleep(STARTING_S)

@@ -1,4 +1,4 @@
-"""A Python interpreter as a tool, in a session of the sandbox: names and files stay from call to call of a rollout."""
+"""A Python interpreter as a tool, in a session of the sandbox: names and files persist across the calls of a rollout."""
 
 import asyncio
 import os
@@ -15,15 +15,15 @@ from jaxrl_llm.experience import Prompt
 from jaxrl_llm.rewards.services.sandbox_run import Sandbox
 from jaxrl_llm.rewards.services.sandbox_sessions import Full, Gone, Sessions
 
-SLACK_S = 30.0  # over a cell's own limit, for the service's answer
-WAIT_S = 0.2  # between two asks for a session where all are in use
+SLACK_S = 30.0  # seconds beyond a cell's own limit, for the service's answer
+WAIT_S = 0.2  # seconds between two requests for a session where all are in use
 GOES_ON = ("passed", "error")
 LOST = "session lost: the names and files of earlier calls are gone, and the next call begins anew"
 
 
 @runtime_checkable
 class Interpreters(Protocol):
-    """Where sessions are had: `sandbox_sessions.Sessions` in this process, or a service's."""
+    """Opens sessions and runs code in them: `sandbox_sessions.Sessions` in this process, or a service's."""
 
     async def open(self, idle_s: float, memory_mb: int | None = None) -> str: ...
 
@@ -32,22 +32,22 @@ class Interpreters(Protocol):
     async def close(self, id: str) -> None: ...
 
     def end(self) -> None:
-        """Ends what is held in this process."""
+        """Ends the sessions that this process holds."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Python:
-    """The tool `python`, which executes code and answers what it printed and the value of its last expression.
+    """The tool `python`, which executes code and answers with its output and the value of its last expression.
 
     Attributes:
-      url: address of the sandbox service (`python -m jaxrl_llm.rewards.services.sandbox`); empty shuts programs in on this machine,
-        from the run's own process.
+      url: address of the sandbox service (`python -m jaxrl_llm.rewards.services.sandbox`); empty runs the sandbox on this machine, from
+        the run's own process.
       token_env: environment variable that holds the service's bearer token; empty sends none.
-      sessions: interpreters at a time where `url` is empty; a rollout waits for one where all are in use.
+      sessions: most interpreters at a time where `url` is empty; a rollout waits for one where all are in use.
       wait_s: most seconds of that wait, after which the rollout is invalid.
       cell_s: seconds of one call; one that takes longer loses its session.
-      memory_mb: of one interpreter, in MiB.
+      memory_mb: memory of one interpreter, in MiB.
       idle_s: seconds without a call after which a service ends a session.
       most_text: most characters of an answer; a longer one is cut in its middle.
     """
@@ -73,7 +73,7 @@ class Python:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """One argument, the code."""
+        """The tool's schema in OpenAI's form, with one argument, the code."""
         return tools.function(
             "python",
             "Runs Python code and returns what it prints and the value of its last expression. Names stay from call to call.",
@@ -81,12 +81,12 @@ class Python:
         )
 
     def use(self, prompt: Prompt, seed: int) -> "InUse":
-        """The interpreter of one rollout, which is started at its first call."""
+        """Returns the interpreter of one rollout, which its first call starts."""
         del prompt, seed
         return InUse(self)
 
     def place(self) -> Interpreters:
-        """Where sessions are had, made at the first use."""
+        """Returns the sessions of this event loop, made at the first use."""
         loop = asyncio.get_running_loop()
         if loop not in self._places:
             self._places[loop] = _Remote(self) if self.url else _Local(self)
@@ -99,7 +99,7 @@ class Python:
         self._places.clear()
 
     def answer(self, found: Mapping[str, Any]) -> str:
-        """The text that the policy reads of a cell."""
+        """Returns the text of a cell's result that the policy reads."""
         parts = [str(found["stdout"]).rstrip("\n"), str(found["value"]), str(found["stderr"]).rstrip("\n")]
         if found["status"] == "error":
             parts.append(str(found["detail"]))
@@ -122,7 +122,7 @@ class InUse:
         return LOST if found is None else self.tool.answer(found)
 
     async def cell(self, code: str) -> Mapping[str, Any] | None:
-        """How code went, as `Interpreters.cell` says it; None where the session was lost before."""
+        """Runs code and returns its result, as `Interpreters.cell` does; None where the session was lost before."""
         place = self.tool.place()
         if not self._id:
             self._id = await self._opened(place)
@@ -142,7 +142,7 @@ class InUse:
             await self.tool.place().close(id)
 
     async def _opened(self, place: Interpreters) -> str:
-        """A session, waited for where all are in use; raises TimeoutError where none is free in time."""
+        """Opens a session, and waits where all are in use; raises TimeoutError where none is free in time."""
         async with asyncio.timeout(self.tool.wait_s):
             while True:
                 try:
@@ -152,7 +152,7 @@ class InUse:
 
 
 class _Local:
-    """Sessions of this process, whose isolation is tried at the first use, which raises sandbox_run.Unsafe where there is none."""
+    """Sessions of this process; the first use tests their isolation, and raises sandbox_run.Unsafe where there is none."""
 
     def __init__(self, tool: Python) -> None:
         self._sandbox = Sandbox(workers=1, memory_mb=tool.memory_mb)
@@ -176,7 +176,7 @@ class _Local:
 
 
 class _Remote:
-    """Sessions of a service. A cell is never sent twice: it may have changed the session."""
+    """Sessions of a service. A cell is never sent twice, since it may have changed the session."""
 
     def __init__(self, tool: Python) -> None:
         self._tool = tool
@@ -193,10 +193,10 @@ class _Remote:
         await self._ask("DELETE", f"/sessions/{id}", None, SLACK_S)
 
     def end(self) -> None:
-        """Nothing is held here."""
+        """Does nothing, since this process holds no session."""
 
     async def _ask(self, verb: str, path: str, body: Mapping[str, Any] | None, limit_s: float) -> dict[str, Any]:
-        """The service's answer; raises Full, Gone, and RuntimeError for any other refusal."""
+        """Sends a request and returns the service's answer; raises Full, Gone, and RuntimeError for any other refusal."""
         token = os.environ.get(self._tool.token_env, "") if self._tool.token_env else ""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limit = aiohttp.ClientTimeout(total=limit_s)

@@ -1,4 +1,4 @@
-"""A search over a corpus of one's own as a tool: BM25 over the passages of a file, by bm25s."""
+"""A search over one's own corpus as a tool: BM25 over the passages of a file, by bm25s."""
 
 import functools
 import json
@@ -14,12 +14,12 @@ from jaxrl_llm.experience import Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The tool `search`, which answers the passages that match a query best.
+    """The tool `search`, which answers with the passages that match a query best.
 
     Attributes:
       corpus: a JSONL file whose rows have a column of text, or a text file with a passage a line.
       column: the column of text of a JSONL file.
-      passages: how many an answer has.
+      passages: most passages of an answer.
       most_text: most characters of a passage; a longer one is cut off.
     """
 
@@ -33,29 +33,29 @@ class Search:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """One argument, the query."""
+        """The tool's schema in OpenAI's form, with one argument, the query."""
         return tools.function(
             "search", "Finds the passages of the corpus that match a query best.", query="what to look for"
         )
 
     def use(self, prompt: Prompt, seed: int) -> "Search":
-        """The tool itself: it holds nothing for a rollout."""
+        """Returns the tool itself, which keeps no state for a rollout."""
         del prompt, seed
         return self
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The best passages, numbered; raises ValueError for a corpus that cannot be read."""
+        """Returns the best passages, numbered; raises ValueError for a corpus that cannot be read."""
         query = tools.text_argument(arguments, "query")
         found = index(self.corpus, self.column).best(query, self.passages)
         lines = [f"[{number}] {text[: self.most_text]}" for number, text in enumerate(found, 1)]
         return "\n".join(lines) or "nothing found"
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing, since no resource is held."""
 
 
 class Index:
-    """The passages of a corpus, and BM25 over their words."""
+    """The passages of a corpus with a BM25 index over their words."""
 
     def __init__(self, texts: list[str]) -> None:
         import bm25s
@@ -65,7 +65,7 @@ class Index:
         self._ranks.index(self._split(texts), show_progress=False)
 
     def best(self, query: str, count: int) -> list[str]:
-        """At most `count` passages that share a word with the query, the best first."""
+        """Returns at most `count` passages that share a word with the query, the best first."""
         words = self._split(query, return_ids=False)
         if not words[0]:
             return []
@@ -75,7 +75,7 @@ class Index:
 
 @functools.cache
 def index(corpus: str, column: str) -> Index:
-    """The index of a file, made once; raises ValueError naming the file and the row of what cannot be read."""
+    """Returns the index of a file, made once; raises ValueError with the file and the row that cannot be read."""
     path = Path(corpus).expanduser()
     if not path.is_file():
         raise ValueError(f"Search.corpus: there is no file {str(path)!r}")

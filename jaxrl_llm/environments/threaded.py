@@ -1,4 +1,4 @@
-"""Blocking environments in threads of their own, so that they never hold up the run."""
+"""Blocking environments in threads of their own, so that they never block the run."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from jaxrl_llm.experience import Action, Observation, Prompt, Task
 
 @runtime_checkable
 class BlockingEnvironment(Protocol):
-    """An environment whose methods are plain functions, which may take their time."""
+    """An environment whose methods are plain functions, which may block."""
 
     def reset(self, task: Task) -> Observation: ...
 
@@ -34,7 +34,7 @@ class BlockingFactory(Protocol):
 class Threaded:
     """Runs the environments of a factory, whose methods are plain functions, in a bounded number of threads.
 
-    A call that was given up, by a limit of time, keeps its thread until it returns; its environment is closed after that.
+    A call that a time limit has given up keeps its thread until it returns; its environment is closed after that.
 
     Attributes:
       environment: the factory; its `build` runs in a thread too, before the first reset.
@@ -48,7 +48,7 @@ class Threaded:
         components.at_least(self, 1, "workers")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "InThread":
-        """The environment of one rollout, which its first call makes."""
+        """Returns the environment of one rollout, which its first call makes."""
         return InThread(lambda: self.environment.build(prompt, sample, seed), self._workers)
 
     @cached_property
@@ -57,7 +57,7 @@ class Threaded:
 
 
 class Workers:
-    """Runs functions in daemon threads, at most `most` at a time; a process that ends waits for none of them."""
+    """Runs functions in daemon threads, at most `most` at a time; the end of the process waits for none of them."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -81,7 +81,7 @@ class Workers:
             value, failed = None, None
             try:
                 value = function()
-            except BaseException as error:  # it is raised where the call is awaited
+            except BaseException as error:  # it is raised again where the call is awaited
                 failed = RuntimeError(f"StopIteration: {error}") if isinstance(error, StopIteration) else error
             with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
                 loop.call_soon_threadsafe(ended, value, failed)
@@ -121,7 +121,7 @@ class InThread:
         return found
 
     async def close(self) -> None:
-        """Closes the environment after the call that is under way, where there is one."""
+        """Closes the environment after the call in progress, where there is one."""
 
         def end() -> None:
             with self._one_at_a_time:

@@ -1,8 +1,8 @@
 """Tools that a policy calls in its turns: each turn's calls are answered, and a turn without a call ends the rollout.
 
-A tool is a component. What it holds for one rollout, such as an interpreter, is begun at its first call and closed with the rollout.
-A call that cannot be read, of an unknown tool or with wrong arguments is answered with what was wrong, and the rollout goes on: that is
-the policy's mistake. An error of the tool itself is not, and makes the rollout invalid.
+A tool is a component. Its state for one rollout, such as an interpreter, is made at the first call and closed with the rollout. A
+call that cannot be read, of an unknown tool or with wrong arguments is the policy's mistake: the answer says what was wrong, and the
+rollout goes on. An error of the tool itself makes the rollout invalid.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from jaxrl_llm.experience import Action, Observation, Prompt, Task, ToolCall
 
 
 class Mistake(ValueError):
-    """A call that the policy got wrong; its text is the answer."""
+    """An error of the policy in a call; its text is the answer."""
 
 
 @runtime_checkable
@@ -22,11 +22,11 @@ class InUse(Protocol):
     """A tool in one rollout."""
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
-        """The answer to a call; raises Mistake for arguments that the tool cannot take."""
+        """Returns the answer to a call; raises Mistake for arguments that the tool cannot take."""
         ...
 
     async def close(self) -> None:
-        """Gives back what the rollout held of it."""
+        """Releases what the rollout held of the tool."""
         ...
 
 
@@ -36,23 +36,23 @@ class Tool(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """Its function in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+        """The tool's function in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
         ...
 
     def use(self, prompt: Prompt, seed: int) -> InUse:
-        """The tool for one rollout; waits for nothing."""
+        """Returns the tool for one rollout, without waiting for anything."""
         ...
 
 
 def function(name: str, description: str, **parameters: str) -> dict[str, Any]:
-    """The schema of a tool whose arguments, all of them needed, are the texts `parameters` describes."""
+    """Returns the schema of a tool whose arguments are texts, all of them required; `parameters` is {name: description}."""
     properties = {n: {"type": "string", "description": text} for n, text in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(parameters)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}
 
 
 def text_argument(arguments: Mapping[str, Any], name: str) -> str:
-    """The text that a call gives as `name`; raises Mistake where it gives none."""
+    """Returns the text that a call gives as `name`; raises Mistake where it gives none."""
     value = arguments.get(name)
     if not isinstance(value, str):
         raise Mistake(f"error: the argument {name!r} is needed, a text (got {sorted(arguments)})")
@@ -64,8 +64,8 @@ class Tools:
     """Makes the environment in which a rollout may call `tools`.
 
     Attributes:
-      tools: what may be called; each has a name of its own.
-      max_calls: most calls of one turn that are answered; further ones are told so.
+      tools: the tools that may be called; each has a name of its own.
+      max_calls: most calls of one turn that are answered; the answer to further ones says so.
     """
 
     tools: Sequence[Tool]
@@ -77,7 +77,7 @@ class Tools:
             raise ValueError(f"Tools.tools needs at least one tool, each with a name of its own (got {names})")
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Episode":
-        """The environment of one rollout."""
+        """Returns the environment of one rollout."""
         del sample
         return Episode(factory=self, prompt=prompt, seed=seed)
 
@@ -91,7 +91,7 @@ class Episode:
     """The tools of one rollout.
 
     Attributes:
-      counts: calls by how they went: "ok", "mistake", and the statuses of calls that could not be read.
+      counts: numbers of calls by outcome: "ok", "mistake", and the statuses of calls that could not be read.
     """
 
     factory: Tools
@@ -101,17 +101,17 @@ class Episode:
     _used: dict[str, InUse] = field(default_factory=dict)
 
     def tools(self, prompt: Prompt) -> list[Mapping[str, Any]]:
-        """The schemas of all tools."""
+        """Returns the schemas of all tools."""
         del prompt
         return [tool.schema for tool in self.factory.tools]
 
     async def reset(self, task: Task) -> Observation:
-        """Adds nothing to the task's messages."""
+        """Returns no message, since the task is the prompt."""
         del task
         return Observation()
 
     async def step(self, action: Action) -> Observation:
-        """Answers each call of a turn, in their order; a turn without a call is the last."""
+        """Answers each call of a turn, in their order; a turn without a call ends the rollout."""
         messages = [
             {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._answer(call, place)}
             for place, call in enumerate(action.calls)
@@ -147,7 +147,7 @@ class Episode:
 
 
 def _refusal(call: ToolCall, names: Sequence[str]) -> str:
-    """What a call that cannot be made is answered."""
+    """Returns the answer to a call that cannot be made."""
     if call.status == "unknown_tool":
         return f"error: there is no tool {call.name!r}; there are {', '.join(names)}"
     if call.status == "unclosed":

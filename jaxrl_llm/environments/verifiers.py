@@ -1,4 +1,5 @@
-"""Tasksets of verifiers by name, which a worker in an environment of its own plays: its train client asks the generate route for tokens."""
+"""Tasksets of verifiers by name, played by a worker in a Python environment of its own, whose train client calls the generate route for
+tokens."""
 
 import asyncio
 import json
@@ -19,12 +20,12 @@ from jaxrl_llm.protocols import Endpoint
 
 WORKER = Path(__file__).with_name("verifiers_worker.py")
 MOST_LINE = 1 << 26
-COLUMN = "verifiers_task"  # of a prompt: the task's number
+COLUMN = "verifiers_task"  # column of a prompt that holds the task's number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taskset:
-    """A taskset of verifiers, its tasks as a dataset, and how its worker is started.
+    """A taskset of verifiers: its tasks are a dataset, and its worker is started by these settings.
 
     Attributes:
       python: the Python of an environment in which verifiers is installed.
@@ -32,10 +33,10 @@ class Taskset:
         "null"}, "runtime": {"type": "subprocess"}}}. Without a "runtime", verifiers asks for a remote one.
       tokenizer: the folder of the policy's tokenizer, by which the worker renders messages.
       renderer: the settings of renderers, such as {"name": "qwen3", "thinking_retention": "all"}; empty finds them by the tokenizer's name.
-      first: number of the first task.
+      first: number of the first task that is used.
       count: most tasks.
-      path: folders in which Python finds tasksets and harnesses of one's own.
-      passed: names of the run's environment variables that the worker is given, where they are set.
+      path: folders in which the worker's Python finds one's own tasksets and harnesses.
+      passed: names of the run's environment variables that the worker gets, where they are set.
       start_s: most seconds until the worker is ready.
     """
 
@@ -55,7 +56,7 @@ class Taskset:
         components.above(self, 0, "start_s")
 
     def rows(self) -> Sequence[Prompt]:
-        """The tasks; their first messages are for the log and for limits of length, since the worker renders them itself.
+        """Returns the tasks; their first messages serve the log and the limits of length, since the worker renders them itself.
 
         Raises:
           ValueError: the worker does not start, or there is no task from `first` on.
@@ -80,13 +81,14 @@ class Taskset:
         ]
 
     def command(self) -> list[str]:
-        """How the worker is started; -P keeps this package's folder, whose files have others' names, off its path."""
+        """Returns the command that starts the worker; -P keeps this package's folder off its path, since its files shadow other
+        packages' names."""
         renderer = {"config": dict(self.renderer) or None, "folder": str(Path(self.tokenizer).expanduser())}
         settings = {"environment": dict(self.environment), "renderer": renderer}
         return [self.python, "-P", str(WORKER), json.dumps(settings)]
 
     def variables(self) -> dict[str, str]:
-        """The worker's environment."""
+        """Returns the worker's environment variables."""
         kept = {name: os.environ[name] for name in self.passed if name in os.environ}
         found = os.pathsep.join(str(Path(folder).expanduser().resolve()) for folder in self.path)
         return {**kept, "PYTHONPATH": found} if found else kept
@@ -94,13 +96,13 @@ class Taskset:
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers:
-    """Lets a worker of verifiers play each rollout, whose tokens and versions are those of the rollout's own session.
+    """Lets a worker of verifiers play each rollout; tokens and versions are those of the rollout's own session.
 
-    The rewards of the traces come by name, as verifiers weights them; an error that verifiers records makes the rollout invalid. Text from outside is
+    The rewards of the traces have names and verifiers' weights; an error that verifiers records makes the rollout invalid. Text from outside is
     encoded by verifiers' renderers, which do not keep control tokens out of it.
 
     Attributes:
-      taskset: whose `rows` the prompts are.
+      taskset: the taskset whose `rows` are the stage's prompts.
       sampling: further fields of verifiers' SamplingConfig, such as max_tokens of a turn.
     """
 
@@ -111,24 +113,24 @@ class Verifiers:
     )
 
     def build(self, prompt: Prompt, sample: int, seed: int) -> "Player":
-        """The agent of one rollout; raises ValueError where the prompt is none of the taskset's."""
+        """Returns the agent of one rollout; raises ValueError where the prompt is none of the taskset's."""
         del sample, seed
         if COLUMN not in prompt.extra:
             raise ValueError(f"the prompt {prompt.id!r} is no task of verifiers: take Taskset as the stage's data")
         return Player(self, int(prompt.extra[COLUMN]))
 
     def worker(self) -> "Worker":
-        """The worker of this event loop."""
+        """Returns the worker of this event loop."""
         return self._workers.setdefault(asyncio.get_running_loop(), Worker(self.taskset))
 
     async def close(self) -> None:
-        """Ends the worker, which a later rollout starts anew."""
+        """Ends the worker; a later rollout starts it anew."""
         await self.worker().close()
 
 
 @dataclass(frozen=True)
 class Player:
-    """One rollout of the worker."""
+    """One rollout that the worker plays."""
 
     config: Verifiers
     number: int
@@ -157,7 +159,8 @@ class Worker:
         self._waiting: dict[str, asyncio.Future[dict[str, Any]]] = {}
 
     async def ask(self, what: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a rollout; one that is given up is cancelled in the worker. Raises RuntimeError where the worker ends."""
+        """Sends a request and returns its answer; a request that is given up is cancelled in the worker. Raises RuntimeError where the
+        worker ends."""
         process = await self._started()
         id = secrets.token_hex(8)
         answer = self._waiting[id] = asyncio.get_running_loop().create_future()
@@ -216,4 +219,4 @@ async def _send(process: asyncio.subprocess.Process, what: Mapping[str, Any]) ->
         process.stdin.write(json.dumps(what).encode() + b"\n")
         await process.stdin.drain()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # it ended, which its reader finds and says
+        pass  # the worker ended, which its reader reports

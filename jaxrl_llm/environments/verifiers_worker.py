@@ -1,4 +1,4 @@
-"""Plays tasks of verifiers for a run; it is started by the Python of an environment in which verifiers is installed, without this package.
+"""Plays tasks of verifiers for a run, by the Python of an environment in which verifiers is installed, without this package.
 
 It reads JSON lines on its standard input and writes them on its standard output:
     {"list": COUNT}                                                        -> {"tasks": [{"index", "messages"}, ...]}
@@ -18,14 +18,14 @@ MOST_LINE = 1 << 26
 
 
 def environment_of(config: dict[str, Any]) -> Any:
-    """The environment of verifiers that a config names."""
+    """Loads the environment of verifiers that a config names."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     return load_environment(resolve_env_config(config))
 
 
 def messages_of(data: Any) -> list[dict[str, str]]:
-    """The first messages of a task, their text alone."""
+    """Returns the first messages of a task, with their text alone."""
     system = [{"role": "system", "content": data.system_prompt}] if data.system_prompt else []
     if isinstance(data.prompt, str):
         return [*system, {"role": "user", "content": data.prompt}]
@@ -42,7 +42,7 @@ class Worker:
     """Plays tasks of one environment.
 
     Args:
-      environment: of verifiers.
+      environment: the environment of verifiers.
       renderer: the folder of the tokenizer and the settings of renderers.
       say: writes an answer.
     """
@@ -54,12 +54,12 @@ class Worker:
         self._playing: dict[str, asyncio.Task[None]] = {}
 
     def task(self, index: int) -> Any:
-        """Task number `index`; raises IndexError where there are fewer."""
+        """Returns task number `index`; raises IndexError where there are fewer."""
         self._tasks += itertools.islice(self._source, max(0, index + 1 - len(self._tasks)))
         return self._tasks[index]
 
     def hear(self, asked: dict[str, Any]) -> None:
-        """Takes a message; what it asks for is played in a task of its own."""
+        """Handles a message; what it asks for is played in a task of its own."""
         if "list" in asked:
             self.say(self.listed(int(asked["list"])))
         elif "cancel" in asked:
@@ -69,7 +69,7 @@ class Worker:
             self._playing[asked["id"]] = asyncio.create_task(self._answered(asked))
 
     def listed(self, count: int) -> dict[str, Any]:
-        """The first `count` tasks, or all where there are fewer."""
+        """Returns the first `count` tasks, or all where there are fewer."""
         found = []
         for index in range(count):
             try:
@@ -105,7 +105,7 @@ class Worker:
 
 
 def told(episode: Any) -> dict[str, Any]:
-    """What a run is told of an episode: the weighted rewards of its traces by name, summed over traces, and what failed."""
+    """Returns what a run reads of an episode: the weighted rewards of its traces by name, summed over traces, and what failed."""
     rewards: dict[str, float | None] = {}
     for trace in episode.traces:
         for name, reward in trace.rewards.items():
@@ -124,7 +124,7 @@ def told(episode: Any) -> dict[str, Any]:
 
 
 async def serve(settings: dict[str, Any], answers: Any) -> None:
-    """Plays what is asked for until the standard input ends."""
+    """Plays the requested tasks until the standard input ends."""
     import verifiers
 
     def say(what: dict[str, Any]) -> None:
@@ -142,9 +142,9 @@ async def serve(settings: dict[str, Any], answers: Any) -> None:
 
 
 def main() -> None:
-    """Serves, by the settings that are the first argument."""
+    """Serves by the settings in the first argument."""
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # tasksets print where they like
+        os.dup2(2, 1)  # tasksets print to standard output
         asyncio.run(serve(json.loads(sys.argv[1]), answers))
 
 

@@ -1,1 +1,1 @@
-"""What a user calls: runs from Python (`rl.grpo(...)`), and the command `jaxrl`."""
+"""The interface for users: runs from Python (`rl.grpo(...)`), and the command `jaxrl`."""

@@ -1,8 +1,8 @@
-"""The command `jaxrl`: one verb for everything that a user starts, with plain `name=value` settings.
+"""The command `jaxrl`: a verb for each thing that a user starts, with plain `name=value` settings.
 
     jaxrl train gin/grpo_gsm8k.gin model=FOLDER group_size=16 algorithm=gspo reward=my_file.py:my_reward data=my.jsonl
 
-Each verb calls the function behind `python -m jaxrl_llm.launch` or `python -m jaxrl_llm.tools.NAME`, which is imported only then.
+Each verb calls the function behind `python -m jaxrl_llm.launch` or `python -m jaxrl_llm.tools.NAME`, which is imported at the call.
 """
 
 import importlib
@@ -29,7 +29,8 @@ def _completed(context: click.Context, parameter: click.Parameter, incomplete: s
 
 
 words = click.argument("words", nargs=-1, metavar="[FILE]... [NAME=VALUE]...", shell_complete=_completed)
-# Verbs that hand their arguments on: the command that each calls, and what it does. docs/reference/commands.md is written from it.
+# Verbs that pass their arguments on: the command that each calls, and its description, from which docs/reference/commands.md is
+# written.
 COMMANDS = {
     "plan": ("jaxrl_llm.tools.plan", "Says what a run would take, on this machine or on other chips."),
     "doctor": ("jaxrl_llm.tools.doctor", "Checks a machine, and whether a run would work here."),
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Files, and {name: value} of the settings."""
+    """Splits words into files and {name: value} of the settings."""
     from jaxrl_llm.interface.composition import SETTING, value
 
     files, settings = [], {}
@@ -66,7 +67,7 @@ def _given(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _flags(words: Sequence[str], *, cpu: bool) -> list[str]:
-    """The arguments of `launch` and of other commands that take gin files, which mean the same as the words."""
+    """Returns the words' equivalent arguments for `launch` and other commands that take gin files."""
     from jaxrl_llm.distributed.xla_flags import on_cpu
     from jaxrl_llm.interface.composition import compose
 
@@ -78,7 +79,7 @@ def _flags(words: Sequence[str], *, cpu: bool) -> list[str]:
 
 
 def _ended(work: Callable[[], Any]) -> None:
-    """Does a verb's work, and leaves with its exit code, or with 1 and one line where the user can mend what is wrong."""
+    """Runs a verb's work, and exits with its exit code, or with 1 and one line for an error that the user can mend."""
     from jaxrl_llm import command_line
 
     sys.exit(command_line.told(work)() or 0)
@@ -125,7 +126,7 @@ def evaluate(words: tuple[str, ...], **options: bool) -> None:
 
 
 def _handed_on(name: str, configured: bool) -> None:
-    """A verb that hands its arguments on; one that is `configured` takes files and settings first, as `train` does."""
+    """Adds a verb that passes its arguments on; one that is `configured` takes files and settings first, as `train` does."""
     module, short = COMMANDS[name]
 
     @main.command(name, context_settings=PASSED, help=short)

@@ -1,4 +1,4 @@
-"""What the shell offers after Tab: gin files and run folders, the macros that they read, and the names of components."""
+"""Shell completion: gin files and run folders, the macros that they read, and the names of components."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ MACRO = re.compile(r"^([A-Z][A-Z0-9_]*)\s*=", re.MULTILINE)
 
 
 def items(words: Sequence[str], incomplete: str) -> list[CompletionItem]:
-    """The completions of a word after those of `words`; a shell may split "name=value" at its "="."""
+    """Returns the completions of a word after those of `words`; a shell may split "name=value" at its "="."""
     if words and words[-1] == "=":  # bash, in the value
         return _shown(_values(words[-2] if len(words) > 1 else "", incomplete), incomplete)
     if incomplete == "=":  # bash, at the beginning of the value
@@ -31,7 +31,7 @@ def _shown(found: Sequence[str], incomplete: str) -> list[CompletionItem]:
 
 
 def _files(begun: str) -> Iterator[str]:
-    """The package's runs by name, and the gin files and folders of the user's."""
+    """Yields the package's runs by name, and the user's gin files and folders."""
     if "/" not in begun:
         yield from names()
     yield from _paths(begun, (".gin",))
@@ -49,7 +49,7 @@ def _paths(begun: str, suffixes: Sequence[str]) -> Iterator[str]:
 
 
 def _values(name: str, begun: str) -> list[str]:
-    """The names of a component's files, and the files that a word may name."""
+    """Returns the names of a component's files, and the paths that a word may name."""
     word = name.lower()
     known = names(NAMED[word]) if word in NAMED else []
     if word == "tokenizer":
@@ -62,7 +62,7 @@ def _values(name: str, begun: str) -> list[str]:
 
 
 def macros(words: Sequence[str]) -> set[str]:
-    """The macros, in lower case, of the gin files among the words and of those that they include; of gin/base.gin where none is."""
+    """Returns the macros, in lower case, of the gin files among the words and of those they include; of gin/base.gin where there are none."""
     found: set[str] = set()
     waiting = [word for word in words if "=" not in word] or ["gin/base.gin"]
     seen = set()

@@ -1,4 +1,4 @@
-"""Plain names become gin: `algorithm="gspo", data="my.jsonl", group_size=16` are the gin files and bindings that mean the same.
+"""Translates plain names to gin: `algorithm="gspo", data="my.jsonl", group_size=16` become gin files and bindings.
 
 Python and the command line compose a run here, and `command_line.build` builds it from the result, as from any gin file. A word of
 `WORDS` names a component, by the name of its file in gin/ or by a path; every other name is a macro, in lower or upper case; a name
@@ -18,23 +18,23 @@ from jaxrl_llm.command_line import PACKAGE
 from jaxrl_llm.interface import several_rewards
 from jaxrl_llm.interface.several_rewards import FUNCTION, REFERENCE
 
-EVALUATED = 256  # prompts that an evaluation answers where nothing else is said
+EVALUATED = 256  # prompts that an evaluation answers by default
 SETTING = re.compile(r"(?P<name>[A-Za-z_][\w./]*)=(?P<value>.*)", re.DOTALL)
 PRETRAINED = "gin/models/pretrained.gin"
-OWN = "tokenizer.PretrainedTokenizer"  # what reads a pretrained model's own tokenizer
+OWN = "tokenizer.PretrainedTokenizer"  # the component that reads a pretrained model's own tokenizer
 LIMITS = ("PROMPT_LIMIT", "RESPONSE_LIMIT")
-LIMIT = 512  # tokens, of both in gin/base.gin
+LIMIT = 512  # tokens, the default of both in gin/base.gin
 ON_CPU = 1024  # positions of a micro-batch
 FLOAT32 = {"sources.PolicySource.compute_dtype": "float32"}
 
 
 @dataclass(kw_only=True)
 class Composition:
-    """What a run is built from.
+    """The gin files and bindings of a run.
 
     Attributes:
       files: gin files, in their order.
-      bindings: {name: value}, which override the files; a text that is a gin reference stands for what it refers to.
+      bindings: {name: value}, which override the files; a text that is a gin reference is written as one.
     """
 
     files: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
         without gin files has rows no longer than a sequence may be.
 
     Raises:
-      ValueError: a file or a component is not there.
+      ValueError: a file or a component does not exist.
     """
     words = {word: given[word] for word in WORDS if given.get(word) is not None}
     composed = Composition(files=[gin_file(name) for name in files])
@@ -72,7 +72,7 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
         words = {"sampler": "embedded", "algorithm": "grpo", **words}
         composed = Composition(files=["gin/base.gin"], bindings={} if "reward" in words else {"REWARD": None})
         composed.bindings |= _short_rows(given) if cpu else {}
-    for word, choose in WORDS.items():  # in this order: what comes later overrides
+    for word, choose in WORDS.items():  # in this order: later ones override earlier ones
         if word in words:
             composed.add(choose(words[word]))
         if word == "model" and "PRETRAINED" in composed.bindings and OWN in str(words.get("tokenizer", OWN)):
@@ -88,10 +88,10 @@ def compose(files: Sequence[str], given: Mapping[str, Any], *, cpu: bool = False
 
 
 def evaluation(files: Sequence[str], given: Mapping[str, Any]) -> Composition:
-    """Composes an evaluation alone, of a file of gin/eval; `model` and `data` are its MODEL_PATH and DATA_PATH.
+    """Composes a standalone evaluation from a file of gin/eval; `model` and `data` are its MODEL_PATH and DATA_PATH.
 
     Raises:
-      ValueError: a file is not there.
+      ValueError: a file does not exist.
     """
     paths = {"model": "MODEL_PATH", "data": "DATA_PATH"}
     bindings = {paths.get(name) or binding_name(name): value for name, value in given.items()}
@@ -99,7 +99,7 @@ def evaluation(files: Sequence[str], given: Mapping[str, Any]) -> Composition:
 
 
 def _short_rows(given: Mapping[str, Any]) -> dict[str, int]:
-    """The shape of a micro-batch for a CPU, where attention costs the square of a row, and an empty row as much as a filled one."""
+    """Returns a micro-batch's shape for a CPU, where attention costs the square of a row, and an empty row as much as a full one."""
     limits = [next((x for name, x in given.items() if binding_name(name) == limit), LIMIT) for limit in LIMITS]
     if "packed_sft" in str(given.get("algorithm")) or not all(isinstance(limit, int) for limit in limits):
         return {}  # chunks of documents are as long as rows; a reference has no value yet
@@ -108,7 +108,7 @@ def _short_rows(given: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _evaluated(composed: Composition, words: Mapping[str, Any]) -> dict[str, Any]:
-    """How a run on data of its own is measured: its held-out prompts are answered, or held-out responses scored where nothing is rewarded."""
+    """Returns the evaluation of a run on its own data: held-out prompts are answered, or held-out responses scored where there is no reward."""
     chosen = [(PACKAGE / file).read_text() for file in composed.files if file.startswith("gin/data/")]
     known = "EVAL_DATA" in composed.bindings or any(re.search(r"^EVAL_DATA\s*=", text, re.MULTILINE) for text in chosen)
     if composed.bindings.get("REWARD", "") is None or not known:
@@ -118,10 +118,10 @@ def _evaluated(composed: Composition, words: Mapping[str, Any]) -> dict[str, Any
 
 
 def gin_file(name: str | os.PathLike[str], folder: str = "") -> str:
-    """The path of a gin file or run folder that a user names: as it is, or a file of the package, such as "quickstart".
+    """Returns the path of a gin file or run folder that a user names: that path, or a file of the package, such as "quickstart".
 
     Raises:
-      ValueError: there is none; the message has the nearest names.
+      ValueError: there is no such file; the message has the nearest names.
     """
     text = os.fspath(name)
     if Path(text).exists():
@@ -136,20 +136,20 @@ def gin_file(name: str | os.PathLike[str], folder: str = "") -> str:
 
 
 def names(folder: str = "") -> list[str]:
-    """The names of the package's gin files in a folder of gin/, without their endings."""
+    """Returns the names of the package's gin files in a folder of gin/, without their endings."""
     return sorted(file.stem for file in (PACKAGE / "gin" / folder).glob("*.gin"))
 
 
 def binding_name(name: str) -> str:
-    """The name of a binding: a macro in upper case, and a name with a dot as it is."""
+    """Returns the name of a binding: a macro in upper case, and a name with a dot unchanged."""
     return name if "." in name or "/" in name else name.upper()
 
 
 def value(text: str) -> Any:
-    """What a user writes after `name=`: a Python literal, or else a text, which needs no quotes.
+    """Parses what a user writes after `name=`: a Python literal, or else a text, which needs no quotes.
 
     Raises:
-      ValueError: the text begins like a list, a mapping or a tuple and is none.
+      ValueError: the text begins like a list, a mapping or a tuple but is not one.
     """
     try:
         return ast.literal_eval(text)
@@ -162,7 +162,7 @@ def value(text: str) -> Any:
 
 
 def literal(name: str, value: Any) -> str:
-    """A value as gin text; raises ValueError where gin cannot hold it."""
+    """Writes a value as gin text; raises ValueError where gin cannot hold it."""
     if isinstance(value, os.PathLike):
         value = os.fspath(value)
     if isinstance(value, str) and REFERENCE.fullmatch(value):
@@ -170,7 +170,7 @@ def literal(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{literal(name, key)}: {literal(name, held)}" for key, held in value.items()) + "}"
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
-        value = value.item()  # a number of NumPy or JAX
+        value = value.item()  # a scalar of NumPy or JAX
     text = repr(value)
     try:
         same = ast.literal_eval(text) == value
@@ -188,7 +188,7 @@ def literal(name: str, value: Any) -> str:
 
 
 def _named(folder: str, macro: str) -> Callable[[Any], Composition]:
-    """The word of a component that only a file of gin/FOLDER, a gin file of the user's, or a reference can name."""
+    """Returns the word of a component that can be named only by a file of gin/FOLDER, a user's gin file, or a reference."""
 
     def choose(value: Any) -> Composition:
         if _reference(value):
@@ -203,14 +203,14 @@ def _reference(value: Any) -> bool:
 
 
 def _own(value: Any, folder: str) -> Composition | None:
-    """What a reference's name or the name of a file in gin/FOLDER means; None for any other value."""
+    """Returns the composition of a gin file, by its path or by its name in gin/FOLDER; None for any other value."""
     if isinstance(value, str) and ((PACKAGE / "gin" / folder / f"{value}.gin").is_file() or value.endswith(".gin")):
         return Composition(files=[gin_file(value, folder)])
     return None
 
 
 def _model(value: Any) -> Composition:
-    """A file of gin/models with random parameters, "tiny", or a Hugging Face folder or id."""
+    """Composes a file of gin/models with random parameters, "tiny", or a Hugging Face folder or id."""
     if value == "tiny":
         return Composition(files=["gin/models/qwen3_tiny.gin", "gin/data/byte_tokenizer.gin"])
     if _reference(value):
@@ -221,7 +221,7 @@ def _model(value: Any) -> Composition:
 
 
 def _tokenizer(value: Any) -> Composition:
-    """ "byte", "char" or another tokenizer of gin/data, or a Hugging Face folder or id."""
+    """Composes "byte", "char" or another tokenizer of gin/data, or a Hugging Face folder or id."""
     if _reference(value):
         return Composition(bindings={"TOKENIZER": value})
     if (PACKAGE / f"gin/data/{value}_tokenizer.gin").is_file():
@@ -231,14 +231,14 @@ def _tokenizer(value: Any) -> Composition:
 
 
 def _data(value: Any) -> Composition:
-    """A file of gin/data, or what rows.Rows reads: a file, a folder, a Hugging Face id."""
+    """Composes a file of gin/data, or a source of rows.Rows: a file, a folder, a Hugging Face id."""
     if _reference(value):
         return Composition(bindings={"DATA": value})
     return _own(value, "data") or Composition(files=["gin/data/rows.gin"], bindings={"DATA_SOURCE": _place(value)})
 
 
 def _eval_data(value: Any) -> Composition:
-    """Other rows to measure on, so that all of the data is learned from."""
+    """Composes other rows for evaluations, so that all of the data is learned from."""
     if _reference(value):
         return Composition(bindings={"EVAL_DATA": value})
     rows = {"eval_data/rows.Rows.source": _place(value), "eval_data/rows.Rows.split": "train", "HELDOUT_SHARE": 0.0}
@@ -250,7 +250,7 @@ def _place(value: Any) -> Any:
 
 
 def _reward(value: Any) -> Composition:
-    """A file of gin/rewards, a function as "file.py:name" or "package.module:name", or several of these with weights."""
+    """Composes a file of gin/rewards, a function as "file.py:name" or "package.module:name", or several of these with weights."""
     if parts := several_rewards.parts(value):
         files, bindings = several_rewards.bindings(parts, lambda name: gin_file(name, "rewards"))
         return Composition(files=files, bindings=bindings)
@@ -263,7 +263,7 @@ def _reward(value: Any) -> Composition:
     return _own(value, "rewards") or Composition(files=[gin_file(value, "rewards")])
 
 
-# Folders of gin/ whose files a word names.
+# Words, and the folders of gin/ whose files they name.
 NAMED = {
     "model": "models", "data": "data", "sampler": "samplers", "algorithm": "algorithms", "reward": "rewards", "adapters": "adapters",
     "schedule": "schedules", "writers": "writers",

@@ -16,12 +16,12 @@ LENGTH = 2048  # most tokens of a question and its answer
 
 
 class Conversation:
-    """A model on the embedded sampler, which works in a thread and an event loop of its own.
+    """A model on the embedded sampler, which runs in its own thread and event loop.
 
     Args:
-      policy: the model.
-      params: its parameters.
-      tokenizer: its tokenizer.
+      policy: the policy.
+      params: the policy's parameters.
+      tokenizer: the policy's tokenizer.
     """
 
     def __init__(self, policy: Any, params: Any, tokenizer: Any) -> None:
@@ -32,12 +32,12 @@ class Conversation:
 
     @classmethod
     def of_folder(cls, folder: Path) -> "Conversation":
-        """The last checkpoint of a run folder, or a Hugging Face folder."""
+        """Loads the last checkpoint of a run folder, or a Hugging Face folder."""
         return cls(*chat.load(folder))
 
     @classmethod
     def of_start(cls, run: Run) -> "Conversation":
-        """The model that a run begins with."""
+        """Loads the model that a run begins with."""
         import jax
 
         policy = run.policy.policy(Partitioner.create(MeshConfig()))

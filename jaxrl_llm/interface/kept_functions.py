@@ -1,8 +1,8 @@
-"""Reward functions of Python get a name that a gin file can hold: that of their file, or of a copy of their source in the run folder.
+"""Names Python reward functions for gin files: by their file, or by a copy of their source in the run folder.
 
-A function of an importable file is named by it. One of a notebook, or of the script that starts the run, is written to RUN/rewards.py
-with what it uses: other functions and classes from there, imports and plain values. What is written is what the run calls, so that a
-resume from the command line calls the same.
+A function of an importable file is named by that file. A function of a notebook, or of the script that starts the run, is written to
+RUN/rewards.py with what it uses: other functions and classes from there, imports and plain values. The run calls the written functions,
+so that a resume from the command line calls the same ones.
 """
 
 import ast
@@ -23,7 +23,7 @@ ADVICE = "write it into a file and give reward='FILE.py:NAME', which the command
 
 
 def named(functions: Sequence[Callable[..., Any]], folder: Path) -> list[str]:
-    """Returns "file.py:name" or "package.module:name" of each function; the source of those without a file of their own is kept in `folder`.
+    """Returns "file.py:name" or "package.module:name" of each function; those without a file of their own are written to `folder`.
 
     Raises:
       ValueError: a function is a lambda or made inside another function, or uses what cannot be written down; or two have one name.
@@ -35,7 +35,7 @@ def named(functions: Sequence[Callable[..., Any]], folder: Path) -> list[str]:
 
 
 def _place(function: Callable[..., Any]) -> str:
-    """The file or module of a function; "" for one of a notebook or of the script that was started."""
+    """Returns the file or module of a function; "" for a function of a notebook or of the started script."""
     name = getattr(function, "__qualname__", "")
     if not isinstance(function, FunctionType) or not name.isidentifier():
         kind = "a lambda" if "<lambda>" in name else "made inside a function" if "<locals>" in name else "no function"
@@ -50,7 +50,7 @@ def _place(function: Callable[..., Any]) -> str:
 
 
 def _kept(functions: Sequence[FunctionType], folder: Path) -> Path:
-    """Writes the functions and what they use to the folder; a file of earlier functions gets a number."""
+    """Writes the functions and what they use to the folder; a file of earlier functions is renamed with a number."""
     imports, body = _parts(functions)
     opening = '"""Reward functions of this run, written from the notebook or script that started it."""'
     text = "\n\n".join(["\n".join([opening, "", *sorted(imports)]).rstrip(), *body]) + "\n"
@@ -63,7 +63,7 @@ def _kept(functions: Sequence[FunctionType], folder: Path) -> Path:
 
 
 def _parts(functions: Sequence[FunctionType]) -> tuple[set[str], list[str]]:
-    """The imports, and the definitions in an order in which each stands after what it uses at once."""
+    """Returns the imports, and the definitions in an order in which each follows those that it needs when it is executed."""
     imports: set[str] = set()
     body: dict[str, str] = {}
     held: dict[str, Any] = {}
@@ -80,7 +80,7 @@ def _parts(functions: Sequence[FunctionType]) -> tuple[set[str], list[str]]:
             imports.add("import re")
             body[name] = f"{name} = re.compile({value.pattern!r}, {value.flags})"
         elif isinstance(value, FunctionType | type):
-            body[name] = ""  # its place; a function may call itself
+            body[name] = ""  # reserves its place, since a function may call itself
             source = _source(name, value)
             for used in _globals(source):
                 if used in space and used != name:
@@ -96,7 +96,7 @@ def _parts(functions: Sequence[FunctionType]) -> tuple[set[str], list[str]]:
 
 
 def _import(name: str, value: Any) -> str:
-    """The import that gives `value` its name; "" where none does."""
+    """Returns the import that binds `name` to `value`; "" where there is none."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
     module, own = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
@@ -110,7 +110,7 @@ def _import(name: str, value: Any) -> str:
 
 
 def _source(name: str, value: Any) -> str:
-    """The source of a function or class; a class of a notebook is found in the cell of its first method."""
+    """Returns the source of a function or class; a notebook's class is found in the cell of its first method."""
     try:
         if isinstance(value, FunctionType):
             return textwrap.dedent(inspect.getsource(value)).rstrip()
@@ -127,7 +127,7 @@ def _source(name: str, value: Any) -> str:
 
 
 def _globals(source: str) -> Iterator[str]:
-    """The global names that a definition reads, those of its decorators and defaults too."""
+    """Yields the global names that a definition reads, those of its decorators and defaults included."""
     tables = [symtable.symtable(source, "<source>", "exec")]
     while tables:
         table = tables.pop()

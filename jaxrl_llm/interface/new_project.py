@@ -59,10 +59,10 @@ ROWS = 16
 
 
 def write(folder: Path) -> str:
-    """Writes the project into a new folder; returns what to do next.
+    """Writes the project into a new folder; returns a message with the next commands.
 
     Raises:
-      FileExistsError: the folder is there and holds something.
+      FileExistsError: the folder exists and is not empty.
     """
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise FileExistsError(f"{folder} exists: give another name")

@@ -1,4 +1,4 @@
-"""What a notebook shows of a run: its progress, curves of its metrics, and the last rollouts, as one piece of HTML without scripts."""
+"""Renders a run for a notebook: its progress, curves of its metrics, and the last rollouts, as one piece of HTML without scripts."""
 
 import contextlib
 import html
@@ -13,17 +13,17 @@ from typing import Any
 from jaxrl_llm.metrics.console import short
 
 CURVES = ("reward/mean", "loss/total", "entropy/mean", "kl/k3_to_old", "kl/reference", "length/mean", "loss/accuracy")
-BESIDE = ("_truncated", "_length", "_distinct")  # measured beside the results of an evaluation
+BESIDE = ("_truncated", "_length", "_distinct")  # ends of metrics that are no results of an evaluation
 WIDTH, HEIGHT = 220, 70
-ROLLOUTS = 4  # that are shown
-TAIL = 2**20  # last bytes of rollouts.jsonl that are looked at
-LETTERS = 600  # of a prompt or a response that are shown
+ROLLOUTS = 4  # most rollouts that are shown
+TAIL = 2**20  # last bytes of rollouts.jsonl that are read
+LETTERS = 600  # characters of a prompt or a response that are shown
 
 Row = Mapping[str, Any]
 
 
 def progress(history: Sequence[Row], total: int) -> str:
-    """The last step and what it measured, on one line."""
+    """Returns the last step and its metrics on one line."""
     if not history:
         return f"step 0 of {total}"
     last = history[-1]
@@ -32,14 +32,14 @@ def progress(history: Sequence[Row], total: int) -> str:
 
 
 def curves_of(history: Sequence[Row]) -> list[str]:
-    """The metrics that are drawn: the usual ones and the evaluations' results that the run has, without lengths and the like."""
+    """Returns the metrics that are drawn: the usual ones and the evaluations' results that the run has, without lengths and similar values."""
     names = dict.fromkeys(name for row in history for name in row)
     results = [n for n in names if n.startswith("eval/") and n.count("/") == 2 and not n.endswith(BESIDE)]
     return [n for n in CURVES if n in names] + results
 
 
 def curve(name: str, points: Sequence[tuple[float, float]]) -> str:
-    """A metric by step as SVG, with its least, greatest and last value."""
+    """Draws a metric by step as SVG, with its least, greatest and last value."""
     points = [(x, y) for x, y in points if math.isfinite(y)]
     if not points:
         return ""
@@ -60,20 +60,20 @@ def curve(name: str, points: Sequence[tuple[float, float]]) -> str:
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
-    """The last rollouts of the run folder."""
+    """Reads the last rollouts of the run folder."""
     file = folder / "rollouts.jsonl"
     if not file.is_file():
         return []
     with file.open("rb") as opened:
         start = max(opened.seek(0, os.SEEK_END) - TAIL, 0)
         opened.seek(start)
-        lines = opened.read().split(b"\n")[start > 0 : -1]  # without what is cut off at either end
+        lines = opened.read().split(b"\n")[start > 0 : -1]  # without the incomplete lines at both ends
     found = [json.loads(line) for line in lines]
     return [row for row in found if row["step"] == found[-1]["step"]][:ROLLOUTS]
 
 
 def page(folder: Path, history: Sequence[Row], total: int) -> str:
-    """The run as HTML."""
+    """Renders the run as HTML."""
     done = history[-1]["step"] if history else 0
     parts = [
         f"<div><b>{html.escape(str(folder))}</b> step {done} of {total} "
@@ -105,7 +105,7 @@ def _reward(row: Row) -> str:
 
 @contextlib.contextmanager
 def shown(run: Any) -> Iterator[Callable[[], None]]:
-    """In a notebook, shows the run and gives a function that shows it anew; elsewhere the function does nothing."""
+    """Shows the run in a notebook and yields a function that updates it; elsewhere the function does nothing."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None or not hasattr(shell, "kernel"):
         yield lambda: None

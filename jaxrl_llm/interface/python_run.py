@@ -1,4 +1,4 @@
-"""The run that `rl.grpo(...)` and its kin return: it trains, tells its metrics step by step, chats, evaluates and exports."""
+"""The run that `rl.grpo(...)` and the like return: it trains, returns its metrics step by step, chats, evaluates and exports."""
 
 import contextlib
 import json
@@ -24,18 +24,18 @@ from jaxrl_llm.train.run import Run
 
 
 class PythonRun:
-    """A run that Python holds. `run.train()` trains to the end, `for step in run:` step by step; both go on from the last checkpoint.
+    """A run as a Python object. `run.train()` trains to the end, `for step in run:` step by step; both resume from the last checkpoint.
 
-    The folder holds all of it: `python -m jaxrl_llm.launch --gin_file=FOLDER/config.gin` goes on from the same checkpoint, and
+    The folder holds its whole state: `python -m jaxrl_llm.launch --gin_file=FOLDER/config.gin` resumes from the same checkpoint, and
     `rl.train(FOLDER)` opens it again.
 
     Args:
-      run: what gin built.
-      config: its whole configuration as gin text.
+      run: the run that gin built.
+      config: the run's whole configuration as gin text.
 
     Attributes:
       run: the configuration, a `train.Run`.
-      config: the same as gin text.
+      config: the configuration as gin text.
       folder: the run folder.
     """
 
@@ -57,14 +57,14 @@ class PythonRun:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """{"step": number, metric: value} of each step until now, from the run folder."""
+        """The metrics of each step so far, {"step": number, metric: value}, from the run folder."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_bytes().split(b"\n")[:-1] if file.is_file() else []  # without a line that is being written
         found = [json.loads(line) for line in lines]
         return [{n: float(v) if isinstance(v, str) else v for n, v in row.items()} for row in found if len(row) > 1]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yields the metrics of each step as it ends; the run waits meanwhile, and leaving the loop saves it.
+        """Yields the metrics of each step as it ends; the run waits meanwhile, and leaving the loop saves a checkpoint.
 
         Raises:
           RuntimeError: another loop trains this run.
@@ -92,13 +92,13 @@ class PythonRun:
         return None
 
     def chat(self, question: str, *, temperature: float = 0.0, max_tokens: int = 128, seed: int = 0) -> str:
-        """Returns the answer of the last checkpoint, or of the model that the run begins with where there is none.
+        """Returns the answer of the last checkpoint, or of the run's initial model where there is no checkpoint.
 
         Args:
           question: a user's message.
           temperature: 0 takes the likeliest token.
           max_tokens: most tokens of the answer.
-          seed: of the choice of tokens.
+          seed: seed of the sampling.
 
         Raises:
           ValueError: the question is too long for the model, or the tokenizer lacks one of its characters.
@@ -131,7 +131,7 @@ class PythonRun:
           data: a file, a folder, a dataset's id or a list of mappings; None takes the run's own held-out data.
           reward: a function or "file.py:name", or several with weights as `rl.grpo` takes them; None takes the run's own.
           limit: most prompts.
-          samples: answers sampled a prompt.
+          samples: number of answers sampled for each prompt.
 
         Returns:
           The metrics, as in summary.json of RUN/evaluations, which also has their intervals and all answers.
@@ -162,7 +162,7 @@ class PythonRun:
             mesh=self.run.mesh, max_prompt_tokens=stage.max_prompt_tokens, truncation=stage.truncation,
             template_kwargs=stage.template_kwargs,
         )  # fmt: skip
-        with ThreadPoolExecutor(1, "evaluation") as thread:  # a notebook's own thread has an event loop
+        with ThreadPoolExecutor(1, "evaluation") as thread:  # a notebook's own thread already runs an event loop
             thread.submit(harness.run, self.config).result()
         return json.loads((out / SUMMARY).read_text())["metrics"]
 
@@ -178,7 +178,7 @@ class PythonRun:
 
 
 def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
-    """Builds a run of gin files and bindings, as `launch` does; raises ValueError where they build none that trains."""
+    """Builds a run of gin files and bindings, as `launch` does; raises ValueError where they build something that does not train."""
     run, config = launch.built(files, bindings)
     if not isinstance(run, Run):
         raise ValueError(
@@ -188,10 +188,10 @@ def opened(files: Sequence[str], bindings: Sequence[str]) -> PythonRun:
 
 
 def judged_by(value: Any) -> Function | Weighted:
-    """The reward that functions, or texts that name functions, make without gin: `Function`, or several in `Weighted`.
+    """Builds a reward without gin from functions, or texts that name functions: `Function`, or several in `Weighted`.
 
     Raises:
-      ValueError: a part is a name in gin/rewards or a reference, or none at all.
+      ValueError: a part is a name in gin/rewards or a reference, or is missing.
     """
     found = several_rewards.parts(value)
     for reward in [part.reward for part in found] or [value]:

@@ -1,4 +1,4 @@
-"""Several rewards with weights: `reward={"right": right, "short": (short, 0.1)}` in Python, `reward=a.py:right,b.py:short*0.1` in a shell.
+"""Parses several rewards with weights: `reward={"right": right, "short": (short, 0.1)}` in Python, `reward=a.py:right,b.py:short*0.1` in a shell.
 
 They become one `weighted.Weighted`, whose parts have scopes of their own, so that a gin file can hold them.
 """
@@ -29,7 +29,7 @@ class Part:
     Attributes:
       name: its name in metrics.
       reward: a function, "file.py:name", the name of a file in gin/rewards, or a gin reference.
-      weight: what it counts in the sum; a part of weight 0 is only logged.
+      weight: its weight in the sum; a part of weight 0 is only logged.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Part:
 
 
 def parts(value: Any) -> list[Part]:
-    """The rewards that a value names where they are several or weighed; none where it is a single reward without a weight.
+    """Returns the rewards that a value names where they are several or weighted; [] for a single reward without a weight.
 
     Raises:
-      ValueError: a part has no reward, a weight is no number, or two parts have one name.
+      ValueError: a part has no reward, a weight is not a number, or two parts have one name.
     """
     if isinstance(value, str):
         if Path(value).exists() or REFERENCE.fullmatch(value) or not set(value) & {",", "*", "="}:
@@ -65,7 +65,7 @@ def parts(value: Any) -> list[Part]:
 
 
 def _piece(text: str) -> tuple[str, str, float]:
-    """ "NAME=REWARD*WEIGHT" as (name, reward, weight); name and weight may be left out."""
+    """Parses "NAME=REWARD*WEIGHT" as (name, reward, weight); name and weight may be left out."""
     found = PIECE.fullmatch(text)
     if found is None:
         raise ValueError(f"reward: {text!r} is no reward with a weight; {FORMS}")
@@ -77,7 +77,7 @@ def _piece(text: str) -> tuple[str, str, float]:
 
 
 def _weighed(item: Any) -> tuple[Any, float]:
-    """A part's reward and its weight."""
+    """Returns a part's reward and its weight."""
     reward, weight = item if isinstance(item, Sequence) and not isinstance(item, str) and len(item) == 2 else (item, 1)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
         raise ValueError(f"reward: {weight!r} is no weight; {FORMS}")
@@ -93,7 +93,7 @@ def _finite(weight: float) -> float:
 
 
 def _own_name(reward: Any) -> str:
-    """A function's name, a file's stem, or the module of a component."""
+    """Returns a function's name, a file's stem, or the module of a component."""
     if callable(reward):
         return getattr(reward, "__name__", "")
     if REFERENCE.fullmatch(reward):
@@ -102,11 +102,11 @@ def _own_name(reward: Any) -> str:
 
 
 def bindings(found: Sequence[Part], gin_file: Callable[[str], str]) -> tuple[list[str], dict[str, Any]]:
-    """The gin files and bindings of several rewards, none of which is a function any more.
+    """Returns the gin files and bindings of several rewards, all of which are given by name.
 
     Args:
       found: the parts.
-      gin_file: gives the path of a name in gin/rewards.
+      gin_file: returns the path of a name in gin/rewards.
 
     Raises:
       ValueError: there is no such file, or it binds no component to REWARD.
@@ -127,7 +127,7 @@ def bindings(found: Sequence[Part], gin_file: Callable[[str], str]) -> tuple[lis
             file = gin_file(part.reward)
             files.append(file)
             references[part.name] = _component(file, part.name)
-    # A scope of its own: a part may be a Weighted too, as that of gin/rewards/r1_zero.gin.
+    # It has a scope of its own, since a part may be a Weighted too, as that of gin/rewards/r1_zero.gin.
     whole = {
         "REWARD": "@several_rewards/weighted.Weighted()",
         "several_rewards/weighted.Weighted.parts": references,
@@ -137,7 +137,7 @@ def bindings(found: Sequence[Part], gin_file: Callable[[str], str]) -> tuple[lis
 
 
 def _component(file: str, scope: str) -> str:
-    """The reference that a file of gin/rewards binds to REWARD, in a scope of its own."""
+    """Returns the reference that a file of gin/rewards binds to REWARD, in a scope of its own."""
     path = Path(file) if Path(file).is_file() else PACKAGE / file
     found = BOUND.search(path.read_text())
     if found is None:

@@ -1,4 +1,4 @@
-"""Runs from Python: `rl.train(algorithm="gspo", ...)`, and each algorithm by its own name."""
+"""Starts runs from Python: `rl.train(algorithm="gspo", ...)`, and each algorithm by its own name."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def train(*files: str | os.PathLike[str], bindings: Mapping[str, Any] | None = N
       files: gin files, by path or by their names in the package ("grpo_gsm8k"), or a run folder to open again.
       bindings: {"grpo.GRPO.clip_high": 0.3, ...}, any field of any component.
       settings: components by name and macros in lower case:
-        model: a Hugging Face folder or id, "tiny" (random parameters, a byte a token), or a name in gin/models. On a CPU, pretrained models
+        model: a Hugging Face folder or id, "tiny" (random parameters, one token per byte), or a name in gin/models. On a CPU, pretrained models
           compute in float32.
         data: a .jsonl, .json, .parquet or .csv file, a folder or a Hugging Face id, a list of mappings, or a name in gin/data. A tenth of
           the rows is held out and answered at evaluations; `eval_data` names other rows for that.
@@ -53,13 +53,13 @@ def train(*files: str | os.PathLike[str], bindings: Mapping[str, Any] | None = N
             given["run_dir"] = str(folder)
     given = {name: _kept(name, value, folder) for name, value in given.items()}
     composed = compose([os.fspath(file) for file in files], given, cpu=on_cpu())
-    from jaxrl_llm.interface.python_run import opened  # imports JAX, which reads its environment then
+    from jaxrl_llm.interface.python_run import opened  # imports JAX, which then reads its environment
 
     return opened(composed.files, composed.lines)
 
 
 def algorithm(name: str) -> Callable[..., "PythonRun"]:
-    """`train` with an algorithm of gin/algorithms."""
+    """Returns `train` with an algorithm of gin/algorithms."""
     if name not in names("algorithms"):
         raise AttributeError(f"jaxrl_llm has no {name!r}, and gin/algorithms has no {name}.gin")
     found = partial(train, algorithm=name)
@@ -68,7 +68,7 @@ def algorithm(name: str) -> Callable[..., "PythonRun"]:
 
 
 def _new_folder(name: str) -> Path:
-    """The first folder of runs/NAME, runs/NAME-2, ... that is not there."""
+    """Returns the first folder of runs/NAME, runs/NAME-2, ... that does not exist."""
     number, folder = 1, Path("runs") / name
     while folder.exists():
         number += 1
@@ -81,7 +81,7 @@ def _rows(value: Any) -> bool:
 
 
 def _functions(value: Any) -> list[Callable[..., Any]]:
-    """The functions among several rewards."""
+    """Returns the functions among several rewards."""
     if not isinstance(value, Mapping | list | tuple) or _rows(value):
         return []
     held = value.values() if isinstance(value, Mapping) else value
@@ -90,7 +90,7 @@ def _functions(value: Any) -> list[Callable[..., Any]]:
 
 
 def _kept(name: str, value: Any, folder: Path) -> Any:
-    """The value as gin can hold it: functions and lists of rows are kept in the run folder."""
+    """Returns the value in a form that gin can hold: functions and lists of rows are written to the run folder."""
     if callable(value):
         return kept_functions.named([value], folder)[0]
     if name == "reward" and (functions := _functions(value)):
@@ -103,7 +103,7 @@ def _kept(name: str, value: Any, folder: Path) -> Any:
 
 
 def _written(file: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Writes rows as JSON lines, where the file does not hold them already.
+    """Writes rows as JSON lines, unless the file already holds them.
 
     Raises:
       ValueError: a row cannot be written, or the file holds other rows.

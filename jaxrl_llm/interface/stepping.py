@@ -1,7 +1,7 @@
-"""A run in a thread of its own, which goes on to the next step when its reader asks for it.
+"""Trains a run in a thread of its own, which continues with the next step when its reader asks for it.
 
-The thread has its own event loop, so that a run works where one runs already, as in a notebook. Leaving the reader's loop, an
-interrupt or SIGTERM ends the run as a signal ends a launched one: after the step that is being learned, with everything saved.
+The thread has its own event loop, so that a run works where an event loop already runs, as in a notebook. Leaving the reader's loop, an
+interrupt or SIGTERM ends the run as a signal ends a launched one: after the current step, with a checkpoint.
 """
 
 import atexit
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class Relay:
-    """The writer that hands each step's metrics to the reader, and keeps the run waiting until the next one is asked for."""
+    """The writer that passes each step's metrics to the reader, and lets the run wait until the next one is asked for."""
 
     def __init__(self) -> None:
         self.rows: queue.SimpleQueue[Row | None] = queue.SimpleQueue()
@@ -37,20 +37,20 @@ class Relay:
             self._asked.acquire()
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Does nothing: the run folder has them."""
+        """Does nothing, since the run folder has them."""
 
     def text(self, name: str, text: str) -> None:
-        """Does nothing: the run folder has it."""
+        """Does nothing, since the run folder has it."""
 
     def close(self) -> None:
-        """Does nothing: the thread says when the run is over."""
+        """Does nothing, since the thread reports the run's end."""
 
     def ask(self) -> None:
-        """Lets the run go on to the next step."""
+        """Lets the run continue with the next step."""
         self._asked.release()
 
     def let_go(self) -> None:
-        """Keeps the run waiting no more."""
+        """Lets the run continue without waiting for the reader any more."""
         self._let_go.set()
         self._asked.release()
 
@@ -59,14 +59,14 @@ def steps(run: Run, config: str) -> Iterator[Row]:
     """Trains, and yields {"step": number, metric: value} of each step; step 0 is the evaluation of the untrained policy.
 
     Raises:
-      ValueError, OSError: the run folder is another run's, or cannot be written; and whatever else ends the run.
+      ValueError, OSError: the run folder is another run's, or cannot be written; other errors that end the run are raised too.
     """
     relay, preemption, failures = Relay(), Preemption(run.stop_limit_s, Processes()), []
 
     def work() -> None:
         try:
             run.run(config, preemption=preemption, beside=(relay,))
-        except BaseException as error:  # it is raised again in the reader's thread
+        except BaseException as error:  # raised again in the reader's thread
             failures.append(error)
         finally:
             relay.rows.put(None)
@@ -97,7 +97,7 @@ def steps(run: Run, config: str) -> Iterator[Row]:
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[None]:
-    """SIGTERM leaves the program by SystemExit with the status of a run that was stopped, where nothing else handles it."""
+    """Makes SIGTERM raise SystemExit with the status of a stopped run, where nothing else handles the signal."""
 
     def leave(number: int, frame: Any) -> None:
         raise SystemExit(STOPPED)

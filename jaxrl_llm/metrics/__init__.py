@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics and their writers, the console, logs, health, traces."""
+"""What a run reports: metrics and their writers, the console, logs, health, traces."""

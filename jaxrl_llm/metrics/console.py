@@ -1,7 +1,7 @@
 """The console writer: shows a run's metrics with a progress bar on a terminal and as plain lines elsewhere.
 
 The first part of a metric's name decides how it is shown: `eval/` results are always printed, `time/` seconds become shares
-of the step, and `count/` values are printed where they are not 0 and summed over the run.
+of the step, and `count/` values are printed where they are not 0, and summed over the run.
 """
 
 import math
@@ -21,14 +21,14 @@ from jaxrl_llm import components
 
 HELD_OUT = re.compile(r"eval/[^/]+/(greedy|sampled|accuracy)")
 SHORTEST_S = 1.0  # a run of fewer seconds is not timed
-SEVERAL = 20  # steps with a reward, from which the first and the last tenth are compared
+SEVERAL = 20  # number of steps with a reward from which on the first and the last tenth are compared
 FIRST_STEP = (
     "a healthy first step of reinforcement learning: a reward between its least and greatest value, entropy well above"
     " 0, a KL near 0 (the policy has hardly moved), a sampler/learner gap below 1e-3 in float32 or 5e-2 in bfloat16"
 )
 UNREWARDED = "every reward is invalid, so that nothing is learned: look at the first traceback above, and mend the reward or the service that it asks"
 
-# What the first step of reinforcement learning is looked at for: (metric, whether its value is well, what to do where it is not).
+# Signs of a healthy first step of reinforcement learning: (metric, whether its value is healthy, what to do where it is not).
 SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     ("reward/std", lambda x: x > 0, "all rewards are equal or invalid, so that nothing is learned: read the answers in rollouts.jsonl, and look at the "
      "prompt's template, RESPONSE_LIMIT and the reward"),
@@ -40,9 +40,9 @@ SIGNS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
 
 
 def first_step(values: Mapping[str, float]) -> str:
-    """What to say of the first step that samples: that it is healthy, or what is not and what to do."""
+    """Returns the message about the first step that samples: that it is healthy, or what is not and what to do."""
     invalid = sum(in_group(values, "count/invalid").values())
-    bad = [UNREWARDED] if invalid and "reward/std" not in values else []  # which only valid rewards have
+    bad = [UNREWARDED] if invalid and "reward/std" not in values else []  # only valid rewards have reward/std
     bad += [
         f"{name} is {short(values[name])}: {what}"
         for name, well, what in SIGNS
@@ -85,7 +85,7 @@ class Console:
       every: steps between lines; a step with an evaluation always has one.
       bar: True for a progress bar, False for plain lines, None for a bar where standard error is a terminal.
       columns: (label, metric name) pairs that a line shows, in order; a metric that a step lacks is left out.
-      times: parts of a step into which its time is split, in order.
+      times: parts of a step whose shares of its time are shown, in order.
     """
 
     every: int = 1
@@ -112,10 +112,10 @@ class Console:
         return ConsoleWriter(self, bar, resume_step, total_steps)
 
     def line(self, values: Mapping[str, float]) -> str:
-        """The text that a step's line shows for its values."""
+        """Returns the text of a step's line for its values."""
         parts = [f"{label} {short(values[name])}" for label, name in self.columns if name in values]
         measured = [name for name in values if name.startswith("eval/")]
-        results = sorted(measured, key=lambda name: HELD_OUT.fullmatch(name) is None)  # before lengths and the like
+        results = sorted(measured, key=lambda name: HELD_OUT.fullmatch(name) is None)  # before lengths and other values
         parts += [f"{name} {short(values[name])}" for name in results]
         if "time/step_s" in values:
             spent = {name: values[f"time/{name}_s"] for name in self.times if f"time/{name}_s" in values}
@@ -125,8 +125,9 @@ class Console:
 
 
 class Course:
-    """What the whole run came to: the steps, their seconds, how rewards and held-out results moved, and how far the sampler's log-probs were
-    from the learner's: by the largest gap of a token, or, where no bit of any differed, of how many tokens that holds."""
+    """The summary of the whole run: the steps, their seconds, the change of rewards and held-out results, and the difference between
+    the sampler's and the learner's log-probs: the largest gap of a token, or, where no bit of any differed, the number of tokens
+    compared."""
 
     def __init__(self, resume_step: int | None, total: str) -> None:
         self._resumed, self._total = resume_step is not None, total
@@ -139,7 +140,7 @@ class Course:
         self._largest_gap = 0.0
 
     def take(self, step: int, values: Mapping[str, float]) -> None:
-        """Takes a step's metrics."""
+        """Adds a step's metrics."""
         if any(not name.startswith("eval/") for name in values):
             self._first = step if self._first is None else self._first
             self._last = max(self._last, step)
@@ -153,7 +154,7 @@ class Course:
                 self._held_out.setdefault(name, []).append((step, value))
 
     def parts(self) -> list[str]:
-        """The run in a few phrases; none where no step was taken."""
+        """Returns the run's summary as a few phrases; none where no step was added."""
         if self._first is None:
             return []
         began = f"from step {self._first} " if self._resumed else ""
@@ -184,7 +185,7 @@ def duration(seconds: float) -> str:
 
 
 class ConsoleWriter:
-    """Prints the lines, and at the end what the run came to and the sums of the `count/` metrics."""
+    """Prints the lines, and at the end the run's summary and the sums of the `count/` metrics."""
 
     def __init__(self, settings: Console, bar: bool, resume_step: int | None, total_steps: int | None) -> None:
         self._settings = settings
@@ -214,10 +215,10 @@ class ConsoleWriter:
             self._print(first_step(values))
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Prints nothing: rollouts are too long for the console."""
+        """Prints nothing, since rollouts are too long for the console."""
 
     def text(self, name: str, text: str) -> None:
-        """Prints nothing: documents are too long for the console."""
+        """Prints nothing, since documents are too long for the console."""
 
     def close(self) -> None:
         counted = ", ".join(f"{name} {count}" for name, count in self._counts.items() if count)

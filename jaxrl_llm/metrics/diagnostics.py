@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def of_rollouts(batch: Batch) -> dict[str, float]:
-    """Rewards by part, lengths, truncation and packing of a step; greedy and invalid rollouts are left out of the rewards and lengths."""
+    """Returns a step's rewards by part, lengths, truncation and packing; greedy and invalid rollouts are left out of the rewards and lengths."""
     kept = [(g, np.flatnonzero(g.valid() & [r.role == "sample" for r in g.rollouts])) for g in batch.groups]
     totals = [g.total()[rows] for g, rows in kept]
     answers = [g.rollouts[i] for g, rows in kept for i in rows.tolist()]
@@ -52,9 +52,9 @@ def of_rollouts(batch: Batch) -> dict[str, float]:
 
 
 def gap(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """The learner's log-prob minus the sampler's over the tokens that the policy sampled: mean of |.|, p99, max and k3 (nats).
+    """Compares the learner's log-prob with the sampler's over the tokens that the policy sampled: mean |difference|, p99, max and k3 (nats).
 
-    And counts: of the tokens compared, of those of which any bit differs, and of those whose difference is above each of GAP_SIZES.
+    It also counts the tokens compared, those of which any bit differs, and those whose difference is above each of GAP_SIZES.
     """
     mask = _drawn(batch)
     if not mask.any():
@@ -78,7 +78,7 @@ def gap(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def staleness(batch: Batch, stats: Mapping[str, np.ndarray], version: int) -> dict[str, float]:
-    """Staleness of the sampled tokens: policy versions behind `version`, and the mean log-prob gap by staleness.
+    """Returns the staleness of the sampled tokens, in policy versions behind `version`, and the mean log-prob gap by staleness.
 
     The gap needs the learner's log-probs and is left out without them.
     """
@@ -94,7 +94,7 @@ def staleness(batch: Batch, stats: Mapping[str, np.ndarray], version: int) -> di
 
 
 def drift(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """KL(policy || reference) over the tokens that the policy sampled (k3 estimator, nats); empty without a reference."""
+    """Returns KL(policy || reference) over the tokens that the policy sampled (k3 estimator, nats); empty without a reference."""
     mask = _drawn(batch)
     if "ref_logprobs" not in stats or not mask.any():
         return {}
@@ -103,7 +103,7 @@ def drift(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def inside(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Entropy and log-prob of the sampled tokens under the logits of a state inside the model (nats)."""
+    """Returns entropy and log-prob of the sampled tokens under the logits of a state inside the model (nats)."""
     mask = _drawn(batch)
     if not mask.any():
         return {}
@@ -114,7 +114,7 @@ def inside(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 
 def by_source(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Mean entropy by the prompts' source, where the batch has several sources (nats)."""
+    """Returns mean entropy by the prompts' source, where the batch has several sources (nats)."""
     mask, source = _drawn(batch), batch.fields["source"]
     there = {name: mask & (source == i)[:, None] for i, name in enumerate(batch.sources)}
     if len(there) < 2:
@@ -123,7 +123,7 @@ def by_source(batch: Batch, stats: Mapping[str, np.ndarray]) -> dict[str, float]
 
 
 def _drawn(batch: Batch) -> np.ndarray:
-    """bool [S, T]: True for tokens that the policy sampled; greedy answers and a dataset's are left out."""
+    """Returns bool [S, T]: True for tokens that the policy sampled; greedy answers and a dataset's are left out."""
     own = batch.per_sequence([r.role == "sample" for r in batch.rollouts], bool, False)
     return batch.fields["mask"] & own[:, None]
 
@@ -149,7 +149,7 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
             "is the sampler's model, dtype or temperature another one?"
         )
     known = [int(name.removeprefix("gap/lag")) for name in metrics if name.startswith("gap/lag")]
-    stale = min(known, default=0)  # for stale tokens a part of the gap is what the policy has learned since
+    stale = min(known, default=0)  # part of the gap of stale tokens is what the policy has learned since
     if (size := metrics.get(f"gap/lag{stale}", size)) > warn:
         _log.warning(
             "learner and sampler disagree by %.3g nats a token on average%s (Stage.gap_warn=%g)",
@@ -160,7 +160,7 @@ def check_gap(metrics: Mapping[str, float], *, warn: float, stop: float) -> None
 def speed(
     batch: Batch, architecture: Any, epochs: int, seconds: Mapping[str, float], layers: int | None = None
 ) -> dict[str, float]:
-    """Tokens a second of the step without its evaluation, and the update's model FLOP/s, with MFU where the device's peak is known.
+    """Returns the tokens a second of the step without its evaluation, and the update's model FLOP/s, with MFU where the device's peak is known.
 
     Args:
       batch: the step's sequences.

@@ -1,8 +1,7 @@
 """TensorBoard event files on disk: opens new ones, and removes events written after a given step.
 
-The purge_step of tensorboardX's SummaryWriter does not do: TensorBoard's EventAccumulator hides scalars by it and goes on
-showing texts, such as rollouts, and SummaryWriter writes in a thread of its own, so that a kill loses what was written before a
-checkpoint.
+The purge_step of tensorboardX's SummaryWriter does not suffice: TensorBoard's EventAccumulator then hides scalars but still shows
+texts, such as rollouts, and SummaryWriter writes in a thread of its own, so that a kill loses events from before a checkpoint.
 """
 
 import importlib
@@ -15,10 +14,10 @@ from typing import Any
 
 
 def tensorboardx(module: str) -> Any:
-    """Imports a module of tensorboardX without PyTorch, which its writer of models, not used here, would load for seconds."""
+    """Imports a module of tensorboardX without PyTorch, which its unused writer of models would take seconds to load."""
     hidden = "torch" not in sys.modules
     if hidden:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # what Python takes for a module that is not there
+        sys.modules["torch"] = None  # type: ignore[assignment]  # Python treats such a module as missing
     try:
         return importlib.import_module(f"tensorboardX.{module}")
     finally:
@@ -27,7 +26,7 @@ def tensorboardx(module: str) -> Any:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """The event files of a folder, oldest first."""
+    """Returns the event files of a folder, oldest first."""
     return sorted(folder.glob("*.tfevents.*"))
 
 
@@ -43,7 +42,7 @@ def new_event_file(folder: Path) -> Any:
 
 
 def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yields (whole record, payload) of a TFRecord file, up to a torn record at its end.
+    """Yields (whole record, payload) of a TFRecord file, up to an incomplete record at its end.
 
     A record is the payload's length (uint64), a checksum of 4 bytes, the payload, and another checksum of 4 bytes.
     """
@@ -60,7 +59,7 @@ def records(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 def cut_events(path: Path, step: int) -> None:
     """Removes a file's events after `step` by one atomic replacement.
 
-    A file that has no summary left is deleted; a torn record at the end is dropped.
+    A file without any summary left is deleted; an incomplete record at the end is dropped.
     """
     from google.protobuf.message import DecodeError
 

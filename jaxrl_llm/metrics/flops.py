@@ -1,16 +1,17 @@
-"""Model FLOPs of a forward pass and of an update, and MFU: their share of the devices' peak.
+"""Counts model FLOPs of a forward pass and of an update, and MFU, their share of the devices' peak.
 
 The counting convention, which makes figures of different systems comparable:
 
 - A matrix product of [m, k] and [k, n] counts 2 m k n. Only matrix products count: norms, softmaxes and elementwise work do not.
-- These products count: the projections of attention, the MLP, of experts the router and those that a token goes to, the scores and weighted values of attention at the real head
+- These products count: the projections of attention, the MLP, in layers with experts the router and a token's experts, the scores and
+weighted values of attention at the real head
   width (heads x head_width may differ from the width), and the vocabulary head. The embedding is a lookup and counts nothing.
 - Causal attention counts half of the square: n tokens make n^2 / 2 pairs of query and key, and under a window of w
   tokens n w - w^2 / 2. In packed rows each sequence counts by its own length; padding counts nothing.
-- Of a layer with a recurrent state in place of attention its projections count, and the products of its chunked form: in chunks of c = 64
-  tokens 6 dk dv + 4 c (dk + dv) for a token and value head. Its convolution does not count.
+- In a layer with a recurrent state in place of attention, its projections count, and the products of its chunked form: in chunks of
+  c = 64 tokens, 6 dk dv + 4 c (dk + dv) for a token and value head. Its convolution does not count.
 - An update counts as three forward passes: the backward pass computes the gradients of the input and of the weight of each product.
-  What rematerialisation or a fused loss computes again does not count (MFU, not hardware utilisation).
+  Recomputation by rematerialisation or a fused loss does not count (MFU, not hardware utilisation).
 - MFU divides by the dense bfloat16 peak of the devices, 989 TFLOP/s for H100 (SXM) and H200.
 """
 
@@ -33,7 +34,7 @@ PEAKS: dict[str, float] = {
     "TPU v6e": 918e12,
 }
 
-# Bytes/s of a device's memory, from the same data sheets; of the A100 with 80 GB, which has the faster memory of the two.
+# Bytes per second of a device's memory, from the same data sheets; for the A100, of the 80 GB version, whose memory is faster.
 BANDWIDTHS: dict[str, float] = {
     "NVIDIA H100 PCIe": 2.0e12,
     "NVIDIA H100": 3.35e12,
@@ -89,20 +90,20 @@ class Sizes(Protocol):
 
 
 def mlp_width(sizes: Sizes) -> float:
-    """Width of the MLP that a token goes through, as the mean over layers: of a layer with experts that of the chosen and shared ones together."""
+    """Returns the width of a token's MLP as the mean over layers; in a layer with experts, that of its chosen and shared experts together."""
     experts = sizes.experts
     chosen = 0 if experts is None else experts.chosen * experts.width + (experts.shared or 0)
     return sum(chosen if sparse else sizes.mlp_width for sparse in sizes.sparse) / len(sizes.sparse)
 
 
 def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False, recurrent: bool = False) -> int:
-    """Number of weights in one layer's products: the projections around attention, or around a recurrent state, and the gated MLP.
+    """Returns the number of weights in one layer's products: the projections of attention, or of a recurrent state, and the gated MLP.
 
     Args:
       sizes: an architecture.
-      sparse: of a layer with experts, whose MLP is a router and those that a token goes to, with a shared one and its gate.
-      resident: of all its experts, as memory holds them.
-      recurrent: of a layer that holds a state in place of attention.
+      sparse: whether the layer has experts, whose MLP is a router and a token's experts, with a shared one and its gate.
+      resident: whether all experts count, as memory holds them.
+      recurrent: whether the layer holds a state in place of attention.
     """
     queries, keys = sizes.heads * sizes.head_width, sizes.kv_heads * sizes.head_width
     mixer = (2 + sizes.output_gate) * queries + 2 * keys
@@ -118,42 +119,42 @@ def layer_weights(sizes: Sizes, *, sparse: bool = False, resident: bool = False,
 
 
 def product_weights(sizes: Sizes, layers: int | None = None, *, resident: bool = False) -> int:
-    """Number of weights in the products of the first `layers` layers, or of all: those that a token goes through, or all `resident` ones."""
+    """Returns the number of weights in the products of the first `layers` layers, or of all: those that a token uses, or all `resident` ones."""
     kinds = list(zip(sizes.sparse, sizes.recurrent))[:layers]
     return sum(layer_weights(sizes, sparse=sparse, resident=resident, recurrent=held) for sparse, held in kinds)
 
 
 def rule(sizes: Sizes) -> float:
-    """FLOPs of the gated delta rule, chunk by chunk, for one token of a layer with a state."""
+    """Returns the FLOPs of the gated delta rule in chunks, for one token of a layer with a state."""
     size = sizes.delta
     each = 6 * size.key_width * size.value_width + 4 * CHUNK * (size.key_width + size.value_width)
     return float(size.value_heads * each)
 
 
 def state_bytes(sizes: Sizes) -> int:
-    """Bytes of the states of one sequence, float32, in all layers that hold one."""
+    """Returns the bytes of one sequence's states, float32, in all layers that hold one."""
     return 4 * sum(sizes.recurrent) * math.prod(sizes.delta.state_shape) if sizes.delta is not None else 0
 
 
 def attending(sizes: Sizes, layers: int | None = None) -> list[int | None]:
-    """The windows of those of the first `layers` layers, or of all, that attend."""
+    """Returns the windows of the layers with attention, among the first `layers` layers or all."""
     return [window for window, held in list(zip(sizes.windows, sizes.recurrent))[:layers] if not held]
 
 
 def parameters(sizes: Sizes, *, resident: bool) -> int:
-    """Number of weights in all products with those of the embedding and, where it is untied, the head: resident, or active for a token."""
+    """Returns the number of weights in all products and in the embedding and an untied head: all resident ones, or those active for a token."""
     tables = 1 if getattr(sizes, "tied", False) else 2
     return product_weights(sizes, resident=resident) + tables * sizes.vocabulary_size * sizes.width
 
 
 def attention_pairs(length: int, window: int | None = None) -> float:
-    """Pairs of query and key in one sequence of `length` tokens: half of the square, or of a window's band."""
+    """Returns the number of pairs of query and key in one sequence of `length` tokens: half of the square, or of a window's band."""
     seen = length if window is None else min(length, window)
     return seen * length - seen**2 / 2
 
 
 def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, head: bool = True) -> float:
-    """FLOPs of one forward pass over sequences of these lengths.
+    """Returns the FLOPs of one forward pass over sequences of these lengths.
 
     Args:
       sizes: an architecture.
@@ -177,23 +178,23 @@ def forward(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, 
 
 
 def update(sizes: Sizes, lengths: Sequence[int], *, layers: int | None = None, head: bool = True) -> float:
-    """FLOPs of one forward and backward pass over sequences of these lengths; the arguments are those of `forward`."""
+    """Returns the FLOPs of one forward and backward pass over sequences of these lengths; the arguments are those of `forward`."""
     return 3.0 * forward(sizes, lengths, layers=layers, head=head)
 
 
 def peak(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is unknown (a CPU)."""
+    """Returns the dense bfloat16 FLOP/s of one device by its `device_kind`; None where it is unknown (a CPU)."""
     return next((flops for start, flops in PEAKS.items() if device_kind.startswith(start)), None)
 
 
 def intensity(device_kind: str) -> float:
-    """FLOPs of bfloat16 that a device does at its peak in the time of a byte; the least of the known ones where it is unknown."""
+    """Returns a device's peak bfloat16 FLOPs per byte of memory traffic; the least of the known ones where the device is unknown."""
     known = {start: PEAKS[start] / bandwidth for start, bandwidth in BANDWIDTHS.items()}
     return next((x for start, x in known.items() if device_kind.startswith(start)), min(known.values()))
 
 
 def mfu(flops: float, seconds: float, devices: int, device_peak: float) -> float:
-    """MFU: the share of all devices' peak that `flops` model FLOPs in `seconds` make up.
+    """Returns MFU, the share of all devices' peak that `flops` model FLOPs in `seconds` are.
 
     Raises:
       ValueError: the time, the number of devices or the peak is not positive.

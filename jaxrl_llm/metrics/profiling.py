@@ -16,8 +16,8 @@ import jax
 
 from jaxrl_llm import command_line
 
-EVENT = "/jax/core/compile/backend_compile_duration"  # what JAX calls the compilation of one program
-# Numbers and launch suffixes by which copies of one kernel differ.
+EVENT = "/jax/core/compile/backend_compile_duration"  # JAX's name of the compilation of one program
+# Numbers and launch suffixes in which copies of one kernel differ.
 _NUMBERS = re.compile(r"([._]\d+)+$|(?<=_)\d+(?=_|$)")
 
 
@@ -101,13 +101,14 @@ class Compilations:
         return new
 
     def spent(self) -> float:
-        """Returns the seconds that compilation, or reading compiled programs, took since the last call; of programs compiled at once, their sum."""
+        """Returns the seconds of compilation, and of reading compiled programs, since the last call; seconds of concurrent ones are summed."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 def peak_memory() -> dict[str, float]:
-    """{"memory/peak_gib": the most that a device of this process has held since it started}; {} where the backend keeps no account, as a CPU's."""
+    """Returns {"memory/peak_gib": the most that a device of this process has held since it started}; {} where the backend does not
+    report it, as a CPU's."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
     return {"memory/peak_gib": max(peaks) / 2**30} if peaks else {}

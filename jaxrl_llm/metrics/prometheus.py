@@ -1,6 +1,6 @@
 """A metrics endpoint for Prometheus: serves the last step's metrics over HTTP, on loopback, or elsewhere behind a bearer token.
 
-prometheus_client renders the metrics; its own server knows no bearer token and waits for slow clients without a limit.
+prometheus_client renders the metrics; its own server supports no bearer token and waits for slow clients without a limit.
 """
 
 import hmac
@@ -25,7 +25,7 @@ from jaxrl_llm import components
 
 _log = logging.getLogger(__name__)
 
-SLOWEST_S = 10.0  # a client that sends nothing for so long is disconnected
+SLOWEST_S = 10.0  # a client that sends nothing for this long is disconnected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Prometheus:
             )
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> "PrometheusWriter":
-        """Starts listening.
+        """Starts to listen.
 
         Raises:
           ValueError: the environment variable of the token is not set.
@@ -96,10 +96,10 @@ class PrometheusWriter:
                     self._last[name] = float(value)
 
     def rollouts(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Does nothing: texts are not metrics."""
+        """Does nothing, since texts are not metrics."""
 
     def text(self, name: str, text: str) -> None:
-        """Does nothing: documents are not metrics."""
+        """Does nothing, since documents are not metrics."""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -122,12 +122,12 @@ class PrometheusWriter:
 
 
 def spelled(name: str) -> str:
-    """Spells a metric's name in the letters that Prometheus allows; the label `name` tells apart names that become equal."""
+    """Spells a metric's name in the letters that Prometheus allows; the label `name` distinguishes names that become equal."""
     return "jaxrl_llm_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHandler]:
-    from jaxrl_llm import serving  # it brings aiohttp, which takes long to import
+    from jaxrl_llm import serving  # imported here, since it brings aiohttp, which takes long to import
 
     class Handler(BaseHTTPRequestHandler):
         timeout = SLOWEST_S
@@ -154,6 +154,6 @@ def _handler(registry: CollectorRegistry, token: str) -> type[BaseHTTPRequestHan
                 self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: Any) -> None:
-            """Does nothing: scrapes are not logged."""
+            """Does nothing, since scrapes are not logged."""
 
     return Handler

@@ -1,4 +1,4 @@
-"""Rollout rows, the readable records of rollouts.jsonl: texts, rewards by part, and token stats.
+"""Makes rollout rows, the readable records of rollouts.jsonl: texts, rewards by part, and token stats.
 
 The field "streams" comes last: "token" holds the text that each of the first tokens adds, and every other name holds one
 value a token, null where the policy did not choose the token; "rest" is the text of the tokens after those.
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 def of_step(
     batch: Batch, stats: Mapping[str, np.ndarray], advantages: Advantages, *, tokenizer: Any, rollouts: int, tokens: int
 ) -> list[Row]:
-    """Rows of a step's first rollouts, with the token stats of their first tokens.
+    """Returns rows of a step's first rollouts, with the token stats of their first tokens.
 
     Args:
       batch: the step's groups.
@@ -30,7 +30,7 @@ def of_step(
       advantages: the algorithm's advantages.
       tokenizer: decodes tokens.
       rollouts: most rollouts.
-      tokens: most tokens a rollout for which token stats are given; 0 leaves token stats out.
+      tokens: most tokens of a rollout for which token stats are given; 0 leaves token stats out.
     """
     known = {"logprob": stats.get("old_logprobs"), "entropy": stats.get("entropy"), "advantage": advantages.advantages}
     known["sampler_logprob"] = batch.fields["sampler_logprobs"]
@@ -46,7 +46,7 @@ def of_step(
 def held_out(
     name: str, kinds: Sequence[str], groups: Sequence[Group], *, tokenizer: Any, rollouts: int, tokens: int
 ) -> list[Row]:
-    """Rows of the first rollouts of each kind ("greedy", "sampled") of the evaluation `name`; `groups` are ordered by kind.
+    """Returns rows of the first rollouts of each kind ("greedy", "sampled") of the evaluation `name`; `groups` are ordered by kind.
 
     The other arguments are those of `of_step`.
     """
@@ -62,7 +62,7 @@ def held_out(
 
 
 def pieces(tokens: np.ndarray, tokenizer: Any) -> list[str]:
-    """The text that each token adds; a character made of several tokens counts for the last, so the pieces join to the whole text.
+    """Returns the text that each token adds; a character made of several tokens counts for the last, so that the pieces join to the whole text.
 
     A token is decoded together with the tokens of the piece before it, since alone some would lose a leading space.
     """
@@ -96,7 +96,7 @@ def _rows(groups: Sequence[Group], count: int) -> list[Row]:
 
 
 def _played(rollout: Rollout, tokenizer: Any) -> Row:
-    """The fields of a rollout that an environment or an agent played; {} for a single turn."""
+    """Returns the fields of a rollout that an environment or an agent played; {} for a single turn."""
     return trajectories.record(rollout, tokenizer) if rollout.info or rollout.error or rollout.branches else {}
 
 

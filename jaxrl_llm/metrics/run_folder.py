@@ -1,6 +1,6 @@
-"""The folder of a run or an evaluation: records what reproduces it (gin text, seed, version, commit, devices) and its log.
+"""Writes the folder of a run or an evaluation: what reproduces it (gin text, seed, version, commit, devices) and its log.
 
-What is written here survives a full disk and a kill: a file is replaced as a whole (`replace_text`), or grows by whole lines (`append_lines`).
+Its files survive a full disk and a kill: a file is replaced as a whole (`replace_text`), or grows by whole lines (`append_lines`).
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def writable(run_dir: Path, macro: str = "RUN_DIR") -> Path:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replaces a file's text by one atomic step: where the new text cannot be written (OSError), the file keeps the old one."""
+    """Replaces a file's text atomically; where the new text cannot be written (OSError), the file keeps the old one."""
     fresh = path.with_name(f"{path.name}.new")
     try:
         fresh.write_text(text)
@@ -46,13 +46,13 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_lines(path: Path, lines: str) -> None:
-    """Appends lines to a file that holds whole lines alone.
+    """Appends lines to a file that holds only complete lines.
 
-    A line that a killed process left torn is cut off before, and lines that cannot be written whole are taken back, so that
-    nothing torn stays, neither at the end nor, after later lines, inside.
+    An incomplete line of a killed process is cut off first, and lines that cannot be written completely are removed again, so that no
+    incomplete line stays, neither at the end nor, after later lines, inside.
 
     Raises:
-      OSError: the lines cannot be written; the file is as it was.
+      OSError: the lines cannot be written; the file is unchanged.
     """
     with path.open("a+b", buffering=0) as file:
         end = _whole(file)
@@ -61,13 +61,13 @@ def append_lines(path: Path, lines: str) -> None:
             while left:
                 left = left[file.write(left) :]
         except BaseException:
-            with contextlib.suppress(OSError):  # what is no regular file cannot be cut
+            with contextlib.suppress(OSError):  # only a regular file can be cut
                 file.truncate(end)
             raise
 
 
 def _whole(file: io.FileIO) -> int:
-    """Cuts off what follows a file's last line break; returns the size in bytes that it has then."""
+    """Cuts off what follows a file's last line break; returns the remaining size in bytes."""
     size = file.seek(0, os.SEEK_END)
     if size:
         file.seek(size - 1)
@@ -78,7 +78,7 @@ def _whole(file: io.FileIO) -> int:
 
 
 def provenance(run_dir: Path, seed: int, config: str) -> None:
-    """Writes what reproduces the run: gin text, seed, version and commit; a configuration that differs is kept as config.N.gin."""
+    """Writes what reproduces the run: gin text, seed, version and commit; an earlier configuration that differs is kept as config.N.gin."""
     file = run_dir / "config.gin"
     if config and file.is_file() and file.read_text() != config:
         file.rename(run_dir / f"config.{len(list(run_dir.glob('config.*.gin')))}.gin")
@@ -96,7 +96,7 @@ def provenance(run_dir: Path, seed: int, config: str) -> None:
 
 
 def commit() -> str | None:
-    """The commit of the code, with "+changes" where tracked files differ from it; None outside a git checkout."""
+    """Returns the commit of the code, with "+changes" where tracked files differ from it; None outside a git checkout."""
     here = Path(__file__).resolve().parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         changed = _git(here, "status", "--porcelain", "--untracked-files=no")
@@ -110,7 +110,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 class JsonLines(logging.Handler):
-    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, whole or not at all.
+    """Appends {"time", "level", "logger", "rank", "stage", "step", ..., "message"} to a file, completely or not at all.
 
     Args:
       path: the file; lines of earlier starts stay.
@@ -125,7 +125,7 @@ class JsonLines(logging.Handler):
         self._others: list[logging.Handler] = []
 
     def attach(self) -> None:
-        """Starts to log every logger's records, those of this package from level INFO on; other handlers get what they got before."""
+        """Starts to log every logger's records, this package's from level INFO on; other handlers get the same records as before."""
         own = logging.getLogger("jaxrl_llm")
         self._before, self._shown, self._others = own.level, own.getEffectiveLevel(), list(logging.getLogger().handlers)
         for handler in self._others:
@@ -140,7 +140,7 @@ class JsonLines(logging.Handler):
             handler.removeFilter(self._got_before)
 
     def _got_before(self, record: logging.LogRecord) -> bool:
-        """Whether a handler got a record before the level of this package's loggers was lowered."""
+        """Returns whether a handler got the record before the level of this package's loggers was lowered."""
         return record.levelno >= self._shown or not record.name.startswith("jaxrl_llm")
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,8 +1,8 @@
-"""One writer at a time in the folder of a run or an evaluation.
+"""Admits one writer at a time to the folder of a run or an evaluation.
 
-The lock is flock(2) on FOLDER/.lock, which the kernel frees when the process ends, however that ends, and which Linux carries to other hosts over
-NFS. FOLDER/owner.json names the owner, and its time of change is a heartbeat: a file system on which flock is missing, or knows this
-host alone, is told from one on which the last owner has died by waiting for the next beat.
+The lock is flock(2) on FOLDER/.lock, which the kernel frees when the process ends, however that ends, and which Linux extends to other
+hosts over NFS. FOLDER/owner.json names the owner, and its modification time is a heartbeat: on a file system without flock, or with one
+of this host alone, waiting for the next beat shows whether the last owner has died.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from jaxrl_llm.metrics.run_folder import replace_text
 _log = logging.getLogger(__name__)
 
 BEAT_S = 5.0  # seconds between heartbeats
-SILENT_S = 4 * BEAT_S  # an owner elsewhere that is silent for so long has ended
+SILENT_S = 4 * BEAT_S  # an owner on another host that is silent for so long has ended
 _MISSING = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -53,17 +53,17 @@ def locked(folder: Path, macro: str = "RUN_DIR") -> Iterator[None]:
 
 
 def _read(owner: Path) -> dict[str, Any]:
-    """Who wrote there last; {} where nobody did, or where the file is torn."""
+    """Returns the last owner; {} where there was none, or where the file is incomplete."""
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(owner.read_text()))
     return {}
 
 
 def _lives(owner: Path, last: dict[str, Any], lock: str) -> bool:
-    """Whether the last owner still runs: its process on this host, its heartbeat on another."""
+    """Returns whether the last owner still runs, by its process on this host, by its heartbeat on another."""
     if last.get("host") == socket.gethostname() and last.get("boot") == _boot():
         return _running(last)
-    os.utime(lock)  # by the file system's own clock: those of hosts may differ
+    os.utime(lock)  # by the file system's clock, since the hosts' clocks may differ
     before, now = _beat(owner), _beat(Path(lock))
     if before is None or (now is not None and now - before > SILENT_S):
         return False
@@ -77,20 +77,20 @@ def _lives(owner: Path, last: dict[str, Any], lock: str) -> bool:
 
 
 def _running(last: dict[str, Any]) -> bool:
-    """Whether the process of the owner runs here; one that has its number and began at another time is another."""
+    """Returns whether the owner's process runs here; one with its number that began at another time is another process."""
     pid = last.get("pid")
     return isinstance(pid, int) and pid != os.getpid() and _began(pid) is not None and _began(pid) == last.get("began")
 
 
 def _began(pid: int) -> str | None:
-    """When a process of this host began, in ticks since boot; None where there is none."""
+    """Returns when a process of this host began, in ticks since boot; None where there is none."""
     with contextlib.suppress(OSError, IndexError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     return None
 
 
 def _boot() -> str:
-    """Names the boot of this host: containers share a host's name more easily than its boot."""
+    """Returns the id of this host's boot, since containers are more likely to share a host's name than its boot."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
@@ -104,7 +104,7 @@ def _beat(owner: Path) -> float | None:
 
 @contextlib.contextmanager
 def _beating(owner: Path) -> Iterator[None]:
-    """Names this process as the owner and beats while the block runs; a folder that is gone ends nothing."""
+    """Records this process as the owner and beats while the block runs; a deleted folder is ignored."""
     known = {"host": socket.gethostname(), "boot": _boot(), "pid": os.getpid(), "began": _began(os.getpid())}
     since = datetime.now(UTC).isoformat(timespec="seconds")
     replace_text(owner, json.dumps({**known, "since": since}))

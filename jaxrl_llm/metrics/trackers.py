@@ -1,7 +1,7 @@
-"""Writers to experiment trackers that are asked for by name: Trackio and MLflow.
+"""Writers to optional experiment trackers: Trackio and MLflow.
 
-Neither can take back what an interrupted run logged after the checkpoint from which it goes on. Such a start opens a run of
-its own, `NAME-from-STEP`, and says so; where nothing was logged after the checkpoint, the first run is continued.
+Neither can remove what an interrupted run logged after the checkpoint from which it resumes. Such a start opens a new run,
+`NAME-from-STEP`, and logs a warning; where nothing was logged after the checkpoint, the first run is continued.
 """
 
 import json
@@ -17,16 +17,16 @@ from jaxrl_llm.metrics.run_folder import replace_text
 from jaxrl_llm.metrics.writers import library, plain, readable
 
 _log = logging.getLogger(__name__)
-BATCH = 1000  # metrics that MLflow takes in one request
+BATCH = 1000  # most metrics that MLflow takes in one request
 
 
 class Kept:
-    """What the run folder keeps of a tracker's run: its name, its id and the last step that was logged.
+    """The run folder's record of a tracker's run: its name, its id and the last logged step.
 
     Args:
-      file: where it is kept.
-      name: the name of a first run.
-      resume_step: the step of the checkpoint from which this start goes on; None for a new run.
+      file: the file of the record.
+      name: name of a first run.
+      resume_step: step of the checkpoint from which this start resumes; None for a new run.
     """
 
     def __init__(self, file: Path, name: str, resume_step: int | None) -> None:
@@ -44,18 +44,18 @@ class Kept:
 
     @property
     def continued(self) -> bool:
-        """Whether an earlier start's run goes on."""
+        """Whether this start continues an earlier start's run."""
         return bool(self.id)
 
     def write(self, step: int) -> None:
-        """Keeps that `step` was logged."""
+        """Records that `step` was logged."""
         self.last = step
         replace_text(self._file, json.dumps({"name": self.name, "id": self.id, "last": step}) + "\n")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trackio:
-    """Logs to Trackio: a local database that `trackio show` serves, or a Space or server that is named.
+    """Logs to Trackio: a local database that `trackio show` serves, or a given Space or server.
 
     Attributes:
       project: name of the project.

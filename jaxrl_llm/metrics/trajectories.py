@@ -1,4 +1,4 @@
-"""Metrics and readable records of rollouts that environments and agents played: branches, turns, tools, and what was said in between."""
+"""Metrics and readable records of rollouts that environments and agents played: branches, turns, tools, and text of others in between."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,11 +13,11 @@ from jaxrl_llm.learner.trajectory import Bounded
 
 
 def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[str, float]:
-    """Means a rollout of a step's sampled rollouts; {} where no environment or agent played them.
+    """Returns means per rollout over a step's sampled rollouts; {} where no environment or agent played them.
 
     Args:
-      groups: as they were collected, with all of their branches.
-      bounded: what was left of them to learn from.
+      groups: the collected groups, with all of their branches.
+      bounded: the parts of them that are learned from.
     """
     played = [r for g in groups for r in g.rollouts if r.role == "sample" and "session" in r.info]
     if not played:
@@ -55,16 +55,16 @@ def of_groups(groups: Sequence[Group], bounded: Bounded | None = None) -> dict[s
 
 
 def _told(rollout: Rollout) -> int:
-    """The number of tokens of others between those that the branches learn from."""
+    """Returns the number of tokens of others between those that the branches learn from."""
     within = [(piece, learned_range(branch)) for branch in rollout.paths for piece in pieces(branch)]
     return sum(max(min(end, last) - max(first, begin), 0) for (by, first, end), (begin, last) in within if by == "told")
 
 
 def record(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
-    """What a readable row has beside the fields of a single turn: how the rollout ended, its rewards, and its branches.
+    """Returns a readable row's fields beside those of a single turn: how the rollout ended, its rewards, and its branches.
 
     A branch's "pieces" join to its text: each has "by", which is "policy" (learned from), "copied" (sampled, and learned from in an
-    earlier branch) or "told" (of an environment or a tool), and "text".
+    earlier branch) or "told" (from an environment or a tool), and "text".
     """
     branches = [
         {
@@ -89,7 +89,7 @@ def record(rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
 
 
 def pieces(branch: Branch) -> list[tuple[str, int, int]]:
-    """(who wrote it, first token, end) of the stretches of a branch that one party wrote, in order."""
+    """Returns (writer, first token, end) of each stretch of a branch with one writer, in order."""
     drawn = np.zeros(len(branch.tokens), np.int8)
     for turn in branch.turns:
         drawn[turn.start : turn.end] = 1

@@ -1,7 +1,7 @@
-"""The watchdog of a run: a health file, a log of JSON lines, and stack dumps where the run makes no progress.
+"""The watchdog of a run, which writes a health file, a log of JSON lines, and stack dumps where the run makes no progress.
 
-A separate thread writes RUN_DIR/health.json and checks for progress, so the training loop only pays for an assignment. Progress
-is any change of what the run does: publishing, collecting, scoring, updating, evaluating, saving.
+A separate thread writes RUN_DIR/health.json and checks for progress, so that it costs the training loop an assignment only. Progress is
+any change of the run's activity: publishing, collecting, scoring, updating, evaluating, saving.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from typing import Any
 from jaxrl_llm import components
 from jaxrl_llm.metrics.run_folder import JsonLines, replace_text
 
-STALLED = 75  # exit code of a process that does not react (EX_TEMPFAIL: the same command resumes the run)
+STALLED = 75  # exit code of a process that does not respond (EX_TEMPFAIL: the same command resumes the run)
 GRACE_S = 30.0
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _LIBRARIES = tuple({sysconfig.get_paths()[place] for place in ("stdlib", "purelib", "platlib")})
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """The place of a run in its work.
+    """The current activity of a run.
 
     Attributes:
       doing: current activity, such as "updating".
@@ -74,7 +74,7 @@ class Watchdog:
         components.above(self, 0, "every_s", "warn_after_s", "stop_after_s")
 
     def start(self, run_dir: Path, rank: int = 0) -> "Watching":
-        """Starts to watch a run in `run_dir`; this is process `rank` of it."""
+        """Starts to watch process `rank` of a run in `run_dir`."""
         return Watching(self, run_dir, rank)
 
 
@@ -98,7 +98,7 @@ class Watching:
         self._thread.start()
 
     def at(self, doing: str, **known: Any) -> None:
-        """Records that the run does `doing` from now on; `known` are other fields of its place."""
+        """Records that the run does `doing` from now on; `known` are other fields of its `Place`."""
         self.place = replace(self.place, doing=doing, **known)
         self._progress = (time.monotonic(), time.time())
         if self._loop is None:
@@ -158,7 +158,7 @@ class Watching:
             _log.warning("the health file %s cannot be written: %s", self.health, error)
 
     def _wait(self) -> str:
-        """The place where the main thread is or, where it waits for events, the places where the run's tasks are."""
+        """Returns the main thread's position in the code or, where it waits for events, the positions of the run's tasks."""
         main = threading.main_thread().ident
         assert main is not None
         frames = list(traceback.extract_stack(sys._current_frames()[main]))
@@ -168,7 +168,7 @@ class Watching:
         return f"awaits {'; '.join(waits[:3])}" if waits else "awaits nothing"
 
     def _tasks(self) -> list[list[Frame]]:
-        """The chain of awaits of each task, outermost first; the longest chains come first."""
+        """Returns the chain of awaits of each task, outermost first; the longest chains come first."""
         if self._loop is None:
             return []
         for _ in range(5):
@@ -193,7 +193,7 @@ class Watching:
 
 
 def awaits(waiting: Any) -> Iterator[Frame]:
-    """Yields the place of a coroutine and of everything that it awaits, outermost first."""
+    """Yields the position of a coroutine and of everything that it awaits, outermost first."""
     while waiting is not None:
         for frame_of, next_of in (("cr_frame", "cr_await"), ("ag_frame", "ag_await"), ("gi_frame", "gi_yieldfrom")):
             if hasattr(waiting, frame_of):
@@ -206,7 +206,7 @@ def awaits(waiting: Any) -> Iterator[Frame]:
 
 
 def innermost(frames: Sequence[Frame]) -> str:
-    """The last place outside of libraries, and the function that was called from there."""
+    """Returns the last position outside of libraries, and the function that was called from there."""
     own = [f for f in frames if f.filename.startswith(_PACKAGE) or not f.filename.startswith(_LIBRARIES)] or frames
     called = "" if own[-1] is frames[-1] else f" in {frames[-1].name}"
     return f"{_named(own[-1])}{called}"

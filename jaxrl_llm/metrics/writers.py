@@ -1,7 +1,7 @@
 """Metric writers: JSONL files, TensorBoard, Weights & Biases, and several of them as one writer.
 
 A component (`Jsonl`, `TensorBoard`, `WandB`, and `train.Console`) holds settings; its `open` starts the writer.
-A writer that opens with the restored step drops what an interrupted run wrote after it, so that no step appears twice.
+A writer that opens with the restored step drops the rows that an interrupted run wrote after it, so that no step appears twice.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ class WriterComponent(Protocol):
     """Settings of a writer."""
 
     def open(self, run_dir: Path, resume_step: int | None, total_steps: int | None = None) -> Writer:
-        """Starts writing to `run_dir`; drops what the folder holds of steps after `resume_step` (of all steps for None)."""
+        """Starts to write to `run_dir`; drops the folder's rows of steps after `resume_step` (of all steps for None)."""
         ...
 
 
@@ -69,7 +69,7 @@ class Writers:
             writer.text(name, text)
 
     def close(self) -> None:
-        with contextlib.ExitStack() as closing:  # where one fails to close, the others are closed all the same
+        with contextlib.ExitStack() as closing:  # where one fails to close, the others are still closed
             for writer in self._writers:
                 closing.callback(writer.close)
 
@@ -89,7 +89,7 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Jsonl:
-    """Writes one JSON object a line: the metrics of each step, and rollout rows.
+    """Writes JSON lines: the metrics of each step, and rollout rows.
 
     Attributes:
       metrics: name of the metrics file in the run folder.
@@ -108,7 +108,7 @@ class Jsonl:
 
 
 class JsonlWriter:
-    """Appends rows; each file is closed when the call returns."""
+    """Appends rows; each file is open only during the call."""
 
     def __init__(self, metrics: Path, rollouts: Path) -> None:
         self._metrics = metrics
@@ -121,10 +121,10 @@ class JsonlWriter:
         append(self._rollouts, [{"step": step, **row} for row in rows])
 
     def text(self, name: str, text: str) -> None:
-        """Does nothing: documents are separate files in the run folder."""
+        """Does nothing, since documents are separate files in the run folder."""
 
     def close(self) -> None:
-        """Does nothing: no file is held open."""
+        """Does nothing, since no file is held open."""
 
 
 def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -138,7 +138,7 @@ def append(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def cut_lines(path: Path, step: int) -> None:
-    """Drops rows of steps after `step`, and a line that was not written to its end, by one atomic replacement."""
+    """Drops rows of steps after `step`, and an incomplete line, by one atomic replacement."""
     if not path.exists():
         return
     kept = path.with_name(f"{path.name}.cut")
@@ -148,18 +148,18 @@ def cut_lines(path: Path, step: int) -> None:
 
 
 def step_of(line: bytes) -> float:
-    """The step of a JSON line; infinity for an incomplete line."""
+    """Returns the step of a JSON line; infinity for an incomplete line."""
     try:
         return json.loads(line)["step"] if line.endswith(b"\n") else math.inf
     except ValueError:
         return math.inf
 
 
-# Metrics without a group beside a group of their name, and where TensorBoard shows them.
+# Metrics without a group that share the name of a group, and their names in TensorBoard.
 GROUPED = {
     "entropy": "entropy/update", "logprob": "logprob/update", "compilations": "compilations/total", "stage": "run/stage",
 }  # fmt: skip
-# The tab "Custom scalars": {category: {chart: regular expressions of its metrics}}, what is looked at first.
+# The tab "Custom scalars": {category: {chart: regular expressions of its metrics}}, the charts to look at first.
 DASHBOARD: Mapping[str, Mapping[str, Sequence[str]]] = {
     "Does it learn": {
         "reward": [r"^reward/mean$", r"^reward/unfiltered$"], "held out": [r"^eval/[^/]+/(greedy|sampled|accuracy)$"],
@@ -200,10 +200,10 @@ class TensorBoard:
 
 
 class TensorBoardWriter:
-    """Writes in the caller's thread, so that what was written before a checkpoint survives a kill after it."""
+    """Writes in the caller's thread, so that events from before a checkpoint survive a kill after it."""
 
     def __init__(self, folder: Path, rollouts_shown: int) -> None:
-        # It warns of each value that is no number; the board marks these, and one line a value would bury the console's.
+        # It warns of each value that is not a number; TensorBoard marks these, and a line for each would bury the console's lines.
         logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
         self._summary, self._event = tensorboardx("summary"), tensorboardx("proto.event_pb2").Event
         self._rollouts_shown = rollouts_shown
@@ -232,12 +232,12 @@ class TensorBoardWriter:
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A rollout row without its token stats, which are meant for programs."""
+    """Returns a rollout row without its token stats, which are meant for programs."""
     return {name: value for name, value in row.items() if name != "streams"}
 
 
 def markdown(row: Mapping[str, Any]) -> str:
-    """A rollout row as Markdown: texts of several words as blocks, the rest on one line, without its token stats."""
+    """Formats a rollout row as Markdown: texts of several words as blocks, the rest on one line, without its token stats."""
     row = readable(row)
     long = {name: value for name, value in row.items() if isinstance(value, str) and (" " in value or "\n" in value)}
     rest = "  ".join(f"**{name}** {plain(value)}" for name, value in row.items() if name not in long)
@@ -246,7 +246,7 @@ def markdown(row: Mapping[str, Any]) -> str:
 
 
 def library(name: str, component: str) -> Any:
-    """Imports a tracker's package; raises ImportError that says how to install it."""
+    """Imports a tracker's package; raises an ImportError that says how to install it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

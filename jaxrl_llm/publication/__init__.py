@@ -1,1 +1,1 @@
-"""Published weights: their format, and what a vLLM server runs to take them; it imports nothing of the other rooms."""
+"""Published weights: their format, and the code with which a vLLM server loads them; this package imports nothing of the other rooms."""

@@ -1,8 +1,8 @@
-"""Weights from one process's GPU memory into another's on the same host, by CUDA's inter-process handles (ctypes; no JAX, no PyTorch).
+"""Copies weights from one process's GPU memory into another's on the same host, by CUDA's inter-process handles (ctypes; no JAX, no PyTorch).
 
 The learner shares its arrays: it copies them into an allocation on each of its GPUs that other processes can open (those of JAX from
-0.11 on cannot be), and describes for each shard its place there and in the tensor. The sampler opens the allocations and copies
-shards to where they belong, from the same GPU or another one. An allocation keeps what it holds until it is shared anew.
+0.11 on cannot be), and describes each shard's place there and in the tensor. The sampler opens the allocations and copies shards into
+its own tensors, from the same GPU or another one. An allocation keeps its contents until it is shared anew.
 """
 
 import ctypes
@@ -18,25 +18,25 @@ from jaxrl_llm.publication.manifest import Manifest, element_type
 from jaxrl_llm.publication.reader import BadVersion, Target, check_forward
 
 _HANDLE_BYTES = 64
-_ALIGNED = 256  # bytes; where tensors begin
+_ALIGNED = 256  # bytes to which the beginnings of tensors are aligned
 _ENABLE_PEERS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
-_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address says on which GPU
+_UNIFIED = 4  # CU_MEMORYTYPE_UNIFIED: the address determines the GPU
 
 
 @runtime_checkable
 class Memory(Protocol):
-    """What is needed of a driver."""
+    """The operations of a GPU driver that are needed here."""
 
     def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
         """Returns the handle, in hexadecimal, and the address of allocation `number` on a device, of at least `size` bytes."""
         ...
 
     def opened(self, handle: str) -> Any:
-        """Returns a context manager that maps another process's allocation and gives its address."""
+        """Returns a context manager that maps another process's allocation and yields its address."""
         ...
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """Copies rows of `width` bytes that lie a pitch apart, and returns when they are there."""
+        """Copies rows of `width` bytes that lie a pitch apart, and returns when the copy is complete."""
         ...
 
 
@@ -48,7 +48,7 @@ class Shard:
       allocation: index into the handles.
       offset: bytes from the start of the allocation.
       start: index of the box's first element, one number an axis.
-      shape: of the box.
+      shape: shape of the box.
     """
 
     allocation: int
@@ -62,9 +62,9 @@ class RemoteTensor:
     """A tensor whose shards lie in another process's memory.
 
     Attributes:
-      shape: of the whole tensor.
+      shape: shape of the whole tensor.
       dtype: NumPy's name of the element type.
-      checksum: of the whole tensor, as the manifest has it.
+      checksum: checksum of the whole tensor, as in the manifest.
       shards: disjoint boxes that cover it.
     """
 
@@ -79,9 +79,9 @@ class RemoteWeights:
     """All tensors of a version in a learner's memory.
 
     Attributes:
-      handles: of the allocations, in hexadecimal.
-      tensors: by Hugging Face name.
-      forward: what shapes the policy's forward pass, as the manifest has it.
+      handles: handles of the allocations, in hexadecimal.
+      tensors: the tensors by Hugging Face name.
+      forward: settings of the policy's forward pass, as in the manifest.
     """
 
     handles: tuple[str, ...]
@@ -90,23 +90,23 @@ class RemoteWeights:
 
 
 def share(arrays: Mapping[str, Any], manifest: Manifest, memory: Memory, number: int) -> str:
-    """Copies JAX arrays (vectors and matrices, computed already) to where other processes of this host find them.
+    """Copies JAX arrays (vectors and matrices, already computed) into memory that other processes of this host can open.
 
     Args:
-      arrays: by Hugging Face name.
-      manifest: of the version.
-      memory: copies, and has the allocations.
-      number: of the allocation; what it held is overwritten.
+      arrays: the arrays by Hugging Face name.
+      manifest: the version's manifest.
+      memory: the driver, which copies and owns the allocations.
+      number: number of the allocation, whose contents are overwritten.
 
     Returns:
-      The text that describes them.
+      The text that describes the arrays' places.
 
     Raises:
       ValueError: an array is not wholly on this process's devices.
-      OSError: no memory for the copy outside of JAX's pool.
+      OSError: there is no memory for the copy outside of JAX's pool.
     """
     tensors: dict[str, Any] = {}
-    copies: dict[int, list[tuple[int, int, int]]] = {}  # of each device: address, place, bytes
+    copies: dict[int, list[tuple[int, int, int]]] = {}  # by device: address, place and bytes of each part
     used: dict[int, int] = {}
     for name, array in arrays.items():
         if not array.is_fully_addressable:
@@ -135,7 +135,7 @@ def share(arrays: Mapping[str, Any], manifest: Manifest, memory: Memory, number:
 
 
 def parse(text: str) -> RemoteWeights:
-    """Reads the text of `share`; BadVersion where it is none."""
+    """Parses the text of `share`; raises BadVersion where it is not such a text."""
     try:
         content = json.loads(text)
         return RemoteWeights(
@@ -159,12 +159,12 @@ def _tensor(entry: Mapping[str, Any]) -> RemoteTensor:
 
 
 def check(weights: RemoteWeights, targets: Mapping[str, Target], forward: Mapping[str, Any]) -> None:
-    """Raises BadVersion where the model computes otherwise, the tensors are not its own, or shards do not cover them exactly.
+    """Raises BadVersion where the model computes differently, the tensors do not fit it, or shards do not cover them exactly.
 
     Args:
-      weights: that the learner describes.
-      targets: what this rank needs, by name.
-      forward: what shapes the forward pass of the server's model.
+      weights: the weights that the learner describes.
+      targets: this rank's parts by name.
+      forward: settings of the forward pass of the server's model.
     """
     check_forward("the learner's memory", weights.forward, forward)
     missing, extra = sorted(targets.keys() - weights.tensors.keys()), sorted(weights.tensors.keys() - targets.keys())
@@ -194,9 +194,9 @@ def copy_into(to: int, tensor: RemoteTensor, bases: Mapping[int, int], memory: M
 
     Args:
       to: address of the tensor's first element.
-      tensor: what to copy.
+      tensor: the tensor to copy.
       bases: addresses of the opened allocations.
-      memory: copies.
+      memory: the driver that copies.
     """
     size = element_type(tensor.dtype).itemsize
     columns = tensor.shape[-1]
@@ -210,7 +210,7 @@ def copy_into(to: int, tensor: RemoteTensor, bases: Mapping[int, int], memory: M
 
 @contextmanager
 def opened(weights: RemoteWeights, memory: Memory) -> Iterator[dict[int, int]]:
-    """Maps all allocations; gives their addresses by index."""
+    """Maps all allocations; yields their addresses by index."""
     with ExitStack() as stack:
         yield {i: stack.enter_context(memory.opened(handle)) for i, handle in enumerate(weights.handles)}
 
@@ -220,7 +220,7 @@ class _Handle(ctypes.Structure):
 
 
 class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D of the driver's interface."""
+    """The structure CUDA_MEMCPY2D of the driver's interface."""
 
     _fields_ = tuple(
         (f"{end}_{field}", kind)
@@ -238,7 +238,7 @@ class _Copy2D(ctypes.Structure):
 
 
 class Cuda:
-    """CUDA's driver. Its calls need a current context: `use` makes a device's primary one current, as JAX and PyTorch share it."""
+    """The CUDA driver. Its calls need a current context: `use` makes a device's primary one current, which JAX and PyTorch share."""
 
     def __init__(self) -> None:
         try:
@@ -258,14 +258,14 @@ class Cuda:
             raise OSError(f"{function} failed with {(name.value or b'error').decode()} ({code})")
 
     def use(self, device: int) -> None:
-        """Makes the primary context of a device, as this process counts them, current in this thread."""
+        """Makes the primary context of a device current in this thread; `device` is its number in this process."""
         found, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(found), device)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), found)
         self._call("cuCtxSetCurrent", context)
 
     def shared(self, device: int, number: int, size: int) -> tuple[str, int]:
-        """Does as `Memory` says; raises OSError where the device has no such memory beside JAX's pool."""
+        """Implements `Memory.shared`; raises OSError where the device has no such memory outside of JAX's pool."""
         self.use(device)
         old, room = self._allocations.pop((device, number), (0, 0))
         if room < size:
@@ -287,7 +287,7 @@ class Cuda:
 
     @contextmanager
     def opened(self, handle: str) -> Iterator[int]:
-        """Does as `Memory` says; raises OSError where the allocation is gone or its GPU out of reach."""
+        """Implements `Memory.opened`; raises OSError where the allocation is gone or its GPU cannot be reached."""
         address = ctypes.c_uint64()
         content = _Handle.from_buffer_copy(bytes.fromhex(handle))
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(address), content, _ENABLE_PEERS)
@@ -297,7 +297,7 @@ class Cuda:
             self._call("cuIpcCloseMemHandle", address)
 
     def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, width: int, rows: int) -> None:
-        """Does as `Memory` says."""
+        """Implements `Memory.copy`."""
         if to_pitch == source_pitch == width:
             self._call("cuMemcpyDtoD_v2", ctypes.c_uint64(to), ctypes.c_uint64(source), ctypes.c_size_t(width * rows))
             self._call("cuCtxSynchronize")

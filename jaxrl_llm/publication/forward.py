@@ -1,8 +1,9 @@
-"""What of a config.json shapes the forward pass: a server compares its own with the learner's, exactly (nothing is imported).
+"""Settings of a config.json that shape the forward pass, in which a server must equal the learner exactly (nothing is imported).
 
-Equal tensors give other numbers under another rotary base, another epsilon, other heads of the same total width, or a window. Checksums of
-tensors see none of it, and the canary only what is larger than rounding: a rotary base of 10,000 in place of 15,000 hides there. What a
-config.json says in several ways (a size that follows from others, rotary settings beside each other or in a dict) is brought to one.
+Equal tensors give different results under another rotary base, another epsilon, other heads of the same total width, or a window.
+Checksums of tensors detect none of it, and the canary only what is larger than rounding: a rotary base of 10,000 in place of 15,000
+hides there. Settings that a config.json may express in several ways (a size that follows from others, rotary settings beside each other
+or in a dict) are normalised to one.
 """
 
 from collections.abc import Mapping
@@ -11,12 +12,12 @@ from typing import Any
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 _PLAIN = ("hidden_act", "rms_norm_eps")
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-# Names of one forward pass, apart from the windows, which are compared by themselves.
+# Model types with the same forward pass, apart from windows, which are compared separately.
 _ALIKE = {"mistral": "llama", "ministral": "llama"}
 
 
 def forward_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a config.json that shape the forward pass, by name; None where one is not there.
+    """Returns the settings of a config.json that shape the forward pass, by name; None for a missing one.
 
     Args:
       config: the parsed file, or transformers' `PretrainedConfig.to_dict()`.
@@ -37,7 +38,7 @@ def forward_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How tokens are sent to experts, and the layers that have none; nothing of a model without experts."""
+    """Returns how tokens are routed to experts, and the layers without experts; {} for a model without experts."""
     count = config.get("num_experts") or config.get("num_local_experts")
     if not count:
         return {}
@@ -49,7 +50,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The window of local attention, and the layers that have it."""
+    """Returns the window of local attention, and the layers that have it."""
     window, layers = config.get("sliding_window"), config.get("num_hidden_layers") or 0
     if not config.get("use_sliding_window", True):
         window = None
@@ -62,7 +63,7 @@ def _windows(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(published: Mapping[str, Any], held: Mapping[str, Any]) -> str:
-    """Where a server's settings are not those that were published, with both values of each; empty where they are equal."""
+    """Returns the settings in which a server differs from the published ones, with both values of each; empty where they are equal."""
     return ", ".join(
         f"{name} is {held.get(name)!r} here and {published.get(name)!r} there"
         for name in sorted(published.keys() | held.keys())

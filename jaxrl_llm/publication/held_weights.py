@@ -1,11 +1,11 @@
-"""Exact checksums of the tensors that a server's model holds, taken after a load (PyTorch, imported inside functions).
+"""Compares the tensors of a server's model with their published checksums after a load, exactly (PyTorch, imported inside functions).
 
-What was staged is compared with the manifest before the load; here the model itself is compared, after it: a tensor that a loader
-left out, put elsewhere, transposed or changed differs from what was published, by one bit at least, and no tolerance is needed. The sum
-is the manifest's, and it is taken where the tensor lies, some rows at a time.
+The staged tensors are compared with the manifest before the load; here the model itself is compared after it: a tensor that a loader
+left out, misplaced, transposed or changed differs from the published one by at least one bit, and no tolerance is needed. The sum is
+that of the manifest, and it is computed on the tensor's device, some rows at a time.
 
-On a CPU vLLM packs matrices into a form of its own and drops the tensors; such tensors are counted as unchecked and named. Matrices that a
-server quantizes are compared as they were loaded (`vllm_fp8`).
+On a CPU vLLM packs matrices into a form of its own and drops the tensors; such tensors are counted as unchecked, with their names.
+Matrices that a server quantizes are compared as they were loaded (`vllm_fp8`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,23 +17,23 @@ import numpy as np
 from jaxrl_llm.publication.manifest import digits, weights_of
 from jaxrl_llm.publication.reader import Target
 
-_ELEMENTS = 1 << 22  # elements that are weighted at a time
-_WIDER = {("bfloat16", "float32"), ("float16", "float32")}  # what is published, and what holds each of its values
+_ELEMENTS = 1 << 22  # elements that are summed at a time
+_WIDER = {("bfloat16", "float32"), ("float16", "float32")}  # (published type, wider type that holds each of its values)
 
 
 class WrongWeights(RuntimeError):
-    """A model holds something else than what was published."""
+    """Raised where a model's weights differ from the published ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a comparison covered.
+    """The coverage of a comparison.
 
     Attributes:
-      checked: tensors whose checksums are those that were published.
-      unchecked: names of tensors that the model keeps in another form, which nothing was compared of.
-      quantized: those of `checked` that were compared as they were loaded, before the server quantized them.
-      rounding: root mean square error of what was quantized, as a part of the weights' own; 0 where nothing was, or in an unknown form.
+      checked: number of tensors whose checksums equal the published ones.
+      unchecked: names of tensors that the model keeps in another form, which were not compared.
+      quantized: number of those of `checked` that were compared as loaded, before the server quantized them.
+      rounding: root mean square error of the quantized weights relative to the weights; 0 where none were quantized, or in an unknown form.
     """
 
     checked: int
@@ -49,17 +49,17 @@ def compare(
     loaded: Mapping[str, Any] | None = None,
     rounding: Callable[[], float] = float,
 ) -> Held:
-    """Compares the model's tensors with what was published.
+    """Compares the model's tensors with the published ones.
 
     Args:
       held: this rank's part of each tensor as the model holds it, a torch tensor by Hugging Face name; None where it is in another form.
-      targets: where the parts lie in the whole tensors.
-      published: of each tensor the element type, and the sum that this rank's part has.
-      loaded: sums of the tensors that the model keeps in another form, taken of what was loaded, int64 scalars by name.
-      rounding: what came of those, as `Held` has it.
+      targets: the parts' places in the whole tensors.
+      published: the element type of each tensor, and the sum of this rank's part.
+      loaded: sums of the tensors that the model keeps in another form, computed from the loaded tensors, int64 scalars by name.
+      rounding: returns the rounding of those, as in `Held`.
 
     Raises:
-      WrongWeights: a tensor is of a narrower type, or its sum is another one; names how many and the first.
+      WrongWeights: a tensor is of a narrower type, or its sum differs; the message has their number and the first name.
     """
     import torch
 
@@ -97,7 +97,7 @@ def _holds(held: str, published: str) -> bool:
 
 
 class Weights:
-    """The weights of positions as torch's int32, made once for each range and device."""
+    """The checksum's weights of positions as torch's int32, made once for each range and device."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int, int, Any], Any] = {}
@@ -114,16 +114,16 @@ class Weights:
 
 
 def tensor_sum(part: Any, target: Target, dtype: str, weights: Weights | None = None) -> Any:
-    """Returns what a part of a tensor, of one axis or more, adds to the tensor's checksum: `manifest.partial_sum` in torch.
+    """Returns the contribution of a tensor's part, of one axis or more, to the tensor's checksum: `manifest.partial_sum` in torch.
 
     Args:
       part: the part, in `dtype` or a wider type whose values are all of `dtype`.
-      target: where it lies in the tensor.
-      dtype: the element type that was published.
-      weights: shared by the tensors of a model.
+      target: the part's place in the tensor.
+      dtype: the published element type.
+      weights: position weights, shared by the tensors of a model.
 
     Returns:
-      int64 scalar on the part's device, the sum modulo 2^32, or -1 where a value is none of `dtype`.
+      int64 scalar on the part's device, the sum modulo 2^32, or -1 where a value is not representable in `dtype`.
     """
     import torch
 
@@ -148,7 +148,7 @@ def tensor_sum(part: Any, target: Target, dtype: str, weights: Weights | None = 
 
 
 def _row_weights(target: Target, rows: int, weights: Weights, device: Any) -> Any:
-    """The weights of a part's rows by their numbers in the whole tensor, whose axes but the last are counted through."""
+    """Returns the weights of a part's rows by their numbers in the whole tensor, whose axes but the last are flattened."""
     import torch
 
     if len(target.box) < 3:
@@ -160,7 +160,7 @@ def _row_weights(target: Target, rows: int, weights: Weights, device: Any) -> An
 
 
 def _words(block: Any) -> Any:
-    """Returns the elements' bits as int32; never the tensor's own memory of another meaning."""
+    """Returns the elements' bits as int32, zero-extended from 8 or 16 bits."""
     import torch
 
     size = block.element_size()

@@ -1,13 +1,13 @@
-"""What a published version of the weights holds: names, shapes, types, checksums, and a canary (NumPy only).
+"""The manifest of a published version of the weights: names, shapes, types, checksums, and a canary (NumPy only).
 
 Checksum of a tensor, seen as a matrix u [rows, columns] of unsigned words (the elements' bits; the columns are its last axis, a
 vector is one row):
 
     sum over r, c of u[r, c] * weight(2 r) * weight(2 c + 1)   mod 2^32,    weight(p) = mix(p) | 1
 
-with mix the 32-bit finalizer of MurmurHash3. It is a sum over elements, so hosts add up what their own shards give, and ranks
-that read a part each add up theirs: nothing is gathered. Weights are odd, so no single flipped bit goes unseen; rows and columns
-have weights of their own, so neither does a transposition.
+with mix the 32-bit finalizer of MurmurHash3. It is a sum over elements, so hosts add up the sums of their own shards, and ranks those
+of their own parts: nothing is gathered. Weights are odd, so every single flipped bit is detected; rows and columns have weights of
+their own, so a transposition is detected too.
 """
 
 import json
@@ -21,7 +21,7 @@ import numpy as np
 FORMAT = 3
 FILE = "manifest.json"
 WEIGHTS = "weights"  # the folder of the orbax checkpoint, beside the manifest
-_BLOCK_BYTES = 1 << 19  # of words that are weighted at a time, so that the products stay in cache
+_BLOCK_BYTES = 1 << 19  # bytes of words that are summed at a time, so that the products stay in cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Canary:
-    """A fixed token sequence as the learner scores it under this version.
+    """A fixed token sequence with the learner's scores under this version.
 
     Attributes:
       tokens: token ids, T of them.
       logprobs: the learner's log-probability of each token but the first given those before it, T - 1 of them, in nats.
       likely: the learner's most likely token after each token but the last, T - 1 token ids.
-      likely_logprobs: the learner's log-probabilities of those, in nats.
+      likely_logprobs: the learner's log-probabilities of those tokens, in nats.
       limit: largest ratio of `publication.canary` that passes.
     """
 
@@ -68,15 +68,15 @@ class Canary:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A published version.
+    """The manifest of a published version.
 
     Attributes:
-      version: counts the learner's publications.
+      version: number of the version among the learner's publications.
       model_type: Hugging Face's name of the architecture ("qwen2").
-      tied: whether the output head is the embedding; `lm_head.weight` is then no tensor of its own.
+      tied: whether the output head is the embedding; there is then no tensor `lm_head.weight`.
       tensors: every tensor by its Hugging Face name.
-      forward: what of the policy's config.json shapes the forward pass, as `publication.forward` says it.
-      canary: a sequence that learner and server are compared on, or None.
+      forward: settings of the policy's config.json that shape the forward pass, as `publication.forward` returns them.
+      canary: a sequence on which learner and server are compared, or None.
     """
 
     version: int
@@ -92,7 +92,7 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str | bytes) -> "Manifest":
-        """Reads the text of manifest.json; ValueError where it is no manifest of a known format."""
+        """Parses the text of manifest.json; raises ValueError where it is not a manifest of a known format."""
         try:
             content = json.loads(text)
             if content["format"] != FORMAT:
@@ -128,7 +128,7 @@ def _canary(content: Mapping[str, Any]) -> Canary:
 
 
 def element_type(name: str) -> np.dtype:
-    """NumPy's type of a name, bfloat16 and the 8-bit floats of ml_dtypes included; ValueError for another name."""
+    """Returns NumPy's type of a name, bfloat16 and the 8-bit floats of ml_dtypes included; raises ValueError for another name."""
     try:
         return np.dtype(getattr(ml_dtypes, name)) if hasattr(ml_dtypes, name) else np.dtype(name)
     except TypeError as unknown:
@@ -136,7 +136,7 @@ def element_type(name: str) -> np.dtype:
 
 
 def weights_of(positions: Any) -> Any:
-    """Returns the odd weight of each position: uint32 in, uint32 out, NumPy or JAX arrays alike (only operators are used)."""
+    """Returns the odd weight of each position: uint32 in, uint32 out, for NumPy and JAX arrays alike, since only operators are used."""
     x = positions ^ (positions >> 16)
     x = x * np.uint32(0x85EBCA6B)
     x = x ^ (x >> 13)
@@ -145,12 +145,12 @@ def weights_of(positions: Any) -> Any:
 
 
 def partial_sum(part: np.ndarray, origin: Sequence[int], shape: Sequence[int]) -> int:
-    """Returns what a box of a tensor adds to the tensor's checksum, 0 <= sum < 2^32.
+    """Returns the contribution of a tensor's box to the tensor's checksum, 0 <= sum < 2^32.
 
     Args:
       part: the elements of the box.
       origin: index of its first element in the whole tensor, one number an axis.
-      shape: the whole tensor's.
+      shape: shape of the whole tensor.
     """
     if len(origin) != part.ndim or len(shape) != part.ndim:
         raise ValueError(f"a part of {part.ndim} axes needs an origin and a shape of as many, got {origin} and {shape}")
@@ -181,5 +181,5 @@ def checksum(array: np.ndarray) -> str:
 
 
 def digits(total: int) -> str:
-    """Returns a sum of partial sums as the manifest writes it."""
+    """Returns a sum of partial sums in the manifest's form, eight hexadecimal digits."""
     return f"{total % (1 << 32):08x}"

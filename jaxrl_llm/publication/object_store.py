@@ -1,4 +1,4 @@
-"""Published versions in object storage, gs:// and s3://, through tensorstore's own drivers (no jax, no Google or AWS library).
+"""Stores published versions in object storage, gs:// and s3://, through tensorstore's own drivers (no jax, no Google or AWS library).
 
 Google's credentials are the application's default ones. AWS's come from its usual chain; AWS_ENDPOINT_URL_S3 or AWS_ENDPOINT_URL
 names the server of a store that speaks S3, AWS_REGION its region.
@@ -21,29 +21,29 @@ import tensorstore as ts
 from jaxrl_llm.publication.manifest import WEIGHTS
 
 SCHEMES = ("gs://", "s3://")
-MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is whole
-TREE = f"{WEIGHTS}/_METADATA"  # the list of its tensors
-# {"objects": {key: [bytes, digests of its blocks]}}, where relays are to pass the version on.
+MARKER = f"{WEIGHTS}/_CHECKPOINT_METADATA"  # written last: a version with it is complete
+TREE = f"{WEIGHTS}/_METADATA"  # the list of the version's tensors
+# {"objects": {key: [bytes, digests of its blocks]}}, for relays that pass the version on.
 BLOCKS = f"{WEIGHTS}/_BLOCKS"
-BLOCK_BYTES = 1 << 22  # of an object that relays pass on at a time; its last block is shorter
-# A request that fails is tried again for about half a minute, not for the quarter of an hour that is tensorstore's default.
+BLOCK_BYTES = 1 << 22  # bytes of an object that relays pass on at a time; its last block is shorter
+# A failed request is retried for about half a minute, instead of the quarter of an hour that is tensorstore's default.
 _RETRIES = {"max_retries": 7, "initial_delay": "0.25s", "max_delay": "8s"}
-_WINDOW_BYTES = 1 << 30  # of objects that are being written
-# An object of each process that has written its shards, with the list of their blocks.
+_WINDOW_BYTES = 1 << 30  # most bytes of objects that are being written
+# Each process writes such an object when its shards are written, with the list of their blocks.
 _WRITTEN = f"{WEIGHTS}/_WRITTEN/"
 _UNLISTED = b"written"
-_DIGESTING = 4  # threads
-_POLL_S, _LONGEST_POLL_S = 0.05, 1.0  # between looks for them
+_DIGESTING = 4  # threads that compute digests
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0  # seconds between two requests for them
 RETRIES: Mapping[str, Any] = {"gcs_request_retries": _RETRIES, "s3_request_retries": _RETRIES}
 
 
 def is_stored(place: str) -> bool:
-    """Returns whether a place is an address of object storage, and no folder."""
+    """Returns whether a place is an address of object storage instead of a folder."""
     return place.startswith(SCHEMES)
 
 
 def spec(address: str) -> Any:
-    """Returns what tensorstore opens a folder by: the address itself, or more where S3 is spoken by another server than Amazon's."""
+    """Returns what tensorstore opens a folder by: the address itself, or a dict where the S3 server is not Amazon's."""
     address = f"{address.rstrip('/')}/"
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if not address.startswith("s3://") or not endpoint:
@@ -54,7 +54,7 @@ def spec(address: str) -> Any:
 
 
 class Store:
-    """A folder of versions in object storage; each call raises OSError that names it where it fails."""
+    """A folder of versions in object storage; each call that fails raises an OSError with its address."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -63,9 +63,9 @@ class Store:
     def write(
         self, name: str, objects: Mapping[str, Callable[[], bytes]], process: int, *, listed: bool = False
     ) -> None:
-        """Writes what one process has of the version `name`, and then that it has; contents are made as memory has room for them.
+        """Writes one process's objects of the version `name`, and then the mark that it has; contents are made as memory has room for them.
 
-        With `listed`, it says the digests of their blocks too, for relays.
+        With `listed`, the mark holds the digests of their blocks, for relays.
         """
         to = self._open(name)
         try:
@@ -85,13 +85,14 @@ class Store:
             raise self._failed("write", name, error) from error
 
     def complete(self, name: str, processes: int, limit_s: float) -> str:
-        """Writes the marker of a version once every process has written its part, and before it the list of all blocks where there is one.
+        """Writes the marker of a version once every process has written its part, and before it the list of all blocks where processes
+        list theirs.
 
         Returns:
-          The SHA-256 of that list; empty where there is none.
+          The SHA-256 of that list; empty where there is no list.
 
         Raises:
-          OSError: some have not within `limit_s`, in seconds; the message names them.
+          OSError: some processes have not done so within `limit_s` seconds; the message names them.
         """
         to, until, wait_s = self._open(name), time.monotonic() + limit_s, _POLL_S
         absent, said, text = list(range(processes)), [], b""
@@ -116,7 +117,7 @@ class Store:
         return hashlib.sha256(text).hexdigest() if text else ""
 
     def versions(self) -> list[str]:
-        """Returns the names of the versions there, whole or not, in order."""
+        """Returns the names of the versions there, complete or not, in order."""
         try:
             keys = self._open("").list().result()
         except Exception as error:
@@ -124,7 +125,7 @@ class Store:
         return sorted({key.decode().partition("/")[0] for key in keys if b"/" in key})
 
     def remove(self, name: str) -> None:
-        """Removes a version, its marker first, so that no reader takes the rest for whole."""
+        """Removes a version, its marker first, so that no reader takes the rest for a complete one."""
         try:
             self._open(name).write(MARKER, None).result()
             self._open(name).delete_range(ts.KvStore.KeyRange()).result()
@@ -149,13 +150,13 @@ def digest(block: bytes | memoryview) -> str:
 
 
 def digests(content: bytes) -> str:
-    """Returns the digests of an object's blocks, one after the other."""
+    """Returns the digests of an object's blocks, concatenated."""
     view = memoryview(content)
     return "".join(digest(view[first : first + BLOCK_BYTES]) for first in range(0, len(content), BLOCK_BYTES))
 
 
 def folder_of(address: str) -> Path | None:
-    """Returns the folder of a "file://" address; None for another."""
+    """Returns the folder of a "file://" address; None for another address."""
     return Path(unquote(address.removeprefix("file://"))) if address.startswith("file://") else None
 
 
@@ -164,7 +165,7 @@ def _write(
     objects: Mapping[str, Callable[[], bytes]],
     note: Callable[[str, bytes], Future[None]] | None = None,
 ) -> None:
-    """Writes objects, some at the same time: as many as `_WINDOW_BYTES` of memory hold, at least one; `note` sees each content."""
+    """Writes objects concurrently, as many as `_WINDOW_BYTES` of memory hold, at least one; `note` gets each content."""
     under_way: deque[tuple[int, list[Any]]] = deque()
     for key, make in objects.items():
         content = make()

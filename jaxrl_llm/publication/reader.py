@@ -23,24 +23,24 @@ from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Manifest, digits, elem
 
 Box = tuple[slice, ...]
 _ALIGNMENT = 64  # bytes
-_SUMMED_BYTES = 1 << 26  # that one thread adds up
-_THREADS = 8  # that add up
+_SUMMED_BYTES = 1 << 26  # most bytes that one thread sums at a time
+_THREADS = 8  # most threads that compute sums
 
 
 class BadVersion(ValueError):
-    """A published version that must not be loaded: torn, damaged, or of another model."""
+    """Raised for a published version that must not be loaded: incomplete, damaged, or of another model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What one rank needs of one tensor.
+    """One rank's part of one tensor.
 
     Attributes:
-      shape: of the whole tensor.
+      shape: shape of the whole tensor.
       box: the part that the rank loads, one slice with a start and a stop for each axis.
-      counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one does. A tensor
-        that every rank loads whole is checked by each.
-      divided: the ranks load different parts, even where this one's is all of the tensor and the others' are empty.
+      counted: whether this rank's part counts in the tensor's checksum; of ranks that load the same part, one counts. Each rank checks
+        a tensor that every rank loads whole.
+      divided: whether the ranks load different parts, even where this one's is the whole tensor and the others' are empty.
     """
 
     shape: tuple[int, ...]
@@ -50,25 +50,25 @@ class Target:
 
     @property
     def whole(self) -> bool:
-        """Whether the part is the tensor, on every rank."""
+        """Whether every rank's part is the whole tensor."""
         return not self.divided and self.box == whole_box(self.shape)
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Returns the box that holds all of a tensor."""
+    """Returns the box that covers a whole tensor."""
     return tuple(slice(0, n) for n in shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StagedVersion:
-    """A version in host memory, checked as far as one rank can.
+    """A version in host memory, checked as far as one rank can check it.
 
     Attributes:
-      manifest: of the version.
+      manifest: the version's manifest.
       parts: the rank's box of each tensor, by name, in the order in which the model loads them.
-      sums: for tensors that the rank reads in part, what its part adds to the checksum.
+      sums: for tensors that the rank reads in part, its part's contribution to the checksum.
       totals: the sum of each part, counted in the checksum or not, 0 <= sum < 2^32.
-      nbytes: bytes read.
+      nbytes: number of bytes read.
     """
 
     manifest: Manifest
@@ -79,16 +79,16 @@ class StagedVersion:
 
 
 class OrbaxReader:
-    """One published version, opened."""
+    """A reader of one published version."""
 
     def __init__(self, path: str, *, window_bytes: int = 1 << 29) -> None:
-        """Opens a version; BadVersion where it is not there, not whole, or its metadata cannot be read."""
+        """Opens a version; raises BadVersion where it does not exist, is incomplete, or its metadata cannot be read."""
         self.path = path.rstrip("/")
-        # In an address some characters mean something else than in the name of a folder.
+        # Some characters have another meaning in an address than in the name of a folder.
         self._address = self.path if "://" in self.path else f"file://{quote(str(Path(self.path).absolute()))}"
         self._window_bytes = window_bytes
         settings: dict[str, Any] = {"cache_pool": {"total_bytes_limit": 0}, "file_io_concurrency": {"limit": 32}}
-        if in_memory(self.path):  # a disk that fails under a mapped file ends the process
+        if in_memory(self.path):  # a disk that fails under a memory-mapped file would end the process
             settings["file_io_mode"] = {"mode": "memmap"}
         self._context = ts.Context(settings | dict(object_store.RETRIES))
         self._store = ts.KvStore.open(object_store.spec(self._address), context=self._context).result()
@@ -115,16 +115,16 @@ class OrbaxReader:
         if self._database:
             base = object_store.spec(f"{self._address}/{WEIGHTS}")
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
-        # A file that is gone would read as zeros, which no checksum sees where another rank counts the same part.
+        # A missing file would read as zeros, which no checksum detects where another rank counts the same part.
         spec = {"driver": self._driver, "kvstore": kvstore, "fill_missing_data_reads": False}
         return ts.open(
             spec, open=True, read=True, context=self._context, recheck_cached_data=False, recheck_cached_metadata=False
         )
 
     def read_into(self, boxes: Mapping[str, tuple[Box, np.ndarray]]) -> Iterator[str]:
-        """Copies each box of the stored tensors into its array; yields names, in order, as they are complete.
+        """Copies each box of the stored tensors into its array; yields names, in order, as they are completed.
 
-        At most `window_bytes` are under way at once. BadVersion where a tensor cannot be read or differs in shape or type from
+        At most `window_bytes` are in flight at a time. Raises BadVersion where a tensor cannot be read or differs in shape or type from
         the manifest.
         """
         opened = {name: self.open(name) for name in boxes}
@@ -144,7 +144,7 @@ class OrbaxReader:
             while under_way:
                 first, _, copied = under_way.popleft()
                 yield self._complete(first, copied)
-        finally:  # whoever gives up may use the memory again
+        finally:  # the caller may use the memory again when it gives up
             for _, _, copied in under_way:
                 copied.exception()
 
@@ -175,7 +175,7 @@ def _first_line(failure: Exception) -> str:
 
 
 def check_forward(source: str, published: Mapping[str, Any], held: Mapping[str, Any]) -> None:
-    """Raises BadVersion where the server's settings of the forward pass are not those that were published."""
+    """Raises BadVersion where the server's settings of the forward pass differ from the published ones."""
     if apart := differences(published, held):
         raise BadVersion(
             f"{source}: the server's model computes otherwise than the learner's: {apart}; serve the learner's config.json, with no "
@@ -184,7 +184,7 @@ def check_forward(source: str, published: Mapping[str, Any], held: Mapping[str, 
 
 
 def check_names(reader: OrbaxReader, version: int, targets: Mapping[str, Target]) -> None:
-    """Raises BadVersion where the version, the stored names, the manifest's, or what the model needs do not agree."""
+    """Raises BadVersion where the version, the stored names, the manifest's names and those of the model do not agree."""
     manifest = reader.manifest
     if manifest.version != version:
         raise BadVersion(f"{reader.path}: holds version {manifest.version}, asked for was {version}")
@@ -208,7 +208,7 @@ def _same_names(path: str, what: str, names: set[str], whose: str, others: set[s
 
 
 def in_memory(path: str) -> bool:
-    """Returns whether a path of this host lies in a file system in its memory (tmpfs)."""
+    """Returns whether a path of this host is in a file system in memory (tmpfs)."""
     mounts = Path("/proc/self/mounts")
     if "://" in path or not mounts.exists():
         return False
@@ -218,7 +218,7 @@ def in_memory(path: str) -> bool:
 
 
 def uninitialised(nbytes: int) -> np.ndarray:
-    """Returns a block of memory; what is never written is never touched."""
+    """Returns a block of uninitialised memory, of which pages are allocated when they are written."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -230,21 +230,21 @@ def read_version(
     allocate: Callable[[int], np.ndarray] = uninitialised,
     forward: Mapping[str, Any] | None = None,
 ) -> StagedVersion:
-    """Reads what one rank needs of a version into memory, in the order of `targets`, and checks it.
+    """Reads one rank's parts of a version into memory, in the order of `targets`, and checks them.
 
-    Tensors that the rank reads whole are compared with the manifest's checksums; sums of parts are handed back, because only
-    the ranks together can compare them (`check_sums`).
+    Tensors that the rank reads whole are compared with the manifest's checksums; sums of parts are returned, because only the ranks
+    together can compare them (`check_sums`).
 
     Args:
       path: the version's folder or address.
       version: the number it must have.
-      targets: what the rank needs, by name.
-      cancelled: asked after each tensor; reading ends with BadVersion where it says True.
-      allocate: gives a block of so many bytes, which then belongs to the parts.
-      forward: what shapes the forward pass of the model that is read for; None where there is none.
+      targets: the rank's parts by name.
+      cancelled: called after each tensor; reading ends with BadVersion where it returns True.
+      allocate: returns a block of the given number of bytes, which then belongs to the parts.
+      forward: settings of the forward pass of the model that loads the version; None leaves them unchecked.
 
     Raises:
-      BadVersion: the version is torn, damaged, or of a model that computes otherwise.
+      BadVersion: the version is incomplete, damaged, or of a model that computes differently.
     """
     reader = OrbaxReader(path)
     check_names(reader, version, targets)
@@ -268,7 +268,7 @@ def read_version(
 
 
 def _blocks(part: np.ndarray, target: Target) -> Iterator[tuple[np.ndarray, tuple[int, ...]]]:
-    """A rank's part of a tensor in blocks of some rows, each with its origin in the whole tensor."""
+    """Yields a rank's part of a tensor in blocks of some rows, each with its origin in the whole tensor."""
     origin = tuple(axis.start for axis in target.box)
     if part.nbytes <= _SUMMED_BYTES:
         yield part, origin
@@ -292,7 +292,7 @@ def check_sums(path: str, manifest: Manifest, totals: Mapping[str, int]) -> None
 def _in_one_block(
     manifest: Manifest, targets: Mapping[str, Target], allocate: Callable[[int], np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """Returns uninitialised memory for each part in one block, which goes back to the system as a whole when they go."""
+    """Returns uninitialised memory for each part in one block, which is freed as a whole when the parts are."""
     places, size = {}, 0
     for name, target in targets.items():
         shape, dtype = tuple(axis.stop - axis.start for axis in target.box), element_type(manifest.tensors[name].dtype)
@@ -303,7 +303,7 @@ def _in_one_block(
     return {name: block[place].view(dtype).reshape(shape) for name, (place, shape, dtype) in places.items()}
 
 
-UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left half loaded
+UNKNOWN = -1  # the version of weights that the learner did not publish, or of a model that a commit left partly loaded
 
 
 class Stager:
@@ -312,10 +312,11 @@ class Stager:
     def __init__(
         self, allocate: Callable[[int], np.ndarray] = uninitialised, forward: Mapping[str, Any] | None = None
     ) -> None:
-        """`allocate` gives the block that a version is read into; it may give the same one again. `forward`: as for `read_version`."""
+        """Creates an idle stager; `allocate` returns the block into which a version is read, maybe the same one again; `forward` is
+        that of `read_version`."""
         self._allocate, self._forward = allocate, forward
         self._lock = threading.Lock()
-        self._reading = threading.Lock()  # one read at a time: an older one may still write into the block
+        self._reading = threading.Lock()  # one read at a time, since an older one may still write into the block
         self._job = 0
         self._began = 0.0
         self._path = ""
@@ -324,7 +325,7 @@ class Stager:
         self.drop()
 
     def stage(self, path: str, version: int, targets: Mapping[str, Target]) -> None:
-        """Starts to read a version and returns; whatever else was being read, or was staged, is given up for it."""
+        """Starts to read a version and returns; a read in progress or a staged version is given up for it."""
         with self._lock:
             if self._state["state"] == "staging" and (self._path, self._state["version"]) == (path, version):
                 return
@@ -365,7 +366,7 @@ class Stager:
             return dict(self._state)
 
     def take(self, version: int) -> StagedVersion:
-        """Returns the staged version; BadVersion where it is not this one, or is not whole."""
+        """Returns the staged version; raises BadVersion where it is another one or incomplete."""
         with self._lock:
             if self._staged is None or self._state["version"] != version:
                 raise BadVersion(
@@ -374,17 +375,17 @@ class Stager:
             return self._staged
 
     def refuse(self, version: int, error: str) -> None:
-        """Forgets a staged version that turned out to be bad; `status` says why."""
+        """Drops a staged version that turned out to be bad; `status` then returns the error."""
         self._begin("", version, "failed", error)
 
     def drop(self) -> None:
-        """Forgets what was staged and gives its memory back."""
+        """Drops the staged version and frees its memory."""
         self._begin("", UNKNOWN, "idle")
         give_memory_back()
 
 
 def give_memory_back() -> None:
-    """Returns freed pages to the system: tensorstore's threads each leave an arena of the allocator fragmented."""
+    """Returns freed pages to the system, since each of tensorstore's threads leaves a fragmented arena of the allocator."""
     trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

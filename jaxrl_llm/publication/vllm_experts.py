@@ -1,10 +1,10 @@
-"""The experts of a layer inside a vLLM server: what a rank holds of them, in which pieces its loader takes them, and how they are compared.
+"""The experts of a layer inside a vLLM server: a rank's part of them, the matrices that its loader takes, and their comparison.
 
-A layer's experts are published as two tensors, `gate_up_proj` [E, 2, M, D] and `down_proj` [E, D, M], so that every rank's part of each is
-one box: some rows and columns of all experts under tensor parallelism, some experts whole under expert parallelism. vLLM keeps them as
-`w13_weight` [own E, 2 M / ranks, D] and `w2_weight` [own E, D, M / ranks], and its loader takes one matrix of one expert at a time under the
-names of a Hugging Face checkpoint. They are handed over so, a few megabytes each; no tensor of all experts is made beside what the
-server stages and what it serves.
+A layer's experts are published as two tensors, `gate_up_proj` [E, 2, M, D] and `down_proj` [E, D, M], so that every rank's part of each
+is one box: some rows and columns of all experts under tensor parallelism, some whole experts under expert parallelism. vLLM keeps them
+as `w13_weight` [own E, 2 M / ranks, D] and `w2_weight` [own E, D, M / ranks], and its loader takes one matrix of one expert at a time
+under the names of a Hugging Face checkpoint. They are passed on in this form, a few megabytes each; no further tensor of all experts is
+made beside the staged and the served ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,17 +20,17 @@ from jaxrl_llm.publication.reader import BadVersion, Box, Target, whole_box
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"  # ends of the published names
 _OWN = {"w13_weight", "w2_weight"}
-# Backends of vLLM's unquantized method that multiply by the weights as they were loaded; others rewrite them in place.
+# Backends of vLLM's unquantized method that multiply by the weights as loaded; others rewrite them in place.
 _AS_LOADED = {"TRITON", "BATCHED_TRITON"}
 
 
 def is_experts(layer: Any) -> bool:
-    """Whether a module of vLLM's holds the experts of a layer: `RoutedExperts`, and `FusedMoE` of earlier releases."""
+    """Returns whether a module of vLLM's holds the experts of a layer: `RoutedExperts`, or `FusedMoE` of earlier releases."""
     return all(hasattr(layer, name) for name in (*_OWN, "expert_map"))
 
 
 def parts(path: str, layer: Any, own: Mapping[str, Any]) -> Iterator[tuple[str, Target, Any | None]]:
-    """Yields the name and the target of both tensors of a layer, and this rank's part as the layer holds it, or None where it is rewritten.
+    """Yields the name and the target of both tensors of a layer, and the layer's own tensor of this rank's part, or None where it is rewritten.
 
     Raises:
       NotImplementedError: the experts are quantized or have biases, are balanced by vLLM between ranks, or a rank's are not consecutive.
@@ -55,13 +55,13 @@ def parts(path: str, layer: Any, own: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 def _sizes(layer: Any, config: Any) -> tuple[int, int]:
-    """The rows of gate, and of up, of one expert on this rank, and their columns, without what a kernel pads them with."""
+    """Returns the rows of gate, and of up, of one expert on this rank, and their columns, without a kernel's padding."""
     rows = getattr(config, "intermediate_size_per_partition_unpadded", None) or layer.intermediate_size_per_partition
     return rows, getattr(config, "hidden_dim_unpadded", None) or layer.hidden_size
 
 
 def _experts(path: str, layer: Any) -> slice:
-    """The experts that this rank holds, by the layer's own map [E] from all experts to its own, -1 for others'."""
+    """Returns the experts that this rank holds, by the layer's own map [E] from all experts to its own, -1 for others'."""
     if layer.expert_map is None:
         return slice(0, layer.global_num_experts)
     places = np.asarray(layer.expert_map.cpu())
@@ -76,7 +76,7 @@ def _experts(path: str, layer: Any) -> slice:
 
 
 def _held(layer: Any, weight: Any, target: Target) -> Any | None:
-    """A view of this rank's part in the form of the published tensor; None where the backend rewrote it or padded it."""
+    """Returns a view of this rank's part in the form of the published tensor; None where the backend rewrote it or padded it."""
     backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
     shape = tuple(axis.stop - axis.start for axis in target.box)
     rows = (shape[0], 2 * shape[2], shape[3]) if len(shape) == 4 else shape
@@ -89,7 +89,7 @@ def _held(layer: Any, weight: Any, target: Target) -> Any | None:
 
 
 def of_experts(name: str) -> bool:
-    """Whether a published tensor is one of all experts of a layer."""
+    """Returns whether a published tensor is one of all experts of a layer."""
     return name.endswith((f".experts.{GATE_UP}", f".experts.{DOWN}"))
 
 
@@ -105,15 +105,15 @@ def matrices(name: str, target: Target) -> Iterator[tuple[str, tuple[int, ...]]]
 
 
 def from_host(name: str, part: Any, target: Target) -> Iterator[tuple[str, Any]]:
-    """Yields the matrices of a part in the host's memory as vLLM's loader takes them, whole.
+    """Yields the matrices of a part in the host's memory in the form of vLLM's loader, at full size.
 
-    Under tensor parallelism the rank has some rows or columns of each, and nothing else of the matrix is set; it stays in the host's
-    memory, of which only what is set is touched.
+    Under tensor parallelism the rank has some rows or columns of each, and only those are set; the matrix stays in the host's memory,
+    of which only the pages that are set are allocated.
 
     Args:
-      name: of the published tensor.
+      name: name of the published tensor.
       part: a torch tensor, this rank's box.
-      target: which box it is.
+      target: the box of the part.
     """
     import torch
 
@@ -135,19 +135,19 @@ def from_learner(
     copied: Callable[[RemoteTensor], Any],
     published: dict[str, tuple[str, int]],
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the matrices of this rank's experts as vLLM's loader takes them, from the learner's memory.
+    """Yields the matrices of this rank's experts in the form of vLLM's loader, from the learner's memory.
 
-    All experts are copied, one matrix after the other, to compare their sum with the tensor's checksum; others' are dropped at once.
+    All experts are copied, one matrix after the other, to compare their sum with the tensor's checksum; those of other ranks are dropped at once.
 
     Args:
-      name: of the published tensor.
-      tensor: where it lies.
+      name: name of the published tensor.
+      tensor: its place in the learner's memory.
       target: this rank's box of it.
       copied: copies a matrix to the server's device.
-      published: gets the element type and the sum of this rank's part.
+      published: receives the element type and the sum of this rank's part.
 
     Raises:
-      BadVersion: what arrived is not what was published.
+      BadVersion: the copied tensor differs from the published one.
     """
     own = {place: matrix for matrix, place in matrices(name, target)}
     total, mine, whole, box = 0, 0, whole_box(tensor.shape[-2:]), target.box[-2:]
@@ -163,7 +163,7 @@ def from_learner(
 
 
 def matrix_of(tensor: RemoteTensor, place: tuple[int, ...]) -> RemoteTensor:
-    """The matrix at `place` along the first axes of a tensor in another process's memory."""
+    """Returns the matrix at `place` along the first axes of a tensor in another process's memory."""
     found = []
     for shard in tensor.shards:
         inside = [at - first for at, first in zip(place, shard.start)]
@@ -176,14 +176,15 @@ def matrix_of(tensor: RemoteTensor, place: tuple[int, ...]) -> RemoteTensor:
 
 
 def target_of(shape: tuple[int, ...], place: tuple[int, ...], box: Box) -> Target:
-    """A box of the matrix at `place` along the first axes of a tensor, as one of the tensor's rows, by which its checksum goes."""
+    """Returns a box of the matrix at `place` along the first axes of a tensor, as a box of the tensor's rows, on which its checksum is
+    defined."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     first = int(np.ravel_multi_index(place, shape[:-2])) * shape[-2]
     return Target(shape=(rows, columns), box=(slice(first + box[0].start, first + box[0].stop), box[1]))
 
 
 def repack(model: Any) -> None:
-    """Packs experts anew on a CPU: there vLLM multiplies by a packed copy that it makes with the kernel, and a reload leaves them unpacked."""
+    """Packs experts anew on a CPU, where vLLM multiplies by a packed copy that it makes with the kernel, and a reload leaves them unpacked."""
     for layer in model.modules():
         backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
         if getattr(backend, "name", None) == "CPU" and layer.quant_method.moe_kernel is not None:

@@ -1,12 +1,12 @@
-"""Linear layers that a vLLM server keeps in fp8, quantized by vLLM's own code while it loads what is published (torch, imported inside functions).
+"""Checks linear layers that a vLLM server keeps in fp8, which vLLM quantizes while it loads published weights (torch, imported inside functions).
 
     vllm serve MODEL --quantization fp8_per_channel ...          # or fp8_per_tensor, fp8_per_block
 
-What is published is in 16 or 32 bits as ever. vLLM's layer-wise reload gathers the parts of a layer, quantizes it and copies the result
-over the one before. A checksum of the published bits says nothing of that result, so it is followed through the load:
+Published weights have 16 or 32 bits here too. vLLM's layer-wise reload gathers the parts of a layer, quantizes it and copies the result
+over the one before. A checksum of the published bits does not check that result, so it is followed through the load:
 
-  1. before a layer is quantized, the checksums of what was loaded into it are taken, and must be the published ones, exactly;
-  2. what its quantization gives is multiplied by its scales, and no element may be further from what was loaded than rounding to fp8 allows;
+  1. before a layer is quantized, the checksums of its loaded weights must equal the published ones exactly;
+  2. the quantized weights times their scales may differ from the loaded ones by no more than rounding to fp8 allows, in every element;
   3. after the load, the layer holds those very bits.
 
 Embedding, output head, norms and biases stay as they are published and are compared as in any other server.
@@ -21,7 +21,7 @@ from jaxrl_llm.publication.held_weights import Weights, WrongWeights, tensor_sum
 from jaxrl_llm.publication.reader import Target, whole_box
 
 SCALES = {"weight_scale", "weight_scale_inv"}
-# vLLM's methods that quantize what they load, and whether they keep it with its axes exchanged.
+# vLLM's methods that quantize weights while loading, and whether they store them transposed.
 _METHODS = {
     "Fp8PerTensorOnlineLinearMethod": True,
     "Fp8PtpcOnlineLinearMethod": True,
@@ -31,30 +31,30 @@ _FP8 = "float8_e4m3fn"
 _HALF_STEP, _SMALLEST = (
     2.0**-4,
     2.0**-10,
-)  # most of an element that rounding changes, and of one that is next to nothing
-_SLACK = 1.01  # scales are multiplied by their reciprocals, in float32
-_ELEMENTS = 1 << 22  # that are compared at a time
+)  # the largest rounding of an element relative to it, and of an element near zero
+_SLACK = 1.01  # for scales that are multiplied by their reciprocals in float32
+_ELEMENTS = 1 << 22  # elements that are compared at a time
 _BLOCK = 128
 
 Part = tuple[str, Target]
 
 
 def quantizes(layer: Any) -> bool:
-    """Whether a layer of vLLM's quantizes to fp8 what is loaded into it."""
+    """Returns whether a layer of vLLM's quantizes loaded weights to fp8."""
     return type(getattr(layer, "quant_method", None)).__name__ in _METHODS
 
 
 @dataclass(eq=False, kw_only=True)
 class Followed:
-    """What the quantized layers of a model were given in a load, and what came of it.
+    """The quantized layers of a model in a load: the weights that they were given, and the results.
 
     Attributes:
-      wanted: paths of all of them.
-      sums: of each published tensor, by its Hugging Face name, the checksum of what was loaded, int64 scalar on the device.
-      published: element type and checksum by name, complete once all tensors were taken.
-      layers: of each layer its path and the checksums of its parameters after it was quantized.
-      errors: of each layer whose form is known, [largest part of what rounding allows, squared error, squared weights].
-      weights: of the positions that checksums go by.
+      wanted: paths of all quantized layers.
+      sums: checksum of each loaded tensor, by its Hugging Face name, int64 scalar on the device.
+      published: element type and checksum by name, complete once all tensors are loaded.
+      layers: by path, each layer and the checksums of its parameters after it was quantized.
+      errors: by path, for each layer of a known form, [largest error relative to the allowed one, squared error, squared weights].
+      weights: position weights of the checksums.
     """
 
     wanted: set[str] = field(default_factory=set)
@@ -65,7 +65,7 @@ class Followed:
     weights: Weights = field(default_factory=Weights)
 
     def quantize(self, path: str, layer: Any, parts: Sequence[Part], own: Callable[[Any], None]) -> None:
-        """Quantizes a layer by vLLM's own method, and notes what is asked of it before and after."""
+        """Quantizes a layer by vLLM's own method `own`, and records the checksums before and after."""
         loaded, first = layer.weight, 0
         for name, target in parts:
             rows = target.box[0].stop - target.box[0].start
@@ -78,10 +78,10 @@ class Followed:
             self.errors[path] = error
 
     def rounding(self) -> float:
-        """Returns the root mean square error of all weights that were quantized, as a part of theirs; 0 where none was, or in an unknown form.
+        """Returns the root mean square error of all quantized weights relative to them; 0 where none were quantized, or in an unknown form.
 
         Raises:
-          WrongWeights: a layer's numbers are not the rounded ones that were loaded, or it does not hold them.
+          WrongWeights: a layer's values are not the loaded ones after rounding, or have changed since.
         """
         import torch
 
@@ -93,7 +93,7 @@ class Followed:
         if not self.errors:
             return 0.0
         found = torch.stack(list(self.errors.values())).cpu()
-        if not bool((found[:, 0] <= _SLACK).all()):  # not so for NaN
+        if not bool((found[:, 0] <= _SLACK).all()):  # false for NaN
             path = list(self.errors)[int(found[:, 0].nan_to_num(float("inf")).argmax())]
             raise WrongWeights(f"layer {path!r} holds other numbers in fp8 than rounding what was loaded gives")
         return float((found[:, 1].sum() / found[:, 2].sum().clamp_min(1e-30)).sqrt())
@@ -103,7 +103,7 @@ class Followed:
 def followed(
     layers: Iterator[tuple[str, Any, Sequence[Part]]], published: Mapping[str, tuple[str, int]]
 ) -> Iterator[Followed]:
-    """Follows the quantized layers of a model, given as path, layer and the parts of its weight, through the loads of this context."""
+    """Follows the quantized layers of a model, given as path, layer and the parts of its weight, through the loads in this context."""
     follower = Followed(published=published)
     changed = []
     try:
@@ -124,7 +124,7 @@ def followed(
 
 
 def _bits(layer: Any, weights: Weights) -> Any:
-    """Checksums of a quantized layer's weight and scales as they lie in memory, int64 [P]."""
+    """Returns checksums of a quantized layer's weight and scales as they are stored in memory, int64 [P]."""
     import torch
 
     found = []
@@ -137,10 +137,10 @@ def _bits(layer: Any, weights: Weights) -> Any:
 
 
 def _error(loaded: Any, layer: Any) -> Any | None:
-    """Compares a weight [N, K] with its quantized form; None where the kernel keeps that in a form of its own.
+    """Compares a weight [N, K] with its quantized form; returns None where the kernel stores that in another form.
 
     Returns:
-      float64 [3]: the largest |error| as a part of what rounding allows, the sum of squared errors and the sum of squared weights.
+      float64 [3]: the largest |error| relative to the allowed one, the sum of squared errors and the sum of squared weights.
     """
     import torch
 
@@ -163,7 +163,7 @@ def _error(loaded: Any, layer: Any) -> Any | None:
 
 
 def _scale(layer: Any) -> Any | None:
-    """A layer's scales by row of its weight [N, K]: [N, 1], or [N, K / 128] of blocks; None where they are of another form."""
+    """Returns a layer's scales by row of its weight [N, K]: [N, 1], or [N, K / 128] of blocks; None where they are of another form."""
     found = next((getattr(layer, name) for name in sorted(SCALES) if getattr(layer, name, None) is not None), None)
     if found is None or str(found.dtype) != "torch.float32":
         return None

@@ -1,9 +1,9 @@
-"""What runs inside a vLLM server: takes published weights from an orbax checkpoint while the server generates.
+"""The plugin of a vLLM server, which loads published weights from an orbax checkpoint while the server generates.
 
     vllm serve MODEL --worker-extension-cls jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension
 
-`stage` reads and checks a version in a thread of its own; nothing of the model is touched. `commit` loads what was staged, in the
-model's own layer order, through vLLM's loaders (`reload_weights`). Needs numpy, ml_dtypes and tensorstore beside vLLM.
+`stage` reads and checks a version in a thread of its own, without touching the model. `commit` loads the staged version, in the model's
+own layer order, through vLLM's loaders (`reload_weights`). The plugin needs numpy, ml_dtypes and tensorstore beside vLLM.
 """
 
 import contextlib
@@ -24,20 +24,20 @@ from jaxrl_llm.publication.reader import UNKNOWN, BadVersion, StagedVersion, Sta
 from jaxrl_llm.publication.vllm_targets import held_by, quantized_layers, targets_of
 
 _LOG = logging.getLogger(__name__)
-_VERSION = "jaxrl_llm_version"  # an attribute of the model, whichever way its weights came
-_MARK = "jaxrl_llm_mark"  # another: what the learner knows its own commit by
-_HELD = "jaxrl_llm_held"  # another: what the comparison after the last load covered
+_VERSION = "jaxrl_llm_version"  # an attribute of the model, the same for every route of its weights
+_MARK = "jaxrl_llm_mark"  # another: the mark by which the learner recognises its own commit
+_HELD = "jaxrl_llm_held"  # another: the coverage of the comparison after the last load
 
 
 class OrbaxWorkerExtension:
     """Methods that vLLM mixes into its workers; each is called on every rank through POST /collective_rpc.
 
-    Arguments come as strings over HTTP. What goes wrong is in the answer and never raised: where a call raises on several ranks,
-    vLLM reads the first rank's answer alone, and takes the others' for answers to the next call.
+    Arguments come as strings over HTTP. Errors are in the answer and never raised: where a call raises on several ranks, vLLM reads the
+    first rank's answer alone, and takes the others' for answers to the next call.
     """
 
     def stage(self, path: str, version: str | int) -> dict[str, Any]:
-        """Begins to read a published version; returns at once. `stage_status` says how it went."""
+        """Begins to read a published version and returns at once; `stage_status` reports the progress."""
         stager = self._orbax_stager
         try:
             _tensor_parallel_alone(self.vllm_config.parallel_config)  # type: ignore[attr-defined]
@@ -54,28 +54,28 @@ class OrbaxWorkerExtension:
         """Loads the staged version into the model; every request must be paused.
 
         Args:
-          version: its number.
-          mark: kept beside the weights, and told by `stage_status`, for the learner to know its own commit again.
+          version: number of the version.
+          mark: mark that is stored beside the weights and returned by `stage_status`, by which the learner recognises its commit.
 
         Returns:
-          version: the one in the model now. -1 where loading failed: it is a mixture, the version still staged. Commit again before a resume.
-          error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts are not what was
-            published, the model is as it was.
-          checked: tensors that the model holds as they were published, by their checksums after the load.
-          unchecked: tensors that it keeps in a form of its own, of which nothing was compared.
-          quantized: those of `checked` that the server quantized to fp8 after they were compared; `rounding` is their error, as a part of them.
-          was: the mark before; empty where there was none, or a load had failed midway.
-          seconds: that it took.
+          version: the version now in the model; -1 for a mixture, where loading failed: it stays staged, to be committed again before a resume.
+          error: "" or why the version was not loaded. Where it is not staged on every rank, or the ranks' parts differ from the
+            published tensors, the model is unchanged.
+          checked: number of tensors whose checksums in the model after the load equal the published ones.
+          unchecked: number of tensors that the model stores in another form, which were not compared.
+          quantized: number of those of `checked` that the server then quantized to fp8; `rounding` is their relative error.
+          was: the mark before; empty where there was none, or a load had failed.
+          seconds: seconds that it took.
         """
         return self._orbax_answer(lambda: self._orbax_commit(int(version)), mark)
 
     def commit_ipc(self, version: str | int, memory: str, mark: str = "") -> dict[str, Any]:
-        """Commits as `commit` does, straight from the GPU memory of a learner on this host, which nothing was staged from.
+        """Commits as `commit` does, but without staging, straight from the GPU memory of a learner on this host.
 
         Args:
-          version: its number.
-          memory: where it lies, as `cuda_ipc.share` says it. The learner keeps it until this returns.
-          mark: as for `commit`.
+          version: number of the version.
+          memory: its place in memory, as `cuda_ipc.share` returns it. The learner keeps it until this returns.
+          mark: mark, as for `commit`.
         """
         return self._orbax_answer(lambda: self._orbax_copy(int(version), memory), mark)
 
@@ -129,7 +129,7 @@ class OrbaxWorkerExtension:
         published: Mapping[str, tuple[str, int]],
         cure: str,
     ) -> None:
-        """Loads the tensors and compares what the model holds then; `published` is complete once they were all taken."""
+        """Loads the tensors and then compares the model's with them; `published` is complete once all tensors are loaded."""
         model = self._orbax_model
         set_version(model, UNKNOWN)
         try:
@@ -139,7 +139,7 @@ class OrbaxWorkerExtension:
             vllm_experts.repack(model)
             wait_for(self.device)  # type: ignore[attr-defined]
         except Exception as failure:
-            with contextlib.suppress(Exception):  # ends vLLM's half-done reload, so that the next one starts afresh
+            with contextlib.suppress(Exception):  # ends vLLM's incomplete reload, so that the next one starts afresh
                 self.reload_weights(weights_iterator=iter(()))  # type: ignore[attr-defined]
             raise RuntimeError(
                 f"loading version {version} failed midway ({failure!r}): the model is a mixture of versions. "
@@ -161,7 +161,7 @@ class OrbaxWorkerExtension:
         set_version(model, version)
 
     def published_version(self) -> int:
-        """Returns the version in the model, -1 before the first commit and after one that failed midway."""
+        """Returns the version in the model, -1 before the first commit and after one that failed while loading."""
         return version_of(self._orbax_model)
 
     @cached_property
@@ -170,7 +170,7 @@ class OrbaxWorkerExtension:
 
     @cached_property
     def _orbax_forward(self) -> dict[str, Any]:
-        """What shapes the forward pass of the served model, as vLLM read it from config.json and from what overrides it."""
+        """The settings of the served model's forward pass, as vLLM read them from config.json and its overrides."""
         return forward_of(self.vllm_config.model_config.hf_config.to_dict())  # type: ignore[attr-defined]
 
     @property
@@ -179,9 +179,9 @@ class OrbaxWorkerExtension:
 
 
 class PinnedBlock:
-    """Host memory that is kept from version to version: to get its pages takes as long as to fill them.
+    """Host memory that is reused from version to version, since allocating its pages takes as long as filling them.
 
-    They are locked, so that a GPU copies from them by itself, several times as fast as from other memory.
+    Its pages are locked, so that a GPU copies from them directly, several times as fast as from other memory.
     """
 
     def __init__(self, device: Any) -> None:
@@ -189,7 +189,7 @@ class PinnedBlock:
         self._block = np.empty(0, np.uint8)
 
     def __call__(self, nbytes: int) -> np.ndarray:
-        """Returns the block; a new one where the size is another."""
+        """Returns the block; allocates a new one where the size differs."""
         import torch
 
         if len(self._block) == nbytes:
@@ -211,7 +211,7 @@ class PinnedBlock:
 
 
 def stager_for(device: Any, forward: Mapping[str, Any]) -> Stager:
-    """Returns a stager for a model that computes by `forward`, whose memory suits the device."""
+    """Returns a stager for a model with the forward settings `forward`, with memory that suits the device."""
     return Stager(PinnedBlock(device), forward) if device.type == "cuda" else Stager(forward=forward)
 
 
@@ -227,7 +227,7 @@ def version_of(model: Any) -> int:
 
 
 def set_version(model: Any, version: int) -> None:
-    """Notes the published version that a model holds; the mark is another commit's, and goes."""
+    """Records the published version that a model holds, and clears the mark, which is another commit's."""
     setattr(model, _VERSION, version)
     setattr(model, _MARK, "")
 
@@ -238,21 +238,21 @@ def mark_of(model: Any) -> str:
 
 
 def agreed(stager: Stager, version: int, targets: Mapping[str, Target], loaded: bool = False) -> StagedVersion | None:
-    """Returns the staged version, once every rank has it and the ranks' parts add up to the published tensors.
+    """Returns the staged version, once every rank has it and the sums of the ranks' parts equal the published checksums.
 
-    No rank raises before all have spoken, so none is left waiting.
+    No rank raises before all have exchanged their numbers, so none is left waiting.
 
     Args:
-      stager: of this rank.
-      version: the one to load.
-      targets: what this rank needs.
+      stager: this rank's stager.
+      version: the version to load.
+      targets: this rank's parts by name.
       loaded: whether this rank's model already holds the version.
 
     Returns:
-      The version, or None where nothing is staged because every rank's model holds it already: a commit may be repeated.
+      The version, or None where nothing is staged and every rank's model already holds it, since a commit may be repeated.
 
     Raises:
-      BadVersion: it is not staged on every rank, or a sum differs from the manifest's checksum.
+      BadVersion: the version is not staged on every rank, or a sum differs from the manifest's checksum.
     """
     divided = [name for name, target in targets.items() if not target.whole]
     staged, missing = None, ""
@@ -290,9 +290,9 @@ def sum_over_ranks(numbers: list[int]) -> list[int]:
 def whole_tensors(
     parts: Mapping[str, np.ndarray], targets: Mapping[str, Target], device: Any
 ) -> Iterator[tuple[str, Any]]:
-    """Yields torch's tensors as vLLM's loaders take them, whole: of one that the rank has a part of, nothing else is set.
+    """Yields torch tensors of full size, as vLLM's loaders take them; of a tensor in parts, only the rank's part is set.
 
-    Such a one is made on the device, one after the other: vLLM keeps those of a layer until it has them all. Experts are taken apart.
+    Such tensors are made on the device one at a time, since vLLM keeps those of a layer until it has all. Experts are split into matrices.
     """
     import torch
 
@@ -318,7 +318,7 @@ def torch_tensor(array: np.ndarray) -> Any:
 
 
 def gpu_memory(device: Any) -> cuda_ipc.Memory:
-    """CUDA's driver, with this rank's GPU current; BadVersion where there is none."""
+    """Returns CUDA's driver with this rank's GPU current; raises BadVersion where the device is not a GPU."""
     if device.type != "cuda":
         raise BadVersion(f"the server runs on {device}: weights reach it through a checkpoint, not through GPU memory")
     driver = cuda_ipc.Cuda()
@@ -334,20 +334,20 @@ def reached_tensors(
     stack: ExitStack,
     published: dict[str, tuple[str, int]],
 ) -> Callable[[], Iterator[tuple[str, Any]]]:
-    """What gives the learner's tensors as torch's own, one after the other; its memory stays mapped as long as the stack.
+    """Returns a function that yields the learner's tensors as torch's own; its memory stays mapped as long as the stack.
 
     Args:
-      memory: what the learner says of it.
-      targets: what this rank needs.
-      forward: what shapes the forward pass of this rank's model.
-      device: where the tensors go.
-      stack: closes the memory.
-      published: gets the element type and the sum of each part as tensors are taken; of a tensor that is divided over ranks the whole
-        that arrives is compared with its checksum first, and the part is summed from it.
+      memory: the learner's description of it.
+      targets: this rank's parts by name.
+      forward: settings of the forward pass of this rank's model.
+      device: device of the tensors.
+      stack: unmaps the memory.
+      published: receives the element type and the sum of each part as tensors are copied; a tensor that is divided over ranks is first
+        compared whole with its checksum, then the part is summed.
 
     Raises:
-      BadVersion: they are not the model's, or it computes otherwise.
-      OSError: the memory is out of reach.
+      BadVersion: the tensors do not fit the model, or it computes differently.
+      OSError: the memory cannot be reached.
     """
     driver, weights = gpu_memory(device), cuda_ipc.parse(memory)
     cuda_ipc.check(weights, targets, forward)
@@ -375,9 +375,9 @@ def reached_tensors(
 
 
 def _sum_of_part(name: str, whole: Any, tensor: cuda_ipc.RemoteTensor, target: Target) -> int:
-    """Returns the sum that this rank's part of an arrived tensor has; BadVersion where the whole is not what was published."""
+    """Returns the sum of this rank's part of a copied tensor; raises BadVersion where the whole differs from the published one."""
     said = int(tensor.checksum, 16)
-    if target.whole:  # the model's own tensor is compared with it after the load
+    if target.whole:  # the model's own tensor is compared after the load
         return said
     all_of_it = Target(shape=target.shape, box=whole_box(target.shape))
     if (got := int(held_weights.tensor_sum(whole, all_of_it, tensor.dtype))) != said:
@@ -386,7 +386,7 @@ def _sum_of_part(name: str, whole: Any, tensor: cuda_ipc.RemoteTensor, target: T
 
 
 def wait_for(device: Any) -> None:
-    """Returns when a GPU has done what was asked of it."""
+    """Returns when a GPU has finished its queued work."""
     if device.type == "cuda":
         import torch
 
@@ -394,7 +394,7 @@ def wait_for(device: Any) -> None:
 
 
 def repack_tied_head(model: Any) -> None:
-    """Packs a tied head anew: on a CPU vLLM multiplies by a packed copy of the output head; a reload leaves the copy of a tied head as it was."""
+    """Packs a tied head anew: on a CPU vLLM multiplies by a packed copy of the output head, which a reload leaves unchanged where it is tied."""
     for module in model.modules():
         if type(module).__name__ in ("ParallelLMHead", "VocabParallelEmbedding") and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -1,10 +1,10 @@
-"""A route of our own in vLLM's HTTP server, by its option `--middleware`: token ids and log-probs as two lists (no jax).
+"""An additional route in vLLM's HTTP server, by its option `--middleware`, that returns token ids and log-probs as two lists (no jax).
 
     POST /v1/jaxrl_llm/generate {"model": "...", "token_ids": [...], "sampling_params": {...}, "cache_salt": "..."}
     -> {"choices": [{"index", "token_ids", "logprobs", "finish_reason", "weight_versions"}]}
 
-vLLM's own route makes two validated objects of each token's log-prob, in the thread that also hands the tokens on: 32 microseconds a
-token, several times what else the server does for one. As all paths under /v1, this one needs vLLM's API key where it has one.
+vLLM's own route makes two validated objects of each token's log-prob, in the thread that also passes the tokens on: 32 microseconds a
+token, several times the server's other work for one. Like all paths under /v1, this one requires vLLM's API key where it has one.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 ROUTE = "/v1/jaxrl_llm/generate"
-LEAVING = "this server leaves: ask another one"  # what the proxy before a server says from a signal on until it ends
+LEAVING = "this server leaves: ask another one"  # the answer of the proxy before a server from SIGTERM on until it ends
 _LEAST = -9999.0  # JSON has no -inf
 
 Scope = MutableMapping[str, Any]
@@ -23,7 +23,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class TokenRoute:
-    """Adds the route to the application around it, and passes everything on."""
+    """A middleware that adds the route to its application, and passes all requests on."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self.app = app
@@ -37,7 +37,7 @@ class TokenRoute:
 
 
 async def generate(request: Any) -> Any:
-    """Answers when all n samples are finished; ends them where the client goes away first."""
+    """Answers when all n samples are finished; cancels them where the client goes away first."""
     from starlette.responses import JSONResponse, Response
 
     try:
@@ -51,7 +51,7 @@ async def generate(request: Any) -> Any:
         try:
             await asyncio.wait((drawing, left), return_when=asyncio.FIRST_COMPLETED)
             if not drawing.done():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client is gone
             choices = [_said(one) for one in drawing.result().outputs]
         finally:
             drawing.cancel()
@@ -62,7 +62,7 @@ async def generate(request: Any) -> Any:
 
 
 def _asked(content: Any) -> tuple[Any, Any]:
-    """vLLM's prompt and sampling parameters of a request."""
+    """Returns vLLM's prompt and sampling parameters of a request."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
@@ -72,13 +72,13 @@ def _asked(content: Any) -> tuple[Any, Any]:
         prompt["cache_salt"] = content["cache_salt"]
     settings = SamplingParams(**content["sampling_params"])
     settings.output_kind = RequestOutputKind.FINAL_ONLY
-    if hasattr(settings, "flat_logprobs"):  # lists in place of an object a token
+    if hasattr(settings, "flat_logprobs"):  # lists in place of an object for each token
         settings.flat_logprobs = True
     return prompt, settings
 
 
 def _adapters(state: Any, model: str | None) -> tuple[bool, dict[str, Any]]:
-    """Whether a model of that name is served, and what the engine is told of the adapters of that name."""
+    """Returns whether a model of that name is served, and the engine's arguments for the adapters of that name."""
     served = getattr(state, "openai_serving_models", None)
     if served is None or not model or served.is_base_model(model):
         return True, {}
@@ -87,7 +87,7 @@ def _adapters(state: Any, model: str | None) -> tuple[bool, dict[str, Any]]:
 
 
 async def _drawn(engine: Any, prompt: Any, settings: Any, beside: dict[str, Any]) -> Any:
-    """Returns the request once it is finished."""
+    """Generates a request and returns its final output."""
     answers = [answer async for answer in engine.generate(prompt, settings, f"jaxrl-{uuid.uuid4().hex}", **beside)]
     return answers[-1]
 
@@ -99,7 +99,7 @@ async def _left(request: Any) -> None:
 
 
 def _said(one: Any) -> dict[str, Any]:
-    """Returns a sample in the words of the route."""
+    """Returns a sample in the form of the route."""
     tokens, spans = list(one.token_ids), getattr(one, "weight_versions", None)
     return {
         "index": one.index, "token_ids": tokens, "logprobs": _logprobs(one.logprobs, tokens),
@@ -110,7 +110,7 @@ def _said(one: Any) -> dict[str, Any]:
 
 def _logprobs(found: Any, tokens: list[int]) -> list[float]:
     """Returns the log-probs of the tokens that were drawn, from one of vLLM's two containers."""
-    if hasattr(found, "start_indices"):  # at each position the token that was drawn comes first
+    if hasattr(found, "start_indices"):  # at each position the drawn token comes first
         each = [found.logprobs[i] for i in found.start_indices]
     else:
         each = [at[token].logprob for at, token in zip(found or (), tokens)]

@@ -1,8 +1,8 @@
-"""What one rank of a vLLM server loads of each Hugging Face tensor, asked of the server's own model.
+"""Finds the part of each Hugging Face tensor that one rank of a vLLM server loads, from the server's own model.
 
-vLLM fuses layers (q, k and v; gate and up) and divides them over tensor-parallel ranks; its loaders take whole tensors and cut
-this rank's part out of them. The parts follow from attributes of vLLM's layers, so that only they need to be read. A layer of a
-kind that is not known here is refused: its tensors could go missing unnoticed.
+vLLM fuses layers (q, k and v; gate and up) and divides them over tensor-parallel ranks; its loaders take whole tensors and cut this
+rank's part out of them. The parts follow from attributes of vLLM's layers, so that only they need to be read. A layer of an unknown
+kind is refused, since its tensors could go missing unnoticed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ def targets_of(model: Any) -> dict[str, Target]:
       model: the torch module that vLLM serves (`worker.model_runner.get_model()`).
 
     Raises:
-      NotImplementedError: a layer's kind or one of its parameters is not known here.
+      NotImplementedError: a layer's kind or one of its parameters is unknown.
     """
     return {name: target for name, target, _ in _parts(model)}
 
@@ -28,8 +28,8 @@ def targets_of(model: Any) -> dict[str, Target]:
 def held_by(model: Any) -> dict[str, Any | None]:
     """Returns, by Hugging Face name, this rank's part of each tensor as the model holds it now: a view of vLLM's parameter.
 
-    vLLM stacks what it fuses along the rows, in the order of the names, and a padded vocabulary begins with its own rows. None where
-    the parameter has not the rows and columns of its parts, as vLLM packs matrices for a CPU and drops them, or is quantized.
+    vLLM stacks fused tensors along the rows, in the order of the names, and a padded vocabulary begins with its own rows. The part is
+    None where the parameter lacks the rows and columns of its parts, as for matrices that vLLM packs for a CPU, or is quantized.
     """
     found: dict[str, Any | None] = {}
     first: dict[int, int] = {}  # the next part's first row in each parameter
@@ -49,7 +49,7 @@ def held_by(model: Any) -> dict[str, Any | None]:
 
 
 def quantized_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, Target]]]]:
-    """Yields each layer that quantizes what is loaded into it: its path, itself, and the names and targets of its weight's rows."""
+    """Yields each layer that quantizes its loaded weights: its path, itself, and the names and targets of its weight's rows."""
     fused = getattr(model, "packed_modules_mapping", {})
     for path, layer in model.named_modules():
         if vllm_fp8.quantizes(layer):
@@ -58,7 +58,7 @@ def quantized_layers(model: Any) -> Iterator[tuple[str, Any, list[tuple[str, Tar
 
 
 def _parts(model: Any) -> Iterator[tuple[str, Target, Any]]:
-    """Each tensor's name and target, with the parameter that holds it; of experts with the part of it, or None; of what is quantized None."""
+    """Yields each tensor's name and target, with the parameter that holds it, for experts the part of it or None; None for quantized tensors."""
     fused = getattr(model, "packed_modules_mapping", {})
     tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     seen: set[int] = set()
@@ -100,7 +100,7 @@ def _parts_of_layer(
 
 
 def _rows(rows: int, start: int, stop: int, columns: int | None, counted: bool = True) -> Target:
-    """Returns some rows of a matrix, or some elements of a bias where `columns` is None."""
+    """Returns the target of some rows of a matrix, or of some elements of a bias where `columns` is None."""
     shape = (rows,) if columns is None else (rows, columns)
     return Target(shape=shape, box=(slice(start, stop), *whole_box(shape[1:])), counted=counted)
 
@@ -151,7 +151,7 @@ def _vocabulary(layer: Any, parameter: str) -> Iterator[Target]:
     indices = layer.shard_indices
     columns = layer.embedding_dim if parameter == "weight" else None
     rows = _rows(layer.org_vocab_size, indices.org_vocab_start_index, indices.org_vocab_end_index, columns)
-    # Rows are padded first, so that the first rank may have all of a small vocabulary.
+    # Rows are padded first, so the first rank may hold all of a small vocabulary.
     yield replace(rows, divided=layer.tp_size > 1)
 
 

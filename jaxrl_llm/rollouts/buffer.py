@@ -1,4 +1,4 @@
-"""The rollout buffer: groups are sampled ahead of the step that learns from them, while earlier steps still learn.
+"""The rollout buffer: groups are sampled ahead of the step that learns from them, while earlier steps still train.
 
 With max_staleness k, step s learns under policy version s - 1, and the batches of steps s + 1 to s + k are sampled meanwhile. Rollouts
 whose staleness at their own step is above k are dropped and counted. The buffer is part of a checkpoint: complete batches are
@@ -21,7 +21,7 @@ from jaxrl_llm.experience import Group, Prompt, Rollout, Scores
 from jaxrl_llm.rollouts.collect import Collector
 from jaxrl_llm.rollouts.curriculum import CurriculumStream
 
-FORMAT = 3  # of the buffer in checkpoints; 2 knows no branches, and 1, which has no number, holds arrays as base64 text
+FORMAT = 3  # of the buffer in checkpoints; format 2 has no branches, and format 1, which has no number, holds arrays as base64 text
 _PLAYED = ("branches", "turns", "valid", "error", "rewards", "info")  # what an environment or an agent adds
 _ARRAYS = {"tokens": np.int32, "sampler_logprobs": np.float32, "mask": np.bool_, "versions": np.int32}
 
@@ -95,7 +95,7 @@ class RolloutBuffer:
         )
 
     def _draw(self, pending: PendingBatch, n: int) -> list[Prompt]:
-        """The next prompts of the stream, or those that the batch drew before the run was resumed."""
+        """Returns the next `n` prompts of the stream, or those that the batch drew before the run was resumed."""
         here = self.stream.position
         place = pending.again.pop(0) if pending.again else here
         pending.draws.append(place)
@@ -126,12 +126,12 @@ class RolloutBuffer:
         return kept
 
     def state(self) -> dict[str, Any]:
-        """The stream's position and the pending batches, JSON-like but for the groups of complete ones, which are deferred."""
+        """Returns the stream's position and the pending batches, JSON-like but for the groups of complete batches, which are deferred."""
         pending = [{"step": c.step, "draws": c.draws + c.again, "groups": _kept(c)} for c in self._pending]
         return {"format": FORMAT, "stream": self.stream.state(), "started": self._started, "coming": pending}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continues from `state`, whose deferred parts are in place.
+        """Continues from `state`, whose deferred parts have been loaded.
 
         Raises:
           ValueError: the data differs, or the state is of a run without a buffer, or of a format that is not known.
@@ -161,7 +161,7 @@ class RolloutBuffer:
             self._pending.append(pending)
 
     def take(self) -> dict[str, float]:
-        """Counters and times since the last call; the sampling time is the time that steps waited for their batches."""
+        """Returns counters and times since the last call; the sampling time is the time that steps waited for their batches."""
         counts = {f"count/{name}": float(count) for name, count in self._counters.items()}
         taken = self.collector.take() | {"time/sample_s": self._waited_s}
         self._counters.clear()
@@ -171,26 +171,26 @@ class RolloutBuffer:
 
 
 def _whole(pending: PendingBatch) -> list[Group] | None:
-    """The groups of a batch that is complete; None for others."""
+    """Returns the groups of a complete batch; None for others."""
     task = pending.task
     done = task is not None and task.done() and not task.cancelled() and task.exception() is None
     return task.result() if task is not None and done else None
 
 
 def _kept(pending: PendingBatch) -> Deferred | None:
-    """The groups of a complete batch, held by reference until a checkpoint is written; None for other batches."""
+    """Returns the groups of a complete batch, held by reference until a checkpoint is written; None for other batches."""
     groups = _whole(pending)
     return None if groups is None else Deferred(lambda: [stored(group) for group in groups])
 
 
 def _seen(task: asyncio.Future[list[Group]]) -> None:
-    """Retrieves the error of a batch that nobody awaits any more, when a run ends."""
+    """Retrieves the error of a batch that nobody awaits any more when a run ends, so that asyncio does not report it."""
     if not task.cancelled():
         task.exception()
 
 
 def _part(group: Group, rows: Sequence[int]) -> Group:
-    """The group of the rollouts numbered `rows`, with their scores."""
+    """Returns the group of the rollouts numbered `rows`, with their scores."""
     index, scores = list(rows), group.scores
     parts = {name: np.asarray(x)[index] for name, x in scores.parts.items()}
     valid = {name: np.asarray(x)[index] for name, x in scores.valid.items()}
@@ -198,7 +198,7 @@ def _part(group: Group, rows: Sequence[int]) -> Group:
 
 
 def stored(group: Group) -> dict[str, Any]:
-    """A scored group as plain values and arrays; its prompt is given by source and id."""
+    """Returns a scored group as plain values and arrays; its prompt is given by source and id."""
     prompt, scores = group.rollouts[0].prompt, group.scores
     return {
         "prompt": [prompt.source, prompt.id],
@@ -220,7 +220,7 @@ def _stored_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def restored(content: Mapping[str, Any], rows: Mapping[tuple[str, str], Prompt]) -> Group:
-    """The group that `stored` wrote, now or in format 1; raises ValueError for a prompt that the data lacks."""
+    """Returns the group that `stored` wrote, now or in format 1; raises ValueError for a prompt that the data lacks."""
     source, name = content["prompt"]
     if (source, name) not in rows:
         raise ValueError(
@@ -245,5 +245,5 @@ def _restored_rollout(entry: Mapping[str, Any], prompt: Prompt) -> Rollout:
 
 
 def _array(written: np.ndarray | str, kind: Any) -> np.ndarray:
-    """An array of a checkpoint; format 1 holds it as base64 text."""
+    """Decodes an array of a checkpoint, which format 1 holds as base64 text."""
     return np.frombuffer(base64.b64decode(written), kind).copy() if isinstance(written, str) else written

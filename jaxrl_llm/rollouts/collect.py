@@ -26,9 +26,9 @@ from jaxrl_llm.rollouts import given_rewards
 from jaxrl_llm.rollouts.curriculum import CurriculumStream
 from jaxrl_llm.rollouts.schedule import Slots
 
-LOOK_S = 1.0  # seconds after which what was asked for meanwhile is looked at for errors
+LOOK_S = 1.0  # seconds between two checks of the tasks in progress for errors
 
-Draw = Callable[[int], list[Prompt]]  # the next prompts of the data stream
+Draw = Callable[[int], list[Prompt]]  # returns the next prompts of the data stream
 Learn = Callable[[Sequence[Group]], None]
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutGenerator:
-    """Generates groups of rollouts with a sampler, or with a player by whom an environment or an agent acts.
+    """Generates groups of rollouts with a sampler, or with a player that runs an environment or an agent.
 
     Attributes:
       sampler: the running sampler.
@@ -45,7 +45,7 @@ class RolloutGenerator:
       slots: bounds the rollouts of `player` that are in progress.
       marker: names ranges of a response's tokens; None names none.
       counters: numbers of rollouts by their finish, and of empty ones.
-      processes: the processes that call the sampler together, where it runs on the devices of all; process 0 alone scores.
+      processes: the processes that call the sampler together where it runs on all their devices; process 0 alone scores.
     """
 
     sampler: Sampler
@@ -58,7 +58,7 @@ class RolloutGenerator:
 
     @property
     def holds(self) -> Any:
-        """The token service (agents.service) whose calls wait while the learner computes, since its sampler cannot draw then; or None."""
+        """The token service (agents.service) whose calls wait while the learner computes, since its sampler cannot sample then; or None."""
         waits = self.player is not None and not getattr(self.sampler, "overlaps", False)
         return self.player.service if waits else None
 
@@ -87,7 +87,7 @@ class RolloutGenerator:
         return index, named
 
     def _marked(self, rollout: Rollout) -> Mapping[str, np.ndarray]:
-        """The marker's spans of all branches, one after the other."""
+        """Returns the marker's spans of all branches, concatenated."""
         assert self.marker is not None
         if len(rollout.branches) < 2:
             return self.marker.mark(rollout, self.tokenizer)
@@ -99,7 +99,7 @@ class RolloutGenerator:
         return {name: np.concatenate([spans[name] for spans in found]) for name in found[0]}
 
     def take_played(self) -> dict[str, float]:
-        """Counters of the player, its slots and its sessions since the last call; {} without a player."""
+        """Returns counters of the player, its slots and its sessions since the last call; {} without a player."""
         if self.player is None:
             return {}
         found = self.player.counters + (Counter() if self.slots is None else self.slots.counters)
@@ -122,7 +122,7 @@ class Collector:
 
     Attributes:
       generator: generates the rollouts.
-      reward: scores a group; a reward that needs token stats is computed later, by `rescore`. None where environments give rewards.
+      reward: scores a group; a reward that needs token stats is called later, by `rescore`. None where environments give rewards.
       settings: how tokens are drawn.
       group_size: rollouts of a prompt.
       greedy: adds one greedy rollout per prompt, which is scored but left out of statistics and loss.
@@ -152,7 +152,7 @@ class Collector:
     async def batch(self, draw: Draw, count: int, step: int, learn: Learn | None = None) -> list[Group]:
         """Returns `count` groups in the order their prompts were drawn, or fewer where `filter.max_draws` x `count` prompts did not suffice.
 
-        Each group that the filter leaves out is replaced by one more prompt, asked for as soon as its rewards are there, so that just as many
+        Each group that the filter leaves out is replaced by one more prompt as soon as its rewards are known, so that just as many
         are drawn as the batch needs. Which ones these are, and their seeds, does not depend on the order in which groups finish.
 
         Args:
@@ -171,12 +171,12 @@ class Collector:
         kept = [g for g in found if self._keeps(g)]
         self.counters["groups/filtered"] += len(found) - len(kept)
         kept = self._enough(kept)
-        self.counters["groups/surplus"] += max(len(kept) - count, 0)  # 0, under the name that readers of runs know
+        self.counters["groups/surplus"] += max(len(kept) - count, 0)  # always 0; the name stays for readers of runs
         self.counters["groups/missing"] += max(count - len(kept), 0)
         return kept
 
     async def _in_flight(self, draw: Draw, count: int, step: int) -> list[Group]:
-        """All groups drawn for a step, in their order; a group that is left out is replaced while others are still sampled."""
+        """Returns all groups drawn for a step, in the order drawn; a group that is left out is replaced while others are still sampled."""
         most = count * (self.filter.max_draws if self.filter else 1)
         asked: set[asyncio.Future[list[Group]]] = set()
         found: dict[int, Group] = {}
@@ -203,7 +203,8 @@ class Collector:
         return [found[i] for i in sorted(found)]
 
     async def _by_rounds(self, draw: Draw, count: int, step: int) -> list[Group]:
-        """The groups of `_in_flight`; those that are missing are asked for together, since all processes of a run must ask alike."""
+        """Returns the groups of `_in_flight`; missing ones are sampled together in rounds, since all processes of a run must make the
+        same calls."""
         most = count * (self.filter.max_draws if self.filter else 1)
         found: list[Group] = []
         missing = count
@@ -214,14 +215,14 @@ class Collector:
         return found
 
     def _seeds(self, count: int, step: int, first: int, n: int) -> list[int]:
-        """Seeds of the `n` prompts from number `first` on, of those that are drawn for a step of `count`."""
+        """Returns the seeds of the `n` prompts from number `first` on, of those that are drawn for a step of `count`."""
         return [seed_of(self.seed, step, *divmod(i, count)) for i in range(first, first + n)]
 
     def _keeps(self, group: Group) -> bool:
         return self.filter is None or self.filter.keep(group)
 
     def _enough(self, groups: list[Group]) -> list[Group]:
-        """The groups without those of which failed rollouts leave fewer than `least`; all of them where none is left."""
+        """Leaves out the groups of which failed rollouts leave fewer than `least`; returns all of them where none would be left."""
         sampled = lambda group: sum(r.valid for r in group.rollouts if r.role == "sample")  # noqa: E731
         whole = [g for g in groups if all(r.valid for r in g.rollouts) or sampled(g) >= self.least]
         if failed := len(groups) - len(whole):
@@ -244,7 +245,7 @@ class Collector:
     async def _scored(
         self, prompts: Sequence[Prompt], seeds: Sequence[int], tell: Callable[[int, Group], None] | None = None
     ) -> list[Group]:
-        """The scored group of every prompt, in their order; `tell` is told (number of the prompt, its group) as the rewards come."""
+        """Returns the scored group of every prompt, in their order; calls `tell` with (number of the prompt, its group) as rewards arrive."""
         rollouts: list[list[Rollout]] = [[] for _ in prompts]
         scoring: dict[int, asyncio.Task[Group]] = {}
         if self.greedy:
@@ -267,9 +268,9 @@ class Collector:
         return groups if self.generator.processes.count == 1 else self._agreed(groups)
 
     def _agreed(self, groups: list[Group]) -> list[Group]:
-        """The groups with the scores of process 0, which alone asks the reward; all processes have sampled the same rollouts.
+        """Returns the groups with the scores of process 0, which alone asks the reward; all processes have sampled the same rollouts.
 
-        Where some have not, process 0 sends its own to the others, which is counted, and said the first time.
+        Where some have not, process 0 sends its own to the others, which is counted, and logged the first time.
         """
         processes = self.generator.processes
         if len(set(processes.gathered(_checksum(groups)))) > 1:
@@ -318,14 +319,14 @@ class Collector:
 
 @functools.cache
 def _say_different() -> None:
-    """Warns, once."""
+    """Warns once that the processes sampled different rollouts."""
     _log.warning(
         "the processes sampled different rollouts from one sampler: process 0 sends its own to the others (count/groups/resent)"
     )
 
 
 def _checksum(groups: Sequence[Group]) -> int:
-    """A checksum of all that was sampled."""
+    """Returns a checksum of all that was sampled."""
     found = 0
     for rollout in (r for group in groups for r in group.rollouts):
         for array in (rollout.tokens, rollout.sampler_logprobs, rollout.mask, rollout.versions):
@@ -338,7 +339,7 @@ def _checksum(groups: Sequence[Group]) -> int:
 
 @contextlib.asynccontextmanager
 async def _ended(tasks: Collection[asyncio.Future[Any]]) -> AsyncIterator[None]:
-    """Cancels the tasks that are left when the block ends, however it ends."""
+    """Cancels the tasks that are still running when the block ends, however it ends."""
     try:
         yield
     finally:
@@ -367,7 +368,7 @@ class DynamicSampling:
 
 
 def _totals(group: Group) -> np.ndarray:
-    """The valid rewards of the group's samples, [at most G]; greedy rollouts are left out."""
+    """Returns the valid rewards of the group's samples, [at most G]; greedy rollouts are left out."""
     sampled = np.array([r.role == "sample" for r in group.rollouts])
     return group.total()[group.valid() & sampled]
 

@@ -1,4 +1,4 @@
-"""Draws prompts less often that the policy has answered right lately: they teach nothing, and cost what others cost."""
+"""Draws prompts less often that the policy has lately answered right: they teach nothing, and cost as much as others."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,12 @@ from jaxrl_llm.experience import Group, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Curriculum:
-    """How often a prompt is drawn that was all right the last c times in a row: with the chance max(least, share ^ c) at each of its turns.
+    """A rule of chances: a prompt that was all right the last c times in a row is drawn with the chance max(least, share ^ c) at each
+    of its turns.
 
-    A prompt is all right where every valid sample of its group has the reward `right`. One sample that is wrong brings it back to every turn. Of
-    prompts that are always right a pass over the data draws the share `least` in the end, so that what is forgotten is found again.
+    A prompt is all right where every valid sample of its group has the reward `right`. One sample that is wrong brings it back to every
+    turn. In the end a pass over the data draws the share `least` of the prompts that are always right, so that forgotten ones are
+    noticed.
 
     Attributes:
       right: smallest reward of a sample that is right.
@@ -32,12 +34,12 @@ class Curriculum:
         components.within(self, "(0, 1]", "share", "least")
 
     def chance(self, streak: int) -> float:
-        """The chance of a prompt that was all right `streak` times in a row."""
+        """Returns the chance of a prompt that was all right `streak` times in a row."""
         return max(self.least, self.share**streak) if streak else 1.0
 
 
 class CurriculumStream:
-    """A stream of prompts that passes some over, by a `Curriculum`; in the order of the stream that it reads.
+    """A stream of prompts that passes some over, by a `Curriculum`, and keeps the order of the stream that it reads.
 
     Whether a prompt is passed over depends on the seed, on its place in the order and on the groups that were learned about before, so that a
     run that goes on from a state draws what it would have drawn.
@@ -65,7 +67,7 @@ class CurriculumStream:
 
     @property
     def position(self) -> int:
-        """The place in the order of all prompts, those that were passed over included."""
+        """The position in the order of all prompts, those that were passed over included."""
         return self.stream.position
 
     @position.setter
@@ -103,7 +105,8 @@ class CurriculumStream:
                 self.streaks.pop(number, None)
 
     def take(self) -> dict[str, float]:
-        """Passes over the data; the share of turns that were passed over since the last call; and the share of all prompts that were all right."""
+        """Returns the passes over the data, the share of turns that were passed over since the last call, and the share of all prompts
+        that were all right."""
         found = {
             "curriculum/passed_over": self._passed / max(self._turns, 1),
             "curriculum/all_right": len(self.streaks) / len(self.stream.rows),
@@ -112,7 +115,7 @@ class CurriculumStream:
         return {**self.stream.take(), **found}
 
     def state(self) -> dict[str, Any]:
-        """JSON-like state: that of the stream that it reads, and the prompts that were all right."""
+        """Returns JSON-like state: that of the stream that it reads, and the prompts that were all right."""
         return {**self.stream.state(), "streaks": sorted([n, c] for n, c in self.streaks.items())}
 
     def restore(self, state: Mapping[str, Any]) -> None:

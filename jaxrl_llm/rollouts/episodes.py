@@ -16,11 +16,11 @@ class Episodes:
       limits: the limits of one rollout. What follows its first prompt also stays within SamplingParams.max_tokens, all of it within this and
         Stage.max_prompt_tokens together, and its turns within Stage.max_turns.
       concurrency: most rollouts in progress.
-      extra: rollouts that are started for each group beyond its size, of which the first valid ones that end are used: it favours short ones.
+      extra: rollouts started for each group beyond its size; the first valid ones to end are used, which favours short ones.
       tries: most times that a rollout is played until it does not fail, each time anew with the same seed.
       stop_after: rollouts in a row that failed, beyond as many as are in progress, after which the run ends with the last one's error.
-      late: what Limits.episode_s makes of a rollout: "length" keeps and scores it, "aborted" makes it invalid.
-      close_s: most seconds of an environment's close.
+      late: what happens to a rollout that Limits.episode_s ends: "length" keeps and scores it, "aborted" makes it invalid.
+      close_s: most seconds that closing an environment may take.
       weights: {name: weight of the environment's or agent's reward of this name}; 1 for others.
       history: what a chat template does to earlier turns: "keep" leaves them as sampled, "template" renders them anew, as a new branch.
       gateway: where agents reach the policy, an agents.gateway.Gateway; None listens on this machine alone.

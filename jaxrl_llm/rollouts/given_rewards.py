@@ -7,7 +7,7 @@ import numpy as np
 from jaxrl_llm.experience import Rollout, Scores
 from jaxrl_llm.protocols import Reward
 
-UNKNOWN = "env/reward"  # the part of a rollout that nobody scored
+UNKNOWN = "env/reward"  # the part of a group that nothing scored
 
 
 async def scored(
@@ -16,7 +16,8 @@ async def scored(
     weights: Mapping[str, float],
     stats: Mapping[str, np.ndarray] | None = None,
 ) -> Scores:
-    """The parts of a group [G]: those of `reward`, which is asked about the valid rollouts alone, and "env/NAME" of what environments gave.
+    """Returns the parts of a group [G]: those of `reward`, which scores the valid rollouts alone, and "env/NAME" for the rewards of
+    environments.
 
     Args:
       reward: the reward component; None where the environments alone give rewards.
@@ -39,7 +40,7 @@ async def scored(
 
 
 def with_given(scores: Scores, rollouts: Sequence[Rollout], weights: Mapping[str, float], *, alone: bool) -> Scores:
-    """The scores with the parts that environments gave; where they `alone` give rewards and gave none, an invalid part."""
+    """Returns the scores with the parts that environments gave; where they `alone` give rewards and gave none, with an invalid part."""
     names = sorted({name for rollout in rollouts for name in rollout.rewards})
     if not names and not alone:
         return scores
@@ -58,7 +59,7 @@ def with_given(scores: Scores, rollouts: Sequence[Rollout], weights: Mapping[str
 
 
 def _widened(scores: Scores, rows: Sequence[int], count: int) -> Scores:
-    """Scores of the rollouts numbered `rows` as those of all `count`; the others are invalid."""
+    """Spreads scores of the rollouts numbered `rows` over all `count` rollouts; the others are invalid."""
 
     def wide(values: np.ndarray, dtype: type) -> np.ndarray:
         out: np.ndarray = np.zeros(count, dtype)

@@ -1,4 +1,4 @@
-"""Groups of responses that a dataset gives: demonstrations, chunks of documents, pairs and labelled responses."""
+"""Groups of responses that a dataset holds: demonstrations, chunks of documents, pairs and labelled responses."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from jaxrl_llm.protocols import Algorithm
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OfflineGroups:
-    """A group loader of responses that the dataset gives: one for a demonstration, two (preferred, rejected) for a pair.
+    """A group loader of the dataset's own responses: one for a demonstration, two (preferred, rejected) for a pair.
 
     Attributes:
       stream: the groups, one per row.
@@ -117,7 +117,7 @@ def pairs(encoder: Encoder, rows: Sequence[Prompt], *, ends: bool = False, alone
 
 
 def _sides(row: Prompt, alone: bool) -> dict[int, str]:
-    """{1: preferred response, -1: rejected response} of a row, or one of the two."""
+    """Returns {1: preferred response, -1: rejected response} of a row, or one of the two."""
     if row.response is None:
         raise ValueError(
             f"row {row.id!r} has no response: preferences need Prompt.response, such as rows with the columns prompt, chosen and rejected"

@@ -1,4 +1,4 @@
-"""Preferences among the policy's own samples: rewards say which ones are preferred and rejected, or a demonstration is preferred to one.
+"""Builds preferences from the policy's own samples: rewards decide which are preferred and rejected, or a demonstration is preferred to one.
 
 A loss of preferences learns from these groups as from the pairs of a dataset. Where a prompt's rewards prefer none, its group stays, and
 nothing is learned from it.
@@ -55,11 +55,11 @@ class DemonstrationAgainstSample:
 
 @dataclass(kw_only=True, eq=False)
 class PairedGroups:
-    """A group loader whose groups hold the preferred and the rejected answers of each prompt alone.
+    """A group loader whose groups hold only the preferred and the rejected answers of each prompt.
 
     Attributes:
       loader: gives the groups of all samples.
-      pairing: prefers and rejects.
+      pairing: says which samples are preferred and which rejected.
       encoder: encodes demonstrations.
     """
 
@@ -81,11 +81,11 @@ class PairedGroups:
         self.loader.restore(state)
 
     def take(self) -> dict[str, float]:
-        """The loader's counters, and of the last step the rewards of all samples and how many prompts have no preference among them."""
+        """Returns the loader's counters and, for the last step, the rewards of all samples and the share of prompts without a preference."""
         return {**self.loader.take(), **self._told}
 
     def paired(self, group: Group) -> Group:
-        """The preferred and the rejected answers of a group; two samples without sides where there is no preference.
+        """Returns the preferred and the rejected answers of a group, or two samples without sides where there is no preference.
 
         Raises:
           ValueError: the pairing needs a demonstration, and the prompt has none.
@@ -105,7 +105,7 @@ class PairedGroups:
         )
 
     def _demonstration(self, group: Group) -> Rollout | None:
-        """The prompt's own response as a rollout; None where it is longer than responses may be."""
+        """Returns the prompt's own response as a rollout; None where it is longer than responses may be."""
         prompt = group.rollouts[0].prompt
         if prompt.response is None:
             raise ValueError(
@@ -117,7 +117,7 @@ class PairedGroups:
 
 
 def sampled(group: Group) -> np.ndarray:
-    """The numbers of the rollouts that were sampled and have a reward."""
+    """Returns the numbers of the rollouts that were sampled and have a reward."""
     return np.flatnonzero(group.valid() & [r.role == "sample" for r in group.rollouts])
 
 
@@ -130,7 +130,7 @@ def _picked(group: Group, rows: np.ndarray, sides: np.ndarray) -> Group:
 
 
 def told(groups: Sequence[Group], paired: Sequence[Group]) -> dict[str, float]:
-    """Mean and standard deviation of all samples' rewards, and the share of prompts without a preference."""
+    """Returns mean and standard deviation of all samples' rewards, and the share of prompts without a preference."""
     rewards = [group.total()[sampled(group)] for group in groups]
     found = {"pairs/none": float(np.mean([not np.any(group.scores.parts[SIDE]) for group in paired]))} if paired else {}
     if not sum(map(len, rewards)):

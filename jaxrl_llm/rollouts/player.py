@@ -1,4 +1,4 @@
-"""Plays the rollouts of environments and agents under limits; whatever fails makes one invalid rollout with its cause."""
+"""Plays the rollouts of environments and agents under limits; a failure makes one rollout invalid, which records its cause."""
 
 import asyncio
 import inspect
@@ -67,7 +67,7 @@ async def within(where: str, limit: str, seconds: float | None, call: Callable[[
 
 @dataclass(eq=False)
 class Watched:
-    """An environment whose calls are held to their limits of time and measured."""
+    """An environment whose calls are timed and held to their time limits."""
 
     environment: Environment
     limits: Limits
@@ -83,7 +83,7 @@ class Watched:
         return await self._heard("step", "step_s", self.limits.step_s, lambda: self.environment.step(action))
 
     async def close(self) -> None:
-        """Does nothing: who built the environment closes it."""
+        """Does nothing, since the builder of the environment closes it."""
 
     async def _heard(
         self, where: str, limit: str, seconds: float, call: Callable[[], Awaitable[Observation]]
@@ -108,11 +108,11 @@ class Player:
       service: continues token ids by the policy.
       tokenizer: renders messages, and decodes responses.
       environment: makes an environment for each rollout; None where an agent plays.
-      agent: makes an agent for each rollout, which finds the policy by the gateway.
-      config: limits and the rest.
+      agent: makes an agent for each rollout, which calls the policy through the gateway.
+      config: the settings of episodes.
       template_kwargs: keyword arguments of the chat template.
-      max_prompt_tokens: most tokens of a rollout's first prompt, which is longer than the row's by the schemas of an environment's tools; None
-        is the row's own number.
+      max_prompt_tokens: most tokens of a rollout's first prompt, which the schemas of an environment's tools make longer than the
+        row's; None is the row's own number.
       counters: numbers of failures by cause, of rollouts that were played again, ended late or were cancelled.
     """
 
@@ -156,7 +156,7 @@ class Player:
         return rollout
 
     def _note(self, rollout: Rollout) -> None:
-        """Counts failures in a row; those in progress may yet do well, and a failure is often quicker."""
+        """Counts failures in a row; the limit grows by the rollouts in progress, which may succeed, since a failure is often quicker."""
         self._in_a_row = 0 if rollout.valid else self._in_a_row + 1
         if self._in_a_row >= self.config.stop_after + self._playing:
             raise Down(
@@ -165,10 +165,10 @@ class Player:
             )
 
     async def dialogue(self, prompt: Prompt) -> Dialogue:
-        """The dialogue for a prompt: in plain text where the prompt is, else by the tokenizer's chat template."""
+        """Returns the dialogue for a prompt: in plain text where the prompt is, else by the tokenizer's chat template."""
         plain = prompt.messages is None
         async with self._opening:
-            if plain not in self._dialogues:  # a large tokenizer takes its time, which a thread has
+            if plain not in self._dialogues:  # a large tokenizer loads slowly, hence in a thread
                 rendering = await asyncio.to_thread(PlainText, self.tokenizer) if plain else await self._rendering()
                 self._dialogues[plain] = Dialogue(self.service, rendering)
         return self._dialogues[plain]
@@ -178,7 +178,7 @@ class Player:
         return await asyncio.to_thread(Rendering, self.tokenizer, **given)  # type: ignore[arg-type]
 
     async def gateway(self) -> Any:
-        """The agents.gateway.RunningGateway, which listens from the first call on."""
+        """Returns the agents.gateway.RunningGateway, which the first call starts."""
         async with self._opening:
             if self._gateway is None:
                 chats = getattr(self.tokenizer, "chat_template", None) is not None
@@ -237,7 +237,7 @@ class _Episode:
         return self._rollout(ending)
 
     async def _timed(self) -> Ending:
-        """The ending, by itself or by the limit `episode_s`."""
+        """Returns the ending, the agent's or environment's own or that of the limit `episode_s`."""
         timer = asyncio.timeout(self.limits.episode_s)
         try:
             async with timer:
@@ -254,7 +254,7 @@ class _Episode:
             return Ending(rewards={"reward": sum(rewards)} if rewards else {}, stop="episode_s")
 
     async def _scored(self, ending: Ending) -> Ending:
-        """The ending, with the rewards of an environment that scores whole episodes, however they ended."""
+        """Adds the rewards of an environment that scores whole episodes, however they ended."""
         score = None if self.watched is None else getattr(self.watched.environment, "score", None)
         if score is None:
             return ending
@@ -288,7 +288,7 @@ class _Episode:
             raise Failed("dialogue", type(error).__name__, str(error)) from error
 
     async def _offered(self, offered: Callable[..., Any]) -> tuple[Mapping[str, Any], ...]:
-        """The schemas of the environment's tools, by a plain or an async method; raises Failed."""
+        """Returns the schemas of the environment's tools, by a plain or an async method; raises Failed."""
         found = _built(offered, (self.prompt,))
         if inspect.isawaitable(found):
             waited: Awaitable[Any] = found
@@ -338,7 +338,7 @@ class _Episode:
 
 
 def _built(build: Callable[..., Any], given: tuple[Any, ...]) -> Any:
-    """What `build` returns; raises Failed where it raises."""
+    """Returns what `build` returns; raises Failed where it raises."""
     try:
         return build(*given)
     except Down:
@@ -348,7 +348,7 @@ def _built(build: Callable[..., Any], given: tuple[Any, ...]) -> Any:
 
 
 def _nothing(prompt: Prompt) -> Branch:
-    """A branch without a token, of an episode in which the policy was not asked."""
+    """Returns a branch without a token, for an episode in which the policy was not called."""
     none = np.zeros(0, np.int32)
     return Branch(
         prefix=prompt.prefix, tokens=none, sampler_logprobs=none.astype(np.float32), mask=none.astype(bool), versions=none,

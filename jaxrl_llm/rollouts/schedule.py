@@ -1,6 +1,6 @@
-"""Decides which rollouts are in progress: a bounded number, each replaced by the next one that is due as soon as it ends.
+"""Decides which rollouts are in progress: a bounded number, each replaced by the next one as soon as it ends.
 
-No rollout waits for a group, for a batch or for the turn of another. The oldest prompt comes first, so that groups become whole.
+No rollout waits for a group, for a batch or for another rollout's turn. The oldest prompt comes first, so that groups become complete.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ Play = Callable[[int, int], Awaitable[Rollout]]  # (number of the prompt, number
 
 @dataclass(kw_only=True, eq=False)
 class Slots:
-    """Holds the places of rollouts in progress, for all that ask for some.
+    """Bounds the rollouts in progress, for all callers together.
 
     Attributes:
       concurrency: most rollouts in progress.
@@ -33,7 +33,7 @@ class Slots:
     async def groups(
         self, count: int, n: int, play: Play, *, plain: bool = False
     ) -> AsyncGenerator[tuple[int, list[Rollout]], None]:
-        """Yields (number of the prompt, its n rollouts in their order) as groups become whole; what is left at its end is cancelled.
+        """Yields (number of the prompt, its n rollouts in their order) as groups become complete; what still runs at its end is cancelled.
 
         `plain` starts no extra rollouts.
         """
@@ -44,7 +44,7 @@ class Slots:
         try:
             while had:
                 i, k, task = await ended.get()
-                if i not in had:  # the group is whole without this one
+                if i not in had:  # the group is complete without this one
                     continue
                 had[i][k] = task.result()
                 if (used := _whole(had[i], n, members)) is not None:
@@ -75,7 +75,7 @@ class Slots:
 
 
 def _whole(had: dict[int, Rollout], n: int, members: int) -> dict[int, Rollout] | None:
-    """The n rollouts of a group by number, where it is whole: the valid ones that ended first, then failed ones; else None."""
+    """Returns the n rollouts of a complete group by number: the valid ones that ended first, then failed ones; else None."""
     valid = [k for k, rollout in had.items() if rollout.valid]
     if len(valid) < n and len(had) < members:
         return None

@@ -1,6 +1,6 @@
-"""A call of `sample` and each sequence that it asked for, and where a stop string ends a response (NumPy alone).
+"""Requests: a call of `sample`, each sequence that it asks for, and the search for stop strings (NumPy alone).
 
-The text is decoded in a window, since a stop string may span tokens.
+The search decodes a window of tokens, since a stop string may span several.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ Decode = Callable[[list[int]], str]
 
 @runtime_checkable
 class Recorded(Protocol):
-    """The experts that the tokens of several prompts went to, uint [N, T, L, k]."""
+    """The experts of the tokens of several prompts, uint [N, T, L, k]."""
 
     @property
     def host(self) -> np.ndarray: ...
 
 
-# Tokens decoded before those that can hold the string: decoders treat the first token of a text in a way of its own.
+# Tokens decoded before those that can hold the string, since decoders treat the first token of a text differently.
 _LEAD = 8
 _BROKEN = "\ufffd"  # what decoders write for the first bytes of an unfinished character
 
@@ -69,7 +69,7 @@ class Request:
       seeds: one for each prefix.
       max_length: most tokens of a prefix and its completion together.
       version: the oldest policy version that may answer, where several are served at a time.
-      conversation: what the prefixes are turns of, or None.
+      conversation: the conversation of which the prefixes are turns, or None.
       open: False once nobody waits for the result.
       groups: finished groups, or the error that ended the engine.
     """
@@ -91,25 +91,25 @@ class Request:
 
     @property
     def at_once(self) -> int:
-        """Sequences that there should be room for, other turns of other conversations included."""
+        """The number of sequences to make room for, those of other conversations included."""
         return max(self.sequences, self.conversation.at_once if self.conversation else 0)
 
     @cached_property
     def length(self) -> int:
-        """Tokens of the longest prefix and completion that may come, later turns of the conversation included."""
+        """The number of tokens of the longest prefix and completion to come, later turns of the conversation included."""
         later = min(self.conversation.length, self.max_length) if self.conversation else 0
         return max(later, *(len(prefix) + self.limit(index) for index, prefix in enumerate(self.prefixes)))
 
     def limit(self, index: int) -> int:
-        """Most tokens of a completion of prefix `index`."""
+        """Returns the most tokens of a completion of prefix `index`."""
         return min(self.settings.max_tokens, self.max_length - len(self.prefixes[index]))
 
     def drafts(self, index: int) -> list["Draft"]:
-        """Returns the n sequences of prefix `index`, empty as yet."""
+        """Returns the n sequences of prefix `index`, still empty."""
         return [Draft(request=self, index=index, sample=sample) for sample in range(self.n)]
 
     def finish(self, draft: "Draft", finish: Finish) -> None:
-        """Takes a finished sequence; hands the group on when it is whole."""
+        """Records a finished sequence; delivers its group when that is complete."""
         group = self._finished.setdefault(draft.index, {})
         group[draft.sample] = draft.completion(finish)
         if len(group) == self.n:
@@ -119,14 +119,14 @@ class Request:
 
 @dataclass(eq=False, kw_only=True)
 class Draft:
-    """A completion in the making.
+    """A completion that is being sampled.
 
     Attributes:
       request: the call that asked for it.
       index: which of the call's prefixes it continues.
       sample: its number among the n of its prefix.
       count: tokens so far.
-      recorded: the experts that prompts went to, and the row of this one's, where they are recorded.
+      recorded: the experts of prompts' tokens, and this prompt's row in them, where they are recorded.
     """
 
     request: Request
@@ -152,13 +152,13 @@ class Draft:
 
     @property
     def version(self) -> int | None:
-        """The version of all tokens so far; None where there are none, or of several versions."""
+        """The version of all tokens so far; None where there are none, or they are of several versions."""
         found = set(self._versions[: self.count].tolist())
         return found.pop() if len(found) == 1 else None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int | np.ndarray, decode: Decode) -> bool:
-        """Appends drawn tokens [T], all of one version or each of its own; returns True where a stop string ended the response,
-        whose later tokens are dropped."""
+        """Appends drawn tokens [T], all of one version or each of its own; returns whether a stop string ended the response, whose
+        later tokens are dropped."""
         checked, self.count = self.count, self.count + len(tokens)
         self._tokens[checked : self.count] = tokens
         self._logprobs[checked : self.count] = logprobs
@@ -171,17 +171,17 @@ class Draft:
         return stop is not None
 
     def record(self, routes: np.ndarray) -> None:
-        """Appends the experts of the next tokens that the model read, uint [T, L, k]: of the prefix, but those that `recorded` has, and
+        """Appends the experts of the next tokens that the model read, uint [T, L, k]: of the prefix, except those in `recorded`, then
         of the tokens drawn."""
         self._routes.append(routes)
 
     @property
     def routed(self) -> int:
-        """The number of tokens whose experts `record` was told."""
+        """The number of tokens whose experts `record` has got."""
         return sum(map(len, self._routes))
 
     def routes(self) -> np.ndarray | None:
-        """The experts of the tokens that the model read, uint [at most P + count - 1, L, k], or None."""
+        """Returns the experts of the tokens that the model read, uint [at most P + count - 1, L, k], or None."""
         parts = list(self._routes)
         if self.recorded is not None:
             prompts, row = self.recorded

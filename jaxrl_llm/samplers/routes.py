@@ -1,7 +1,7 @@
-"""Recorded experts on the host: what vLLM servers say of them, and what is believed (NumPy alone).
+"""Recorded experts on the host: parses and checks the records of vLLM servers (NumPy alone).
 
-A record has a row for each token that the model read: the prompt's and all but the last that was drawn. vLLM's has all layers of the model,
-those without experts with zeros; ours has the layers with experts. Its forms:
+A record has a row for each token that the model read: the prompt's and all but the last that was drawn. vLLM's record has all layers of
+the model, with zeros for those without experts; ours has only the layers with experts. vLLM's forms:
 
     0.21          "prompt_routed_experts" and "routed_experts", nested lists
     from 0.22     "routed_experts", the file of a NumPy array in base64, from the token that the request named on
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-# By which vLLM is started so that it records, and the field of a request that skips the record of the first tokens.
+# The option with which vLLM records, and the field of a request that skips the record of the first tokens.
 FLAG, START = "--enable-return-routed-experts", "routed_experts_prompt_start"
 RECORD, PROMPT = "routed_experts", "prompt_routed_experts"
 
@@ -30,7 +30,7 @@ class Recording:
       experts: number of experts of a layer.
       chosen: number of experts that a token goes to.
       sparse: whether each layer has experts.
-      dtype: of our records, "uint8" or "uint16".
+      dtype: dtype of our records, "uint8" or "uint16".
     """
 
     experts: int
@@ -40,7 +40,7 @@ class Recording:
 
     @classmethod
     def of(cls, architecture: Any) -> "Recording | None":
-        """The records of a model; None for one without experts."""
+        """Returns the shape of a model's records; None for a model without experts."""
         size = architecture.experts
         if size is None:
             return None
@@ -50,12 +50,12 @@ class Recording:
         """Returns the experts of tokens `start` to `end` of a prompt and its sample, uint [end - start, L, k].
 
         Args:
-          choice: the sample in a server's words.
-          start: the number of tokens whose record the request asked to skip; a server that cannot skip tells of them too.
+          choice: the sample, as a server returned it.
+          start: the number of tokens whose record the request asked to skip; a server that cannot skip returns those too.
           end: the number of tokens that the model read.
 
         Raises:
-          ValueError: there is no record, or it is not one of these tokens and this model; the message says what it is.
+          ValueError: there is no record, or it is not one of these tokens and this model; the message says which.
         """
         found = choice.get(RECORD)
         if found is None:
@@ -65,7 +65,7 @@ class Recording:
             rows = np.concatenate([_unpacked(choice[PROMPT]), rows])
         if rows.ndim != 3 or rows.shape[1:] != (len(self.sparse), self.chosen):
             raise ValueError(f"a record of shape {rows.shape}, not [tokens, {len(self.sparse)}, {self.chosen}]")
-        # Lists have a row for the last token too, which the model did not read.
+        # Lists also have a row for the last token, which the model did not read.
         whole = {end: rows, end + 1: rows[:-1]}.get(len(rows))
         rows = whole[start:] if whole is not None and len(rows) != end - start else rows
         if len(rows) != end - start:
@@ -82,7 +82,7 @@ class Recording:
 
 
 def _unpacked(said: Any) -> np.ndarray:
-    """An array that was written as nested lists or as a NumPy file in base64."""
+    """Decodes an array that was written as nested lists or as a NumPy file in base64."""
     try:
         if isinstance(said, str):
             return np.load(io.BytesIO(base64.b64decode(said, validate=True)), allow_pickle=False)

@@ -1,9 +1,9 @@
-"""A classmate: a second sampler that goes on from the policy's chain of thought straight to an answer (Classmate-CoT).
+"""A classmate: a second sampler that continues the policy's chain of thought with an answer (Classmate-CoT).
 
     prefix = prompt + "<think>" + thought + "</think>\\n\\n"
 
-The thought's token ids are passed on as they are where both models have one vocabulary, which is checked; else the whole
-prefix is decoded and encoded anew. Calls that come within `wait_s` of each other are sampled together.
+The thought's token ids are used unchanged where both models have one vocabulary, which is checked; else the whole prefix is decoded and
+encoded anew. Calls within `wait_s` of each other are sampled together.
 """
 
 import asyncio
@@ -26,25 +26,24 @@ from jaxrl_llm.rewards.classmate import Answer, Asked
 
 @dataclass(frozen=True, kw_only=True)
 class SampledClassmate:
-    """A classmate behind a sampler of its own.
+    """A classmate with a sampler of its own.
 
     Attributes:
-      weights: whose they are: "own" (of `source`, never changed), "policy" (self-play: the policy's as the stage begins,
-        and again after every `refresh_every` steps) or "served" (a server's own; the sampler is never given any).
-      sampler: who generates.
-      source: the model, for "own"; for "served" it is not needed.
-      tokenizer: the model's tokenizer, where it is another than the policy's; None takes that of the folder of `source`,
-        or the policy's.
+      weights: origin of the weights: "own" (of `source`, never changed), "policy" (self-play: the policy's as the stage begins, and
+        again after every `refresh_every` steps) or "served" (a server's own; none are published to the sampler).
+      sampler: generates the answers.
+      source: the model, for "own" alone.
+      tokenizer: the model's tokenizer, where it differs from the policy's; None takes that of the folder of `source`, or the policy's.
       refresh_every: for "policy": 0 keeps the weights that the stage begins with ("frozen"), 1 takes the policy's of each
         step ("live"), more is "lagged".
       settings: how answers are drawn.
       max_length: most tokens of a prefix and its answer; a thought that leaves no room for an answer has none.
-      opening: what stands before a thought.
-      closing: what stands between a thought and the answer.
-      opened: the prompt ends with the opening tag already.
+      opening: text before a thought.
+      closing: text between a thought and the answer.
+      opened: whether the prompt already ends with the opening text.
       template_kwargs: keyword arguments of the model's chat template, where prompts are encoded anew.
-      seed: of random weights, where `source` has no trained ones.
-      wait_s: seconds that a call waits for others to be sampled with it.
+      seed: seed of random weights, where `source` has no trained ones.
+      wait_s: seconds for which a call waits for others to be sampled with it.
     """
 
     weights: Literal["own", "policy", "served"]
@@ -82,17 +81,17 @@ class SampledClassmate:
 
     @property
     def follows(self) -> bool:
-        """Whether it holds weights of the policy."""
+        """Whether the classmate uses the policy's weights."""
         return self.weights == "policy"
 
     # -- as a companion of the run -------------------------------------------------------------------------------------
 
     def start(self, policy: Policy, tokenizer: Any, run_dir: Path) -> None:
-        """Makes the sampler; weights of its own are read at the first answer.
+        """Starts the sampler; a classmate's own weights are read at the first answer.
 
         Raises:
-          ValueError: a model whose vocabulary is smaller than its tokenizer.
-          FileNotFoundError: no model, or no tokenizer, where `source` says.
+          ValueError: the model's vocabulary is smaller than its tokenizer's.
+          FileNotFoundError: `source` names a folder without a model or a tokenizer.
         """
         model = policy if self.source is None else self.source.policy(policy.partitioner)
         own = self._tokenizer(tokenizer)
@@ -106,11 +105,11 @@ class SampledClassmate:
         self._state.begin(Running(model, own, tokenizer, same, sampler, with_stop_ids(self.settings, own)))
 
     async def publish(self, params: Params, version: int) -> None:
-        """Holds `params`, the policy's; the caller keeps them unchanged."""
+        """Publishes the policy's `params` to the sampler; the caller does not change them."""
         await self._state.running.sampler.publish(params, version)
 
     async def stop(self) -> None:
-        """Ends the sampler."""
+        """Closes the sampler."""
         if self._state.started:
             await self._state.running.sampler.close()
             self._state.started.clear()
@@ -118,7 +117,7 @@ class SampledClassmate:
     # -- as a classmate ------------------------------------------------------------------------------------------------
 
     async def answers(self, asked: Sequence[Asked], samples: int) -> list[list[Answer] | None]:
-        """Returns `samples` answers to each thought, in the order of `asked`; None where one leaves no room for an answer.
+        """Returns `samples` answers to each thought, in the order of `asked`; None where a thought leaves no room for an answer.
 
         Raises:
           ValueError: before `start`.
@@ -138,7 +137,7 @@ class SampledClassmate:
         return self._state.running.theirs.decode(tokens, skip_special_tokens=True)
 
     def prefix(self, asked: Asked) -> np.ndarray:
-        """Returns what the classmate goes on from, int32 [T] in its own vocabulary."""
+        """Returns the prefix that the classmate continues, int32 [T] in its own vocabulary."""
         running = self._state.running
         opening = "" if self.opened else self.opening
         if running.same:
@@ -180,7 +179,7 @@ class SampledClassmate:
         return await future
 
     async def _flush(self) -> None:
-        """Samples what came within `wait_s`, calls of one number of samples together."""
+        """Samples the calls of the last `wait_s`, those with equal numbers of samples together."""
         await asyncio.sleep(self.wait_s)
         state = self._state
         calls, state.waiting = state.waiting, []
@@ -210,7 +209,7 @@ class SampledClassmate:
                 call.future.set_result(found)
 
     async def _ready(self) -> None:
-        """Reads weights of its own, once."""
+        """Reads the classmate's own weights, once."""
         running = self._state.running
         if self.source is not None and running.sampler.version < 0:
             params = self.source.params(running.model, jax.random.key(self.seed))
@@ -221,11 +220,11 @@ class Running(NamedTuple):
     """A started classmate.
 
     Attributes:
-      model: its model.
-      own: its tokenizer.
+      model: the classmate's model.
+      own: the classmate's tokenizer.
       theirs: the policy's tokenizer.
-      same: both have one vocabulary.
-      sampler: who generates.
+      same: whether both have one vocabulary.
+      sampler: generates the answers.
       settings: how answers are drawn, with the stop ids of its tokenizer.
     """
 
@@ -238,12 +237,12 @@ class Running(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of `answers` that waits.
+    """A waiting call of `answers`.
 
     Attributes:
-      asked: (prefix, seed) of each.
-      n: completions of each.
-      future: where they go.
+      asked: (prefix, seed) of each thought.
+      n: completions of each prefix.
+      future: receives the completions.
     """
 
     asked: Sequence[tuple[np.ndarray, int]]
@@ -252,7 +251,7 @@ class Call(NamedTuple):
 
 
 class _State:
-    """What changes of a classmate: whether it was started, and the calls that wait."""
+    """The mutable state of a classmate: its running parts once started, and the waiting calls."""
 
     def __init__(self) -> None:
         self.started: list[Running] = []

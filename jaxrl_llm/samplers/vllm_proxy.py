@@ -1,17 +1,17 @@
-"""A door before a vLLM server for learners on other hosts: it checks a token and lets through what a learner needs.
+"""A proxy of a vLLM server for learners on other hosts, which checks a token and passes on the requests that a learner needs.
 
     JAXRL_LLM_TOKEN=... python -m jaxrl_llm.samplers.vllm_proxy --server http://127.0.0.1:8000 --host 10.0.0.5 --port 9000
 
-vLLM's development endpoints, through which weights are updated, ask for no key, so vLLM itself listens on loopback alone. Each
-request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP: between hosts, use a network that is private.
+vLLM's development endpoints, through which weights are updated, require no key, so vLLM itself listens on loopback alone. Each
+request to the proxy carries `Authorization: Bearer TOKEN`. It speaks plain HTTP: between hosts, use a private network.
 
     GET /health    GET /metrics                POST /pause?mode=keep&clear_cache=true    POST /resume
     POST /generate {"token_ids": ...} or {"prompt": ...}, as /inference/v1/generate or /v1/completions take it
     POST /tokens {"token_ids": ...}, as our own route in vLLM takes it (vllm_route)
     POST /stage {"path", "version"}            POST /stage_status                        POST /commit {"version", "mark"}
 
-At SIGTERM it takes no more requests, has vLLM cut those in flight, whose tokens go to the learner, and ends: /health answers 503 meanwhile. A host
-that is to be taken away gives back what it had.
+At SIGTERM it takes no more requests, has vLLM cut those in flight, whose tokens go to the learner, and ends; /health answers 503
+meanwhile. So a host that is shut down returns its unfinished requests.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from jaxrl_llm.serving import Patience
 
 _LARGEST_BODY = 1 << 26  # bytes; a prompt of a million tokens fits
 _CONNECT_S = 5.0
-_QUIET_S = 1.0  # in which a learner asks about the weights that an answer came from
-_TO_THE_END = ("/stage_status", "/metrics")  # what a server that leaves still answers
+_QUIET_S = 1.0  # seconds in which a learner asks for the weights that an answer came from
+_TO_THE_END = ("/stage_status", "/metrics")  # routes that a leaving server still answers
 _PAUSE_ARGUMENTS = ("mode", "clear_cache")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -42,16 +42,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, kw_only=True)
 class Proxy:
-    """The door before one server.
+    """The proxy of one server.
 
     Attributes:
       server: address of the vLLM server, on loopback.
-      token: what a request must carry, at least 16 characters.
+      token: token that a request must carry, of at least 16 characters.
       api_key: vLLM's own key, or "" where it has none.
       generate_s: most seconds that a generation may take.
       control_s: most seconds that any other step may take.
       leave_s: most seconds between SIGTERM and the end.
-      patience: with connections that do not get a request through.
+      patience: limits of connections that do not complete a request.
     """
 
     server: str
@@ -71,7 +71,7 @@ class Proxy:
             )
 
     def application(self) -> web.Application:
-        """Returns the routes, each behind the token."""
+        """Returns the application, whose routes all require the token."""
         app = web.Application(
             client_max_size=_LARGEST_BODY,
             middlewares=[
@@ -103,7 +103,7 @@ class Proxy:
 
     @property
     def _explained(self) -> Any:
-        """Refuses requests where the server leaves, and says of a failing vLLM that it is vLLM that fails."""
+        """A middleware that refuses requests while the server leaves, and names vLLM in errors where vLLM fails."""
 
         @web.middleware
         async def explained(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -124,7 +124,7 @@ class Proxy:
         return explained
 
     async def leave(self, app: web.Application) -> None:
-        """Has vLLM cut what is in flight, and returns when the learner has it and has asked what it asks about it; `leave_s` at most."""
+        """Has vLLM cut requests in flight, and returns when the learner has their tokens and has checked the weights, after `leave_s` at most."""
         app[_LEAVING].set()
         with contextlib.suppress(TimeoutError, aiohttp.ClientError):
             async with asyncio.timeout(self.leave_s):
@@ -142,7 +142,7 @@ class Proxy:
         return await self._ask(request, "GET", "/version")
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        """Passes the answer on as it comes; where the client goes away, so does the request to vLLM, which ends it."""
+        """Passes the answer on as it comes; a client that goes away closes the request to vLLM, which ends it."""
         content = await self._json(request)
         route = "/inference/v1/generate" if "token_ids" in content else "/v1/completions"
         route = vllm_route.ROUTE if request.path == "/tokens" else route
@@ -157,7 +157,7 @@ class Proxy:
             except (TimeoutError, aiohttp.ClientError):
                 if (
                     request.transport is not None
-                ):  # the status is sent: a connection that breaks says that the rest is missing
+                ):  # the status is sent: only a broken connection shows that the rest is missing
                     request.transport.abort()
             return passed
 
@@ -169,7 +169,7 @@ class Proxy:
         return await self._ask(request, "POST", "/resume")
 
     def _method(self, name: str, *arguments: str) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Calls a method of the plugin on every rank."""
+        """Returns a handler that calls a method of the plugin on every rank."""
 
         async def handler(request: web.Request) -> web.Response:
             content = await self._json(request) if arguments else {}
@@ -189,7 +189,7 @@ class Proxy:
         return handler
 
     async def _commit(self, request: web.Request) -> web.StreamResponse:
-        """Commits and, where vLLM keeps a number of its weights (0.30 and newer), sets that too."""
+        """Commits and, where vLLM stores a number of its weights (0.30 and newer), sets that too."""
         answer = await self._method("commit", "version", "mark")(request)
         if answer.status == 200 and not any(rank["error"] for rank in json.loads(answer.text or "{}")["results"]):
             version = str((await self._json(request))["version"])
@@ -199,7 +199,7 @@ class Proxy:
         return answer
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        """Returns what vLLM counts; the learner looks whether it goes on."""
+        """Returns vLLM's counters, by which the learner checks its progress."""
         return await self._ask(request, "GET", "/metrics")
 
     async def _json(self, request: web.Request) -> Mapping[str, Any]:
@@ -239,7 +239,7 @@ def _on_loopback(address: str) -> bool:
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Serves until the process is ended."""
     parser = command_line.parser("samplers.vllm_proxy", (__doc__ or "").partition("\n")[0])
     parser.add_argument("--server", required=True, help="address of the vLLM server, on loopback")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")

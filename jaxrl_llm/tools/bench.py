@@ -48,7 +48,8 @@ from jaxrl_llm.tools.planning.chips import GIB
 
 
 def timed(case: Case, call: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of the first call, which compiles or reads its program from the compilation cache, and of each later call, with the median, least and most of the later ones."""
+    """Returns the seconds of the first call, which compiles its program or reads it from the compilation cache, and of each later call,
+    with the later calls' median, least and most."""
     seconds = []
     for _ in range(case.repeats + 1):
         start = time.perf_counter()
@@ -68,7 +69,7 @@ def traced(folder: str, call: Callable[[], Any]) -> list[dict[str, Any]]:
 
 
 def rates(case: Case, lengths: Sequence[int], seconds: float, count: Callable[..., float]) -> dict[str, float]:
-    """Tokens/s over all devices, and model FLOP/s and MFU a device."""
+    """Returns tokens/s over all devices, and model FLOP/s and MFU per device."""
     model_flops, devices = count(case.policy.architecture, lengths), case.policy.partitioner.mesh.size
     found = {"tokens_per_s": sum(lengths) / seconds, "tflops": model_flops / seconds / devices / 1e12}
     peak = flops.peak(jax.devices()[0].device_kind)
@@ -149,7 +150,7 @@ def sample(case: Case) -> dict[str, Any]:
 
 
 def step(case: Case) -> dict[str, Any]:
-    """Measures whole steps: publish and sample, score, compute advantages, update; gives the seconds of each part of the last step."""
+    """Measures whole steps: publish and sample, score, compute advantages, update; returns the seconds of each part of the last step."""
 
     async def run() -> dict[str, Any]:
         learner, engine = case.learner, case.start_sampler()
@@ -185,7 +186,7 @@ WORKS: dict[str, Callable[[Case], dict[str, Any]]] = {"update": update, "score":
 
 
 def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, float]:
-    """Seconds to compile an update's programs (scoring's with 0 micro-batches), and the memory account of the largest program."""
+    """Returns the seconds to compile an update's programs (scoring's with 0 micro-batches), and the memory account of the largest program."""
     start = time.perf_counter()
     accounts = memory.of_learner(case.learner, batch, microbatches).values()
     most = max(accounts, key=lambda account: account.peak)
@@ -199,10 +200,10 @@ def compiled(case: Case, batch: MicroBatch, microbatches: int) -> dict[str, floa
 
 
 def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
-    """What the target's compiler says of the case's program, in place of a measurement; that of a whole step is its update.
+    """Returns the compiler's figures of the case's program for a target, in place of a measurement.
 
     Raises:
-      ValueError: the work has no program of its own.
+      ValueError: the work is not a single program.
     """
     size, learner, accounts = case.policy.architecture, case.learner, {}
     with dispatch.recording() as kernels:
@@ -227,7 +228,7 @@ def for_target(case: Case, target: programs.Target) -> dict[str, Any]:
 
 
 def prefer(case: Case) -> None:
-    """Has each kernel's backend that a flag names tried first.
+    """Puts the backends that flags name first among their kernels' backends.
 
     Raises:
       ValueError: there is no such backend.
@@ -241,7 +242,7 @@ def prefer(case: Case) -> None:
 
 
 def measure(case: Case) -> dict[str, Any]:
-    """The result row of one configuration."""
+    """Returns the result row of one configuration."""
     found = WORKS[case.work](case)
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
@@ -257,7 +258,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, str]]:
 
 
 def row(flags: dict[str, str], repeats: int, profile: str | None, on: str | None = None) -> dict[str, Any]:
-    """The JSON row of one combination, measured in this process, or compiled for the target `on`."""
+    """Returns the JSON row of one combination, measured in this process, or compiled for the target `on`."""
     typed = {name: SWEPT[name][0](value) for name, value in flags.items()}
     for name, known in (("work", WORKS), ("model", SHAPES)):
         if typed[name] not in known:
@@ -271,7 +272,7 @@ def row(flags: dict[str, str], repeats: int, profile: str | None, on: str | None
 
 
 def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict[str, Any]:
-    """The JSON row of one combination, measured in a new process; {"error"} where it fails."""
+    """Returns the JSON row of one combination, measured in a new process; {"error"} where it fails."""
     command = [sys.executable, "-m", "jaxrl_llm.tools.bench", *more, *(f"--{n}={v}" for n, v in flags.items())]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
@@ -284,7 +285,7 @@ def in_process(flags: dict[str, str], more: Sequence[str], limit: float) -> dict
 
 
 def speedrun(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
-    """Makes and prints a row of the leaderboard; refuses one whose runs were not whole."""
+    """Makes and prints a row of the leaderboard; refuses a row whose runs are incomplete."""
     if not arguments.gin_file or arguments.runs is None:
         parser.error("--work=speedrun needs --gin_file and --runs: the runs, and the folder that they lie in")
     try:
@@ -298,7 +299,7 @@ def speedrun(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
 
 
 def tell(found: dict[str, Any], output: str | None) -> None:
-    """Prints a row, and adds it to a file."""
+    """Prints a row, and appends it to a file where `output` names one."""
     print(json.dumps(found), flush=True)
     if output:
         with open(output, "a", encoding="utf-8") as file:
@@ -307,7 +308,7 @@ def tell(found: dict[str, Any], output: str | None) -> None:
 
 @command_line.told
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; the exit code is 1 where a configuration failed."""
+    """Measures and prints the rows; the exit code is 1 where a configuration failed."""
     parser = command_line.parser("tools.bench", __doc__)
     for name, (_, default, meaning) in SWEPT.items():
         parser.add_argument(f"--{name}", default=default, help=f"{meaning} (default {default})")
@@ -334,7 +335,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         topology.prepare(arguments.topology)
     else:
         xla_flags.apply()
-    compilation_cache.keep()  # a call reuses a program that was compiled for its memory account
+    compilation_cache.keep()  # a call reuses the program that was compiled for its memory account
     wanted, failed = list(cases(arguments)), 0
     more = [f"--repeats={arguments.repeats}", *([f"--profile={arguments.profile}"] if arguments.profile else [])]
     more += [f"--topology={arguments.topology}"] if arguments.topology else []

@@ -68,7 +68,7 @@ class Case:
       flags: {name: value} for each flag of SWEPT.
       repeats: measured calls after the first.
       profile: folder for a trace of one more call, or None.
-      own: devices to compile for in place of the process's, or None.
+      own: devices to compile for in place of the process's own, or None.
     """
 
     flags: dict[str, Any]
@@ -115,7 +115,7 @@ class Case:
 
 
 def groups_of(case: Case, lengths: Sequence[int]) -> list[Group]:
-    """Groups of random sequences of these lengths, with random rewards; the first eighth of each is its prompt."""
+    """Returns groups of random sequences of these lengths, with random rewards; the first eighth of each is its prompt."""
     rng = np.random.default_rng(0)
     vocabulary = case.policy.architecture.vocabulary_size
     size = next(n for n in (8, 4, 2, 1) if len(lengths) % n == 0)
@@ -164,7 +164,7 @@ def lengths_of(batch: Batch) -> list[int]:
 
 
 def micro_batches(case: Case, batch: Batch, stats: dict[str, np.ndarray]) -> list[MicroBatch]:
-    """The micro-batches of one update, with advantages from the learner."""
+    """Returns the micro-batches of one update, with advantages from the learner."""
     learner = case.learner
     sequences = batch.sequences(stats, learner.algorithm.controls, len(batch.groups))
     advantages = jax.device_get(learner.advantages(sequences))

@@ -19,13 +19,13 @@ from jaxrl_llm.train.load import TrainedModel
 
 
 def load(folder: Path) -> tuple[Any, Any, Any]:
-    """The policy, its parameters and the tokenizer of a run folder or a Hugging Face folder."""
+    """Loads the policy, its parameters and the tokenizer of a run folder or a Hugging Face folder."""
     opened = TrainedModel(path=str(folder)).open(Partitioner.create(MeshConfig()))
     return opened.policy, opened.params(), opened.tokenizer
 
 
 def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
-    """Token ids int32 [T] of the conversation so far; without a chat template, of the last line only."""
+    """Returns token ids int32 [T] of the conversation so far; without a chat template, of the last line only."""
     if tokenizer.chat_template is None:
         return ids(tokenizer, turns[-1]["content"], special=True)
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -33,7 +33,7 @@ def prefix(tokenizer: Any, turns: list[dict[str, str]]) -> np.ndarray:
 
 
 async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingParams, seed: int) -> np.ndarray:
-    """The sampled response, int32 [T]."""
+    """Samples a response, int32 [T]."""
     async with contextlib.aclosing(sampler.sample([tokens], 1, settings, [seed])) as groups:
         async for _, (completion,) in groups:
             return completion.tokens
@@ -41,7 +41,7 @@ async def answer(sampler: Any, tokens: np.ndarray, settings: SamplingParams, see
 
 
 async def talk(folder: Path, settings: SamplingParams, max_length: int) -> None:
-    """Reads lines until the end of the input and answers each."""
+    """Reads lines until the end of the input, and prints an answer to each."""
     policy, params, tokenizer = load(folder)
     longest = min(max_length, policy.architecture.max_positions)
     sampler = EmbeddedSampler(slots=1).start(policy, tokenizer, max_length=longest)
@@ -63,7 +63,7 @@ async def talk(folder: Path, settings: SamplingParams, max_length: int) -> None:
 
 
 def _line() -> str | None:
-    """Returns the next line that is not empty, or None at the end of the input."""
+    """Returns the next non-empty line, or None at the end of the input."""
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()

@@ -1,6 +1,6 @@
 """The functions of CS336's alignment assignment (Stanford, Spring 2025, assignment 5), written with this package's parts.
 
-Their contracts are the assignment's: names, arguments, shapes and which results are NaN. A model is any function from token ids
+Names, arguments, shapes and NaN results are those of the assignment. A model is any function from token ids
 to logits; `logits_of` makes one from a policy and its parameters. Instead of calling `backward`, a microbatch step
 returns the gradient of its loss with respect to the given log-probs. Training does not use these functions: its runs
 are gin/cs336_*.gin, with losses that are normalised by global counts and never NaN.
@@ -73,7 +73,7 @@ def tokenize_prompt_and_output(
 
 
 def compute_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
-    """The entropy -sum_v p_v log p_v in nats."""
+    """Returns the entropy -sum_v p_v log p_v in nats."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     return -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
 
@@ -81,7 +81,7 @@ def compute_entropy(logits: Float[Array, "B T V"]) -> Float[Array, "B T"]:
 def get_response_log_probs(
     model: Model, input_ids: Int[Array, "B T"], labels: Int[Array, "B T"], return_token_entropy: bool = False
 ) -> dict[str, Array]:
-    """{"log_probs": float32 [B, T] of every label, including padding} and, on request, {"token_entropy": float32 [B, T]}."""
+    """Returns {"log_probs": float32 [B, T] of every label, including padding} and, on request, {"token_entropy": float32 [B, T]}."""
     logits = model(input_ids)
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     found = {"log_probs": jnp.take_along_axis(logprobs, labels[..., None], axis=-1)[..., 0]}
@@ -94,12 +94,12 @@ def get_response_log_probs(
 def masked_normalize(
     tensor: Float[Array, "*S"], mask: Bool[Array, "*S"], normalize_constant: float, dim: int | None = None
 ) -> Float[Array, "..."]:
-    """The sum over the mask, along `dim` or over all axes, divided by a constant."""
+    """Returns the sum over the mask, along `dim` or over all axes, divided by a constant."""
     return jnp.sum(jnp.where(mask, tensor, 0.0), axis=dim) / normalize_constant
 
 
 def masked_mean(tensor: Float[Array, "*S"], mask: Bool[Array, "*S"], dim: int | None = None) -> Float[Array, "..."]:
-    """The mean over the mask, along `dim` or over all axes; NaN where the mask is empty, as the assignment requires."""
+    """Returns the mean over the mask, along `dim` or over all axes; NaN where the mask is empty, as the assignment requires."""
     return jnp.sum(jnp.where(mask, tensor, 0.0), axis=dim) / jnp.sum(mask, axis=dim)
 
 
@@ -112,7 +112,7 @@ def sft_microbatch_train_step(
     gradient_accumulation_steps: int,
     normalize_constant: float = 1.0,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"], Metadata]:
-    """(loss, its gradient with respect to the log-probs, metadata): -mean_b(sum_t logp / constant) / accumulation steps."""
+    """Returns (loss, its gradient with respect to the log-probs, metadata): -mean_b(sum_t logp / constant) / accumulation steps."""
 
     def loss(logprobs: Float[Array, "B T"]) -> Float[Array, ""]:
         per_row = masked_normalize(logprobs, response_mask, normalize_constant, dim=1)
@@ -136,7 +136,7 @@ class PackedDataset:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> dict[str, np.ndarray]:
-        """{"input_ids": int32 [seq_length], "labels": the same tokens one position later}."""
+        """Returns {"input_ids": int32 [seq_length], "labels": the same tokens one position later}."""
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of {len(self)}")
         return {"input_ids": self.rows[i][:-1], "labels": self.rows[i][1:]}
@@ -145,7 +145,7 @@ class PackedDataset:
 def get_packed_sft_dataset(
     tokenizer: Any, dataset_path: str | Path, seq_length: int, shuffle: bool, seed: int = 0
 ) -> PackedDataset:
-    """Packs a JSONL file of {"prompt", "response"} in the Alpaca template into rows; each document lies between end tokens.
+    """Packs a JSONL file of {"prompt", "response"} in the Alpaca template into rows; end tokens surround each document.
 
     `algorithms.packed_sft` learns from the same rows.
 
@@ -184,7 +184,7 @@ def compute_group_normalized_rewards(
     advantage_eps: float,
     normalize_by_std: bool,
 ) -> tuple[Float[Array, " N"], Float[Array, " N"], Metadata]:
-    """(advantages, raw rewards, metadata): (r - mean) / (std + eps) in each group of `group_size` neighbours.
+    """Returns (advantages, raw rewards, metadata), with (r - mean) / (std + eps) in each group of `group_size` neighbours.
 
     The standard deviation divides by n - 1; it is only used if `normalize_by_std`.
 
@@ -210,7 +210,7 @@ def compute_group_normalized_rewards(
 def compute_naive_policy_gradient_loss(
     raw_rewards_or_advantages: Float[Array, "B 1"], policy_log_probs: Float[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """The loss -A log pi of every token."""
+    """Returns the loss -A log pi of every token."""
     return -raw_rewards_or_advantages * policy_log_probs
 
 
@@ -220,7 +220,7 @@ def compute_grpo_clip_loss(
     old_log_probs: Float[Array, "B T"],
     cliprange: float,
 ) -> tuple[Float[Array, "B T"], Metadata]:
-    """The loss -min(rho A, clip(rho, 1 - e, 1 + e) A) of every token, with {"clipped": bool [B, T]}."""
+    """Returns the loss -min(rho A, clip(rho, 1 - e, 1 + e) A) of every token, with {"clipped": bool [B, T]}."""
     ratio = jnp.exp(policy_log_probs - old_log_probs)
     loss, measured = surrogate.clip(ratio, jnp.broadcast_to(advantages, ratio.shape), cliprange, cliprange)
     return loss, {"clipped": measured["ratio/clip_fraction"]}
@@ -234,7 +234,7 @@ def compute_policy_gradient_loss(
     old_log_probs: Float[Array, "B T"] | None = None,
     cliprange: float | None = None,
 ) -> tuple[Float[Array, "B T"], Metadata]:
-    """The loss of every token and metadata for "no_baseline", "reinforce_with_baseline" or "grpo_clip".
+    """Returns the loss of every token and metadata for "no_baseline", "reinforce_with_baseline" or "grpo_clip".
 
     Raises:
       ValueError: an argument that the loss type needs is missing, or the loss type is unknown.
@@ -267,7 +267,7 @@ def grpo_microbatch_train_step(
     old_log_probs: Float[Array, "B T"] | None = None,
     cliprange: float | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "B T"], Metadata]:
-    """(loss, its gradient with respect to the log-probs, metadata): mean_b(masked_mean_t(loss)) / accumulation steps.
+    """Returns (loss, its gradient with respect to the log-probs, metadata), with the loss mean_b(masked_mean_t(loss)) / accumulation steps.
 
     Raises:
       ValueError: as for compute_policy_gradient_loss.
@@ -289,7 +289,7 @@ def grpo_microbatch_train_step(
 def compute_per_instance_dpo_loss(
     lm: Model, lm_ref: Model, tokenizer: Any, beta: float, prompt: str, response_chosen: str, response_rejected: str
 ) -> Float[Array, ""]:
-    """The loss -log sigmoid(beta (log-ratio of the chosen response - that of the rejected one)), in the Alpaca template.
+    """Returns the loss -log sigmoid(beta (log-ratio of the chosen response - that of the rejected one)), in the Alpaca template.
 
     The end token is part of each response. Prompt and response are encoded separately, as in training.
     """

@@ -1,6 +1,6 @@
 """Checks whether a run can work here: `python -m jaxrl_llm.tools.doctor [--gin_file FILE] [--run_dir DIR] [--model FOLDER] [--server URL]`.
 
-Prints one line for each check, with advice where something is wrong; the exit code is 1 where a check failed.
+It prints one line for each check, with advice where something is wrong; the exit code is 1 where a check failed.
 """
 
 import importlib.metadata
@@ -26,7 +26,7 @@ from jaxrl_llm.distributed import compilation_cache, xla_flags
 PYTHON_LEAST = (3, 11)
 VLLM_LEAST, VLLM_NEWEST = (0, 18), (0, 32)
 FREE_FAIL, FREE_WARN = 1e9, 20e9  # bytes
-COMPARED_TOKENS, MOST_APART = 96, 1e-3  # of log-probs, in nats
+COMPARED_TOKENS, MOST_APART = 96, 1e-3  # tokens to compare, and the allowed difference of log-probs, in nats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Finding:
     Attributes:
       status: "OK", "WARN" (it works, or may work) or "FAIL".
       check: what was checked.
-      found: what was found.
+      found: the observation.
       advice: what to do; empty where all is well.
     """
 
@@ -50,7 +50,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def judged(check: str, good: bool, found: str, advice: str, bad: Literal["WARN", "FAIL"] = "FAIL") -> Finding:
-    """The finding of a check that is OK where it is `good`, and has the advice elsewhere."""
+    """Returns a finding that is OK where it is `good`, and otherwise `bad` with the advice."""
     return Finding(status="OK" if good else bad, check=check, found=found, advice="" if good else advice)
 
 
@@ -60,7 +60,7 @@ def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Fi
 
 
 def requirements() -> list[str]:
-    """The project's requirements: those of the checkout where there is one, else of the installed distribution."""
+    """Returns the project's requirements: those of the checkout where there is one, else of the installed distribution."""
     project = Path(__file__).resolve().parents[2] / "pyproject.toml"
     if project.is_file():
         return list(tomllib.loads(project.read_text())["project"]["dependencies"])
@@ -90,7 +90,7 @@ def check_packages(required: Sequence[str] | None = None) -> Iterator[Finding]:
 
 
 def check_gin() -> Iterator[Finding]:
-    """Checks that `import gin` finds gin-config: where that is absent, Python imports any folder named gin."""
+    """Checks that `import gin` finds gin-config: where that is missing, Python imports any folder named gin."""
     spec = importlib.util.find_spec("gin")
     good, where = spec is not None and spec.origin is not None, "gin-config"
     if not good:
@@ -125,7 +125,7 @@ def check_compile() -> Iterator[Finding]:
     import jax.numpy as jnp
 
     begin = time.perf_counter()
-    salt = secrets.randbelow(2**20)  # no earlier program, kept between starts, is this one
+    salt = secrets.randbelow(2**20)  # makes this program differ from every earlier program in the cache
     program = jax.jit(lambda x: (x @ x).sum() + salt)
     # Entries of 1/16 make every sum exact, at any precision of the product.
     values = [float(program(jax.device_put(jnp.full((256, 256), 1 / 16), device))) for device in jax.devices()]
@@ -156,7 +156,7 @@ def check_disk(run_dir: Path) -> Iterator[Finding]:
 
 
 def check_run(files: Sequence[str], bindings: Sequence[str]) -> Iterator[Finding]:
-    """On which kernels, dtypes, sampler and isolation a run would go here; it fails where one is much too slow."""
+    """Reports the kernels, dtypes, sampler and isolation of a run on this machine; fails where one is much too slow."""
     from jaxrl_llm.distributed.mesh import Partitioner
     from jaxrl_llm.train.describe import describe
 
@@ -218,9 +218,9 @@ def check_model(folder: Path) -> Iterator[Finding]:
 
 
 def check_logits(folder: Path) -> Iterator[Finding]:
-    """Compares the log-probs of random tokens, more than a chunk of recurrent layers, with those of transformers, both in float32.
+    """Compares the log-probs of random tokens with those of transformers, both in float32; they span more than a chunk of recurrent layers.
 
-    Nothing is compared, and the finding says so, without PyTorch or without the memory for both models.
+    Without PyTorch or without the memory for both models nothing is compared, and the finding says so.
     """
     import jax
     import jax.numpy as jnp
@@ -271,7 +271,7 @@ def check_logits(folder: Path) -> Iterator[Finding]:
 
 
 def _transformers_log_probs(folder: Path, tokens: Any) -> Any:
-    """Log-probs [1, T, V] of all next tokens by transformers."""
+    """Returns log-probs [1, T, V] of all next tokens by transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -283,7 +283,7 @@ def _transformers_log_probs(folder: Path, tokens: Any) -> Any:
 
 
 def free_memory() -> float:
-    """Bytes of memory that programs may still take on this machine; infinite where it does not say."""
+    """Returns the bytes of memory still available on this machine; infinity where the system does not report them."""
     file = Path("/proc/meminfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     found = [1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
@@ -291,7 +291,7 @@ def free_memory() -> float:
 
 
 def check_folder(folder: Path) -> Iterator[Finding]:
-    """Looks a model's folder through, and compares it with transformers."""
+    """Checks a model's folder, and compares it with transformers."""
     yield from check_model(folder)
     yield from check_logits(folder)
 

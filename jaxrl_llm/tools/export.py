@@ -1,6 +1,7 @@
 """Writes a run's model as a Hugging Face folder: python -m jaxrl_llm.tools.export RUN --out DIR [--step N | --best] [--dtype bfloat16].
 
---upload OWNER/NAME puts the folder on the hub as a model, which is private unless --public is given; `hf auth login` or HF_TOKEN says who.
+--upload OWNER/NAME uploads the folder to the hub as a model, which is private unless --public is given; `hf auth login` or HF_TOKEN
+gives the account.
 
 Adapters are merged into the model's weights; --adapters writes them alone in PEFT's format. --model reward_model writes
 the reward model that a stage trained, as a sequence classifier with one label.
@@ -82,13 +83,13 @@ def write(
 
 
 def upload(folder: Path, model: str, *, public: bool = False) -> str:
-    """Puts a folder's files on the hub as the model OWNER/NAME, which is made where there is none; returns its address.
+    """Uploads a folder's files to the hub as the model OWNER/NAME, which is created where it is missing; returns its address.
 
-    A model that is there keeps its visibility. The hub is that of HF_ENDPOINT.
+    An existing model keeps its visibility. HF_ENDPOINT names the hub.
 
     Raises:
-      OSError: the hub cannot be reached or refuses, for want of a token too.
-      ValueError: `model` is no OWNER/NAME.
+      OSError: the hub cannot be reached or refuses, also where there is no token.
+      ValueError: `model` is not OWNER/NAME.
     """
     from huggingface_hub import HfApi
 

@@ -1,8 +1,9 @@
 """Chooses settings that fit a device: rows of a micro-batch, rematerialisation, and the optimizer's moments.
 
-The account is the state's own shapes, what stays beside it (the reference, the sampler's copy of the weights), and the activations by
-the cost model, which was compared with measured peaks. Among the settings that fit, those come first that change least: moments in
-float32 on the device, then the first moment in bfloat16, then both moments on the host; among these, about the least predicted time.
+The account adds the state's own shapes, memory beside it (the reference, the sampler's copy of the weights), and the activations by the
+cost model, which was compared with measured peaks. Among the settings that fit, those that change least are preferred: moments in
+float32 on the device, then the first moment in bfloat16, then both moments on the host; among these, those of about the least predicted
+time.
 """
 
 import math
@@ -25,23 +26,23 @@ from jaxrl_llm.tools.planning.chips import CHIPS, DEVICES, GIB, Device
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
-USABLE = 0.92  # share of a device's memory that JAX takes, and the rest is for libraries and fragmentation
+USABLE = 0.92  # share of a device's memory that JAX takes; the rest is for libraries and fragmentation
 REMATS = ("none", "dots", "gate", "projections", "attention", "full")
-# (dtype of the first moment, whether moments are on the host), those first that change least.
+# (dtype of the first moment, whether moments are on the host), in order of increasing change.
 MOMENTS = (("float32", False), ("bfloat16", False), ("float32", True))
 MOST_ROWS = 4096
-CLOSE = 1.1  # of the least predicted time; among settings as close as this, the one that recomputes least is taken
+CLOSE = 1.1  # factor of the least predicted time within which the setting that recomputes least is taken
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Settings that fit.
+    """Settings that fit a device.
 
     Attributes:
       rows: rows of a micro-batch of each stage.
       remat: what the backward pass recomputes.
       moments: dtype of the first moment.
-      offload: whether moments are on the host.
+      offload: whether the moments are on the host.
       needed: bytes that the fullest stage takes of a device.
     """
 
@@ -53,17 +54,17 @@ class Choice:
 
 
 def here() -> Device:
-    """The device at hand; a CPU's share of the machine's memory is its own."""
+    """Returns the device of this process; a CPU gets an equal share of the machine's memory."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if limit:  # what JAX was given
+    if limit:  # the memory that JAX was given
         return Device(device.device_kind, limit / USABLE)
     memory_here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(f"{device.device_kind} of this machine", memory_here / jax.local_device_count())
 
 
 def named(name: str | None) -> Device:
-    """A device of DEVICES by name, or "NAME=GIB"; None is the one at hand. Raises ValueError for other names."""
+    """Returns a device of DEVICES by name, or "NAME=GIB"; None is this process's device. Raises ValueError for other names."""
     if name is None:
         return here()
     if found := re.fullmatch(r"([\w-]+)=([\d.]+)", name):
@@ -77,7 +78,7 @@ def named(name: str | None) -> Device:
 
 
 def beside(run: Run, stage: Stage, policy: Any) -> int:
-    """Bytes that stay on a device beside a stage's state: the embedded sampler's copy of the weights, and one slot a shard of its cache."""
+    """Returns the bytes on a device beside a stage's state: the embedded sampler's copy of the weights, and one slot per shard of its cache."""
     sampler = run.sampler
     if not (stage.samples and isinstance(sampler, EmbeddedSampler)):
         return 0
@@ -86,13 +87,13 @@ def beside(run: Run, stage: Stage, policy: Any) -> int:
 
 
 def activations(setting: cost_model.Setting, tokens: int, dtype: str) -> float:
-    """Bytes of an update's activations and working memory for `tokens` tokens a device."""
+    """Returns the bytes of an update's activations and working memory for `tokens` tokens per device."""
     without = setting.weights / setting.shards * (8 + setting.moments)
     return (cost_model.memory_bytes(setting, tokens) - without) * (2 if dtype == "float32" else 1)
 
 
 def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
-    """The cost model's settings of a stage."""
+    """Returns the cost model's settings of a stage."""
     optimizer = stage.optimizer
     widths = (optimizer.moments_dtype, optimizer.second_moment_dtype)
     moments = 0 if optimizer.offload else sum({"float32": 4, "bfloat16": 2}[w] for w in widths)
@@ -102,7 +103,7 @@ def setting_of(policy: Any, stage: Stage, remat: str) -> cost_model.Setting:
 
 
 def needed(run: Run, policy: Any) -> float:
-    """Bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
+    """Returns the bytes that the fullest stage of a run takes of a device with its present settings, by the account above."""
     found = [0.0]
     for stage in run.stages:
         held = sum(memory.state(stage, policy).values()) + beside(run, stage, policy)
@@ -115,7 +116,7 @@ def needed(run: Run, policy: Any) -> float:
 
 
 def choose(run: Run, device: Device) -> Choice | None:
-    """The settings for a run on a device; None where none of those tried fits. Equal runs and devices give equal choices."""
+    """Chooses settings for a run on a device; returns None where none of those tried fits. Equal runs and devices give equal choices."""
     policy = run.policy.policy(Partitioner.create(run.mesh))
     for moments, offload in MOMENTS:
         stages = [
@@ -144,14 +145,14 @@ def _tokens(stage: Stage, rows: int, policy: Any) -> int:
 
 
 def _wanted(stage: Stage) -> int:
-    """Rows that hold a mini-batch whose sequences are all at their limits."""
+    """Returns the rows that hold a mini-batch whose sequences all have their greatest length."""
     longest = min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
     each = max(stage.packing.row_tokens // longest, 1)
     return math.ceil(stage.sequences / stage.minibatches / each)
 
 
 def _rows(stage: Stage, policy: Any, remat: str, room: float) -> int:
-    """The most rows, shards x 2^k and no more than a mini-batch fills, whose activations fit; 0 where one row a shard does not."""
+    """Returns the most rows, shards x 2^k and no more than a mini-batch fills, whose activations fit; 0 where one row per shard does not."""
     shards, setting = policy.partitioner.batch_shards, setting_of(policy, stage, remat)
     fits = lambda rows: activations(setting, _tokens(stage, rows, policy), policy.compute_dtype) <= room  # noqa: E731
     rows = shards
@@ -163,7 +164,7 @@ def _rows(stage: Stage, policy: Any, remat: str, room: float) -> int:
 
 
 def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
-    """Predicted seconds of an update, by one chip's rates: they order settings, whatever the device."""
+    """Predicts the seconds of an update by one chip's rates, which order the settings on any device."""
     length = stage.max_prompt_tokens + stage.response_tokens
     times = math.ceil(_wanted(stage) / rows)
     setting, tokens = setting_of(policy, stage, remat), _tokens(stage, rows, policy)
@@ -174,7 +175,7 @@ def _seconds(stage: Stage, policy: Any, remat: str, rows: int) -> float:
 
 
 def lines(run: Run, config: str, choice: Choice) -> list[str]:
-    """The choice as gin lines; the last stage's rows are ROWS where the configuration reads it."""
+    """Writes the choice as gin lines; the last stage's rows are ROWS where the configuration reads it."""
     *others, last = zip(run.stages, choice.rows, strict=True)
     name = "ROWS" if re.search(r"%ROWS\b", config) else "train.Packing.rows"
     return [
@@ -190,7 +191,7 @@ def fitted(run: Run, config: str, device: Device) -> Iterator[str]:
     """Yields the settings that `plan --fit` prints.
 
     Raises:
-      MemoryError: nothing that was tried fits; the message says what takes the memory.
+      MemoryError: none of the settings fits; the message says what takes the memory.
     """
     choice = choose(run, device)
     if choice is None:
@@ -214,11 +215,11 @@ def _too_small(run: Run, device: Device, takes: float | None = None) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is said of a run that does not fit.
+    """The message on a run that does not fit.
 
     Attributes:
       text: one line, with the settings that would fit.
-      certain: whether its state alone is larger than the device.
+      certain: whether the run's state alone exceeds the device's memory.
     """
 
     text: str
@@ -226,7 +227,7 @@ class Verdict:
 
 
 def verdict(run: Any, config: str, device: Device) -> Verdict | None:
-    """Says that a run does not fit a device, before anything is compiled; None where it does, or where it is no training run."""
+    """Tests, before anything is compiled, whether a run fits a device; returns None where it does, or where it is not a training run."""
     if not isinstance(run, Run):
         return None
     policy = run.policy.policy(Partitioner.create(run.mesh))
@@ -243,13 +244,13 @@ def verdict(run: Any, config: str, device: Device) -> Verdict | None:
 
 
 def bindings_of(run: Run, config: str) -> Sequence[str]:
-    """The bindings for a run whose rows are 'auto': those that its folder was begun with, or those chosen for the device at hand.
+    """Returns the bindings for a run whose rows are 'auto': those of its folder where it has begun, else those chosen for this device.
 
     Raises:
-      MemoryError: nothing fits.
+      MemoryError: none of the settings fits.
     """
     shards = Partitioner.create(run.mesh).batch_shards
-    stages = [replace(s, packing=replace(s.packing, rows=shards)) for s in run.stages]  # a number for what is counted
+    stages = [replace(s, packing=replace(s.packing, rows=shards)) for s in run.stages]  # a number in place of 'auto'
     chosen = list(fitted(replace(run, stages=stages), config, here()))[1:]
     file = Path(run.run_dir) / "config.gin"
     if not file.is_file():

@@ -3,7 +3,7 @@
     python -m jaxrl_llm.tools.hidden_states FOLDER README.md docs/*/*.md --tokens=8192 --output=states.npz
 
 The text is cut into rows. The file holds what a learner passes to token_stats: `hidden` [T, D] after the final norm, bfloat16
-values stored as float32, `head` [V, D], and `targets` [T], the tokens that follow.
+values stored as float32, `head` [V, D], and `targets` [T], the next tokens.
 """
 
 import sys
@@ -21,7 +21,7 @@ from jaxrl_llm.train.load import TrainedModel
 
 
 def states(folder: Path, text: str, tokens: int, row_tokens: int) -> dict[str, np.ndarray]:
-    """Hidden states, head and targets of the text's first `tokens` positions, in rows of `row_tokens`.
+    """Computes hidden states, head and targets of the text's first `tokens` positions, in rows of `row_tokens`.
 
     Raises:
       ValueError: the text is too short, or the rows do not divide the tokens.

@@ -1,7 +1,7 @@
 """Writes a Hugging Face folder from a verl checkpoint: python -m jaxrl_llm.tools.import_verl CHECKPOINT --out DIR [--config HF_FOLDER].
 
 CHECKPOINT is the folder global_step_N/actor, or the one around it, with model_world_size_W_rank_R.pt of all ranks. config.json and the
-tokenizer are those of its folder huggingface/, or of --config. Weights keep their dtype. PyTorch is needed (extra serve).
+tokenizer are those of its folder huggingface/, or of --config. Weights keep their dtype. It needs PyTorch (extra serve).
 """
 
 import json
@@ -19,16 +19,16 @@ from jaxrl_llm.models import hf_format, hf_weights, verl_shards
 from jaxrl_llm.models.hf_files import INDEX, Checkpoint
 from jaxrl_llm.models.policy import Policy
 
-BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")  # of a folder, without its weights
+BESIDE = ("*.json", "*.model", "*.txt", "*.jinja")  # files of a folder beside its weights
 
 
 def write(checkpoint: Path, out: Path, *, config: Path | None = None, shard_bytes: int = 5 * 10**9) -> Path:
-    """Writes the folder and returns it; it appears whole or not at all.
+    """Writes the folder and returns it; it appears complete or not at all.
 
     Raises:
       FileExistsError: `out` exists.
-      FileNotFoundError: a rank's file or config.json is not there.
-      ValueError: the files are no checkpoint that is read, or do not hold what config.json describes.
+      FileNotFoundError: a rank's file or config.json is missing.
+      ValueError: the files are not a readable checkpoint, or do not hold what config.json describes.
     """
     if out.exists():
         raise FileExistsError(f"{out} exists: give a new folder")
@@ -60,7 +60,7 @@ def check(folder: Path) -> None:
 
 
 def _write(files: Sequence[Path], folder: Path, shard_bytes: int) -> None:
-    """Writes the tensors in files of at most `shard_bytes`, or of one larger tensor, and their index."""
+    """Writes the tensors in files of at most `shard_bytes`, or of one larger tensor, and their index file."""
     where: dict[str, str] = {}
     held: dict[str, np.ndarray] = {}
     sizes: list[int] = []

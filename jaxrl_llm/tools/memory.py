@@ -1,8 +1,8 @@
-"""The peak memory of a stage on one device, from the programs that XLA compiles for it; no array is allocated.
+"""Computes the peak memory of a stage on one device from the programs that XLA compiles for it; no array is allocated.
 
-A program's own account is its arguments, its outputs that reuse no argument, and its temporaries. In addition there is memory that
-is alive but not an argument: the moments while a gradient is computed, the reference and the sampler's weights throughout.
-The account leaves out the allocator's fragmentation and the libraries' workspaces, which are small.
+A program's own account is its arguments, its outputs that reuse no argument, and its temporaries. In addition there is live memory that
+is not an argument: the moments while a gradient is computed, the reference and the sampler's weights throughout. The account leaves out
+the allocator's fragmentation and the libraries' workspaces, which are small.
 """
 
 import time
@@ -38,7 +38,7 @@ TOKEN_STATS = {"reference": "ref_logprobs", "critic": "values", "teacher": "teac
 
 
 def size(tree: Any) -> int:
-    """Bytes on one device of a tree of shapes with shardings; host memory does not count."""
+    """Returns the bytes on one device of a tree of shapes with shardings; host memory does not count."""
     return sum(offload.bytes_of(x) for x in jax.tree.leaves(tree) if x.sharding.memory_kind != offload.HOST)
 
 
@@ -56,8 +56,8 @@ class Account:
       outputs: its outputs that do not reuse an argument's memory.
       temporary: its temporaries while it runs.
       most: the compiler's own peak of all these together, where they are not all alive at once; None takes their sum.
-      seconds: that compiling took.
-      program: what was compiled, or None where the account is of a part of a program.
+      seconds: seconds that compiling took.
+      program: the compiled program, or None where the account is of a part of a program.
     """
 
     resident: int = 0
@@ -78,7 +78,7 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
     """Compiles a program and reads its memory account.
 
     Raises:
-      NoAccount: the backend reports none.
+      NoAccount: the backend reports no account.
     """
     start = time.perf_counter()
     compiled = program.compile()
@@ -100,13 +100,13 @@ def account(program: jax.stages.Lowered, resident: int = 0) -> Account:
 
 
 def streaming(params: Mapping[str, Any], moments: Any, gradient: Any) -> int:
-    """The peak bytes of gradients and of moments brought to the device while an offloaded optimizer works (`offload.streamed`)."""
+    """Returns the peak bytes of gradients, and of moments brought to the device, while an offloaded optimizer works (`offload.streamed`)."""
     slopes = [size(offload.pruned(gradient, paths)) for paths in offload.groups(params)]
     return max(sum(slopes[i:]) + sum(visit) for i, visit in enumerate(offload.visits(params, moments)))
 
 
 def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Bases = NO_BASES) -> dict[str, Account]:
-    """Accounts of an update's programs with `microbatches` micro-batches, or of scoring with 0.
+    """Returns accounts of an update's programs with `microbatches` micro-batches, or of scoring with 0.
 
     The whole training state is alive in each.
     """
@@ -123,7 +123,7 @@ def of_learner(learner: Learner, batch: MicroBatch, microbatches: int, bases: Ba
 
 
 def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> tuple[int, Account]:
-    """Bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
+    """Returns the bytes of the sampler's weights, where they are a copy, and the account of a decode chunk including its cache."""
     served, plain = served_shapes(policy, sampler), policy.plain
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     program = decode.lowered(plain, served, capacity.slots, capacity.length, sampler.decode_chunk, sampler.cache)
@@ -131,7 +131,7 @@ def of_sampling(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_leng
 
 
 def copy(policy: Policy, sampler: EmbeddedSampler, stage: Stage) -> int:
-    """Bytes of the sampler's weights where they are a copy; they are the learner's own where these rest in the dtype of computing."""
+    """Returns the bytes of the sampler's weights where they are a copy; weights that the learner stores in the compute dtype are shared."""
     dtype, share = policy.compute_dtype, sampler.share_weights
     if sampler.weights is not None:
         narrower = lambda x: isinstance(x, Quantized)  # noqa: E731
@@ -145,12 +145,12 @@ def copy(policy: Policy, sampler: EmbeddedSampler, stage: Stage) -> int:
 
 
 def apart(policy: Policy, sampler: EmbeddedSampler) -> TypeGuard[AdaptedPolicy]:
-    """Whether the sampler serves adapters beside their base, and not the sum."""
+    """Returns whether the sampler serves adapters beside their base instead of the sum."""
     return sampler.adapters and isinstance(policy, AdaptedPolicy)
 
 
 def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
-    """Shapes of what the sampler decodes with."""
+    """Returns the shapes of the weights that the sampler decodes with."""
     base = cast(policy.plain, policy.compute_dtype)
     if sampler.weights is not None:
         return narrow.shapes(policy.plain, base, sampler.weights)
@@ -158,25 +158,25 @@ def served_shapes(policy: Policy, sampler: EmbeddedSampler) -> Any:
 
 
 def summed(stage: Stage) -> bool:
-    """Whether a minibatch may take several micro-batches, whose gradients are summed."""
+    """Returns whether a minibatch may take several micro-batches, whose gradients are summed."""
     tokens = stage.sequences // stage.minibatches * longest(stage)
     return tokens > stage.packing.rows * stage.packing.row_tokens
 
 
 def longest(stage: Stage) -> int:
-    """The most positions that a sequence of the stage takes in a row."""
+    """Returns the most positions that a sequence of the stage takes in a row."""
     return min(stage.max_prompt_tokens + stage.response_tokens - 1, stage.packing.row_tokens)
 
 
 def of_prefill(policy: Policy, sampler: EmbeddedSampler, stage: Stage, max_length: int) -> Account:
-    """The account of the prefill of a block of the longest prompts."""
+    """Returns the account of the prefill of a block of the longest prompts."""
     capacity = capacity_of(sampler, stage, max_length, policy.partitioner.batch_shards)
     block, served = block_of(policy, sampler, stage, capacity), served_shapes(policy, sampler)
     return account(decode.prefill.lower(served, block, policy=policy.plain, dtype=sampler.cache))
 
 
 def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
-    """The shapes of a micro-batch of the stage, with every token stat that its algorithm needs and all that it reads by name."""
+    """Returns the shapes of a micro-batch of the stage, with every token stat that its algorithm needs and all fields that it reads by name."""
     reads = learner.algorithm.reads if isinstance(learner.algorithm, Naming) else {}
     one = _rollout(reads.get("spans", ()))
     if stage.algorithm.learns_from == "pairs":
@@ -196,7 +196,7 @@ def batch_of(stage: Stage, learner: Learner) -> MicroBatch:
 
 
 def shapes_of(batch: Batch, learner: Learner, stats: Mapping[str, np.ndarray], groups: int) -> MicroBatch:
-    """Shapes of the first micro-batch of a batch of `groups` groups, with its token stats; on devices that need not be here."""
+    """Returns shapes of the first micro-batch of a batch of `groups` groups, with its token stats; its devices need not be attached."""
     sequences = batch.sequences(stats, learner.algorithm.controls, groups)
     shaped = jax.eval_shape(learner.algorithm.advantages, sequences)
     advantages = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shaped)
@@ -204,7 +204,7 @@ def shapes_of(batch: Batch, learner: Learner, stats: Mapping[str, np.ndarray], g
 
 
 def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
-    """Shapes and shardings of a micro-batch on the mesh."""
+    """Returns shapes and shardings of a micro-batch on the mesh."""
 
     def described(x: Any) -> jax.ShapeDtypeStruct:
         sharding = partitioner.sharding(packed_axes(x), x.shape) if np.ndim(x) >= 2 else partitioner.replicated
@@ -214,7 +214,7 @@ def abstract(batch: MicroBatch, partitioner: Partitioner) -> MicroBatch:
 
 
 def frozen(learner: Learner) -> Bases:
-    """Shapes of the frozen weights under adapters, for the models that have adapters, and of the teacher that an update reads."""
+    """Returns shapes of the frozen weights of models with adapters, and of the teacher that an update reads."""
     bases: dict[str, Any] = {}
     for name, model in learner.models.items():
         policy = getattr(model, "backbone", model)
@@ -224,7 +224,7 @@ def frozen(learner: Learner) -> Bases:
 
 
 def cast(policy: Policy, dtype: str) -> Any:
-    """Shapes of the parameters in another dtype; norms' scales and routers stay in float32."""
+    """Returns shapes of the parameters in another dtype; norms' scales and routers stay in float32."""
 
     def leaf(path: Any, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return x if path[-1].key in PRECISE else jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
@@ -233,10 +233,10 @@ def cast(policy: Policy, dtype: str) -> Any:
 
 
 def state(stage: Stage, policy: Policy) -> dict[str, int]:
-    """Bytes of a stage's state on one device, by kind."""
+    """Returns the bytes of a stage's state on one device, by kind."""
     learner = learner_of(stage, policy, 0)
     gradients = learner.gradients
-    if not (summed(stage) or stage.optimizer.offload):  # then they are never stored in float32
+    if not (summed(stage) or stage.optimizer.offload):  # then gradients are never stored in float32
         gradients = {n: rested(tree, learner.optimizers[n].slopes_dtype) for n, tree in gradients.items()}
     trees = {
         "weights": learner.abstract.params, "gradients": gradients,
@@ -247,13 +247,13 @@ def state(stage: Stage, policy: Policy) -> dict[str, int]:
 
 
 def reference(stage: Stage, policy: Policy) -> int:
-    """Bytes of the reference on one device, where the stage keeps it there."""
+    """Returns the bytes of the reference on one device, where the stage keeps it there."""
     held = "reference" in stage.needs and not stage.offload_reference
     return size(reference_of(stage, policy)) if held else 0
 
 
 def reference_of(stage: Stage, policy: Policy) -> Any:
-    """Returns the shapes of the stage's reference, in the dtype that it is kept in."""
+    """Returns the shapes of the stage's reference, in the dtype in which it is kept."""
     return reference_shapes(policy, stage.reference_dtype or policy.compute_dtype)
 
 

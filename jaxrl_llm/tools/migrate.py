@@ -1,7 +1,7 @@
 """Rewrites gin files and run folders of an earlier version: python -m jaxrl_llm.tools.migrate FILE_OR_RUN_FOLDER ...
 
-Imports and class names become today's, settings that are none any more become comments; everything else stays as it is, and
-a second run changes nothing. A run folder's former config.gin is kept as config.gin.old.
+Imports and class names become the present ones, and removed settings become comments; everything else is unchanged, and a second run
+changes nothing. A run folder's former config.gin is kept as config.gin.old.
 """
 
 import re
@@ -16,12 +16,12 @@ _IMPORT = re.compile(
     r"^from (?P<package>[\w.]+) import (?P<name>\w+)(?: as (?P<alias>\w+))?[ \t]*(?:#.*)?$", re.MULTILINE
 )
 _COMMENT = re.compile(r"#.*")
-# The canary's limit follows from the weights and the dtype.
+# The canary's limit is derived from the weights and the dtype.
 _GONE = re.compile(r"^(?P<binding>[ \t]*(?:[\w./]+\.)?canary_(?:mean|max)[ \t]*=.*)$", re.MULTILINE)
 
 
 def migrated(text: str) -> str:
-    """Returns the gin text with today's imports and names."""
+    """Returns the gin text with the present imports and names."""
     new_imports: dict[str, list[str]] = {}  # old line -> lines in its place
     for found in _IMPORT.finditer(text):
         module, local = f"{found['package']}.{found['name']}", found["alias"] or found["name"]
@@ -43,7 +43,7 @@ def migrated(text: str) -> str:
 
 
 def _today(comment: re.Match[str]) -> str:
-    """Returns a comment with today's names, whatever its file imports."""
+    """Returns a comment with the present names, whatever its file imports."""
     moved = command_line.moved_selectors()
     old = "|".join(map(re.escape, moved))
     return re.sub(rf"(?<![\w.])({old})\b", lambda found: moved[found[1]], comment[0])

@@ -1,12 +1,12 @@
 """Compares the time of a layer policy's update with the whole model's: `python -m jaxrl_llm.tools.phase_times --out FILE`.
 
-Let b be the time of a block and h that of the head, each forward and backward and measured alone. An update that reads layer k
+Let b be the time of a block and h that of the head, both forward and backward and measured alone. An update that reads layer k
 of L should take ((k + 1) b + h) / (L b + h) of the whole one. The tool prints JSON; times are medians of rounds in which all run once.
 "fixed_s" is the time of an update on eight tokens: the part that does not grow with the tokens.
 
-On a CPU the seconds are the process's own, so that other work of the machine counts little, and freed memory is kept:
-glibc otherwise returns large blocks to the kernel after each run, and the next run faults them in again page by page. That takes a
-quarter of the time of an update here, partly the same for any number of layers; "memory_kept" says whether it was avoided.
+On a CPU the seconds are the process's own, so that other work on the machine counts little, and freed memory is kept: glibc otherwise
+returns large blocks to the kernel after each run, and the next run faults them in again page by page. That takes a quarter of an
+update's time here, partly independent of the number of layers; "memory_kept" says whether it was avoided.
 """
 
 import argparse
@@ -35,20 +35,20 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.models.qwen3 import Qwen3
 from jaxrl_llm.train.phases import BuPO
 
-# The model is narrow and the tokens are many, so that work done once for all parameters, mostly AdamW, is small beside the blocks.
+# The model is narrow and the tokens are many, so that work per parameter, mostly AdamW, is small beside the blocks.
 SIZE = Qwen3(vocabulary_size=2048, width=128, layers=8, heads=4, kv_heads=2, head_width=32, mlp_width=384, tied=False)
 
 
 def keep_freed_memory() -> bool:
-    """Makes this process's allocator keep freed memory for good; returns False where the allocator is not glibc's."""
+    """Makes this process's allocator keep freed memory; returns False where the allocator is not glibc's."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # M_MMAP_MAX: no block is mapped alone; M_TRIM_THRESHOLD: the heap's end is kept; M_ARENA_MAX: all threads share the heap.
+    # M_MMAP_MAX: no block gets a mapping of its own; M_TRIM_THRESHOLD: the heap's end is kept; M_ARENA_MAX: all threads share the heap.
     options = ((-4, 0), (-1, 2**31 - 1), (-8, 1))
     return mallopt is not None and all(mallopt(option, value) == 1 for option, value in options)
 
 
 def rounds(runs: Mapping[str, Callable[[], Any]], times: int) -> dict[str, NDArray[np.float64]]:
-    """Seconds of each run in each round; each round runs all of them once, so that other load on the machine affects all alike."""
+    """Returns the seconds of each run in each round; each round runs all of them once, so that other load on the machine affects all alike."""
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     for run in runs.values():
         jax.block_until_ready(run())  # compiles
@@ -62,7 +62,7 @@ def rounds(runs: Mapping[str, Callable[[], Any]], times: int) -> dict[str, NDArr
 
 
 def batch_of(rows: int, tokens: int) -> MicroBatch:
-    """Random rows, each of one sequence that is learned from in full."""
+    """Returns random rows, each of one sequence that is learned from in full."""
     random = np.random.default_rng(0)
     shape = (rows, tokens)
     ids = random.integers(0, SIZE.vocabulary_size, shape).astype(np.int32)
@@ -85,7 +85,7 @@ def batch_of(rows: int, tokens: int) -> MicroBatch:
 
 
 def measured(layer: int, rows: int, tokens: int, times: int) -> dict[str, float]:
-    """Seconds of a block, of the head and of both updates, their ratio and the expected ratio; each is a median of rounds."""
+    """Measures seconds of a block, of the head and of both updates, their ratio and the expected ratio; each is a median of rounds."""
     partitioner = Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1])
     batch, few = batch_of(rows, tokens), batch_of(1, 8)
     places = (batch.tokens, batch.positions, batch.segments)
@@ -100,7 +100,7 @@ def measured(layer: int, rows: int, tokens: int, times: int) -> dict[str, float]
     head = 0.02 * jax.random.normal(jax.random.key(2), (SIZE.vocabulary_size, SIZE.width))
 
     def of_head(x: Array, w: Array) -> tuple[Array, Array]:
-        stats = token_stats(x, w, batch.targets.reshape(-1))  # the loss uses the log-prob, metrics the entropy
+        stats = token_stats(x, w, batch.targets.reshape(-1))  # the loss uses the log-prob, the metrics use the entropy
         return jnp.sum(stats["logprob"]), jnp.sum(stats["entropy"])
 
     head_gradient = jax.jit(jax.grad(of_head, argnums=(0, 1), has_aux=True))

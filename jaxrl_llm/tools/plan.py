@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _lines(arguments: argparse.Namespace, chips: Sequence[str]) -> Iterable[str]:
-    """The lines that are asked for; what they need is imported here, where JAX's environment is set and no help is printed."""
+    """Returns the requested lines; modules are imported here, after JAX's environment is set, and not for --help."""
     if arguments.publication:
         from jaxrl_llm.tools.planning import publication
 

@@ -1,12 +1,12 @@
-"""Compiles the programs of a run, and says what a device needs for them; also for a target that is not attached (`--topology`).
+"""Compiles the programs of a run and reports what a device needs for them, also for a target that is not attached (`--topology`).
 
     python -m jaxrl_llm.launch --dry_run --topology=v6e:16x16 --gin_file=...
     python -m jaxrl_llm.tools.plan --topology=h200:8 --gin_file=...
     python -m jaxrl_llm.tools.bench --topology=v5p:4x4x4 --work=update --model=qwen2.5-1.5b
 
-For a target each program has three more lines. The estimate is of its static cycles (TPUs alone, exchanges left out), beside
-what products, memory and links take at the least: model FLOPs over the peak, arguments and results over the bandwidth, bytes
-sent over the links. The exchanges are counted by kind, with the bytes that a device sends; SYNCHRONOUS ones are waited for.
+For a target each program has three more lines. The estimate is of its static cycles (TPUs alone, exchanges left out), beside the least
+times of products, memory and links: model FLOPs over the peak, arguments and results over the bandwidth, sent bytes over the links. The
+exchanges are counted by kind, with the bytes that a device sends; the program waits for SYNCHRONOUS ones.
 """
 
 import re
@@ -29,16 +29,16 @@ from jaxrl_llm.train.describe import chosen_by
 from jaxrl_llm.train.run import Run
 from jaxrl_llm.train.stage import Stage
 
-CLOCKS: Mapping[str, float] = {"v5p": 1.75e9, "v6e": 1.75e9}  # Hz of the cores
+CLOCKS: Mapping[str, float] = {"v5p": 1.75e9, "v6e": 1.75e9}  # clock rates of the cores in Hz
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What programs are compiled for.
+    """A target for which programs are compiled.
 
     Attributes:
-      name: such as v6e:16x16.
-      kind: such as v6e.
+      name: name, such as v6e:16x16.
+      kind: kind of chip, such as v6e.
       devices: its devices; they compile and cannot run.
     """
 
@@ -53,7 +53,7 @@ class Target:
 
 @contextmanager
 def on(name: str | None) -> Iterator[Target | None]:
-    """Chooses kernels for the target of that name while it is open; None is the process's own devices."""
+    """Opens the target of that name and chooses kernels for it meanwhile; None yields None for the process's own devices."""
     if name is None:
         yield None
         return
@@ -64,7 +64,7 @@ def on(name: str | None) -> Iterator[Target | None]:
 
 @contextmanager
 def _attention_of(target: Target) -> Iterator[None]:
-    """Has JAX's interface of cuDNN go by the target's compute capability while it is open; it asks the GPU that is attached."""
+    """Makes JAX's interface of cuDNN use the target's compute capability meanwhile, in place of the attached GPU's."""
     from jax._src.cudnn import fused_attention_stablehlo as interface
 
     own = interface.check_compute_capability
@@ -81,12 +81,13 @@ def _attention_of(target: Target) -> Iterator[None]:
 
 
 def peaks(run: Any, target: Target | None = None) -> Iterator[str]:
-    """Yields the peak memory of a device in each phase of each stage, from the account of its programs, which are compiled.
+    """Yields the peak memory of a device in each phase of each stage, from the memory accounts of its compiled programs.
 
-    Of what is no training run there are no lines. For a target, what each program does comes before. Where the backend keeps no account, one line says so.
+    It yields no line for what is not a training run. For a target, figures of each program come first. Where the backend reports no
+    memory, one line says so.
 
     Raises:
-      MemoryError: a phase needs more than a chip of the target has; the message names what takes less.
+      MemoryError: a phase needs more than a chip of the target has; the message names settings that take less.
     """
     if not isinstance(run, Run):
         return
@@ -110,7 +111,7 @@ def peaks(run: Any, target: Target | None = None) -> Iterator[str]:
 
 
 def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple[dict[str, Account], dict[str, float]]:
-    """The account of each program of a stage, and the peak bytes of each phase."""
+    """Returns the account of each program of a stage, and the peak bytes of each phase."""
     learner = learner_of(stage, policy, 0)
     batch, bases = memory.batch_of(stage, learner), memory.frozen(learner)
     accounts = memory.of_learner(learner, batch, 2 if memory.summed(stage) else 1, bases)
@@ -128,7 +129,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
         phases["sample"] = state + accounts["decode"].peak - own
         if (
             policy is not policy.plain and not run.sampler.adapters
-        ):  # the sum of base and adapters is served, or cast to what is served
+        ):  # the sum of base and adapters is served, or cast to the served dtype
             merged = memory.size(policy.plain.abstract())
             phases["publish"] = state + (merged if weights else 0)
             weights = weights or merged
@@ -143,7 +144,7 @@ def _phases(run: Run, stage: Stage, policy: Any, target: Target | None) -> tuple
 
 
 def _work(run: Run, stage: Stage, policy: Policy) -> dict[str, tuple[float, int]]:
-    """{program: (model FLOPs on all devices, readings of its arguments)} of a stage's programs, at full rows of the longest sequences."""
+    """Returns {program: (model FLOPs on all devices, reads of its arguments)} of a stage's programs, for full rows of the longest sequences."""
     size, packing = policy.architecture, stage.packing
     longest = memory.longest(stage)
     lengths = [longest] * (packing.rows * packing.row_tokens // longest)
@@ -171,18 +172,19 @@ def check_fit(peak: float, phase: str, target: Target) -> None:
 
 
 def facts(account: Account, target: Target, model_flops: float = 0.0, readings: int = 1) -> dict[str, Any]:
-    """What the compiler says of one program on one device.
+    """Returns the compiler's figures of one program on one device.
 
     Args:
-      account: its memory and what was compiled.
-      target: what it was compiled for.
-      model_flops: FLOPs of the model on all devices; 0 where the program has none.
-      readings: how often it reads its arguments.
+      account: its memory account, with the compiled program.
+      target: the target for which it was compiled.
+      model_flops: FLOPs of the model on all devices; 0 where the program computes none.
+      readings: number of times that it reads its arguments.
 
     Returns:
-      Seconds, bytes and cycles by name, of which `waited_bytes` is the largest exchange of a loop that is waited for; `narrow_sums`,
-      the instructions that add over devices in 16 bits; `unestimated`, the executions that `cycles` leaves out, where there are any; and `exchanges`: [kind, asynchronous, executions, bytes sent, bytes of the
-      largest]. Of many small programs in turn, which are not compiled, `peak_bytes` alone.
+      Seconds, bytes and cycles by name. `waited_bytes` is the largest synchronous exchange of a loop; `narrow_sums` are the
+      instructions that add over devices in 16 bits; `unestimated`, where present, is the number of executions that `cycles` leaves out;
+      `exchanges` are [kind, asynchronous, executions, bytes sent, bytes of the largest]. For many small programs in turn, which are not
+      compiled, there is `peak_bytes` alone.
     """
     if account.program is None:
         return {"peak_bytes": account.peak - account.resident}
@@ -208,7 +210,7 @@ def facts(account: Account, target: Target, model_flops: float = 0.0, readings: 
 
 
 def stated_bytes(program: hlo.Program) -> int:
-    """The bytes that Pallas kernels without an estimate of cycles say they move, in the whole program on one device."""
+    """Returns the bytes that Pallas kernels without an estimate of cycles declare to move, in the whole program on one device."""
     said = re.compile(r'"cost_estimate":\{[^}]*"bytes_accessed":"(\d+)"')
     kernels = [(i, times) for _, i, times, _ in program.executed if i.opcode == "custom-call" and not i.cycles]
     return sum(times * int(found[1]) for i, times in kernels if (found := said.search(i.rest)))

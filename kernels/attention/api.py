@@ -1,8 +1,8 @@
-"""Computes attention over packed rows: one function has several backends, and positions and segments give the mask.
+"""Computes attention over packed rows: one function with several backends; positions and segments give the mask.
 
 Each device and dtype has a path whose memory grows with the tokens and not with their square: `cudnn` on Hopper and
 later, `cudnn_segments` on Ampere and Ada, `splash` on TPUs, and `blocked` everywhere else and in float32; `reference`
-takes the calls whose scores are few.
+takes the calls with few scores.
 """
 
 from dataclasses import dataclass
@@ -20,20 +20,20 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
       dtype: name of the dtype of queries, keys and values.
-      batch: rows.
+      batch: number of rows.
       queries: length of the queries' axis, tokens.
       keys: length of the keys' axis, tokens.
-      heads: query heads.
-      kv_heads: key and value heads.
+      heads: number of query heads.
+      kv_heads: number of key and value heads.
       width: width of a head.
       window: a key this many positions behind the query, or more, is not seen; None sees all.
-      scale: multiplies the scores.
-      max_segments: most segments of a row where queries are the keys' tokens, packed; None promises nothing.
+      scale: factor of the scores.
+      max_segments: most segments of a row in packed self-attention; None makes no promise.
     """
 
     platform: str
@@ -73,8 +73,8 @@ def attention(
       k_positions: position of each key within its segment, tokens.
       q_segments: segment of each query; 0 is padding.
       k_segments: segment of each key; 0 is padding.
-      window: sees keys with q_position - k_position < window; None sees all.
-      scale: multiplies the scores; None is C ** -0.5.
+      window: a query sees keys with q_position - k_position < window; None sees all.
+      scale: factor of the scores; None is C ** -0.5.
       max_segments: static bound on the segments of a row. It promises packed self-attention: the queries are the
         keys' tokens, segments are contiguous and positions count up by one within each; the packed backends need it.
       backend: one of BACKENDS, or None for the first that supports the call.

@@ -1,11 +1,11 @@
-"""Computes attention over packed rows in plain JAX, block by block: runs on any device and dtype in memory O(T).
+"""Computes attention over packed rows in plain JAX, block by block, on any device and dtype, in memory O(T).
 
     s_ij = scale q_i.k_j,  lse_i = log sum_j exp(s_ij),  out_i = sum_j exp(s_ij - lse_i) v_j
 
-The sums over keys run as https://arxiv.org/abs/2205.14135 says: a maximum, a total and a mixture of values are kept for
-each query and rescaled as blocks of keys come. The gradients make the scores of each block again, from `lse`
-(https://arxiv.org/abs/2307.08691). Where rows are packed, blocks of keys after the queries, and those before the first
-segment or window that any query of the block sees, are skipped. Only two blocks of scores exist at a time.
+The sums over keys follow https://arxiv.org/abs/2205.14135: each query keeps a maximum, a total and a weighted sum of values, which are
+rescaled with each block of keys. The gradients recompute the scores of each block from `lse` (https://arxiv.org/abs/2307.08691). Where
+rows are packed, blocks of keys after the queries, and those before the first segment or window that any query of the block sees, are
+skipped. Only two blocks of scores exist at a time.
 """
 
 from functools import partial
@@ -35,12 +35,12 @@ class Places(NamedTuple):
 
 
 def refusal(call: Call) -> str | None:
-    """Returns None: every call is supported."""
+    """Returns None, since every call is supported."""
     return None
 
 
 def block_of(call: Call) -> int:
-    """Returns the tokens of a block: the most of BLOCKS whose scores fit BLOCK_SCORES."""
+    """Returns the tokens of a block: the largest of BLOCKS whose scores fit in BLOCK_SCORES."""
     rows = 4 * call.batch * call.heads
     return next((n for n in BLOCKS if rows * n * n <= BLOCK_SCORES), BLOCKS[-1])
 
@@ -53,7 +53,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Computes attention as `reference` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as defined in `reference`; softmax in float32, products in the dtype of `q` with float32 sums."""
     size = block_of(call)
     q, k, v = (_padded(x, size) for x in (q, k, v))
     places = Places(*(_padded(x, size) for x in (*positions, *segments)))
@@ -63,7 +63,7 @@ def attend(
 
 
 def _padded(x: jax.Array, size: int) -> jax.Array:
-    """Returns `x` with zeros up to a whole number of blocks; segment 0 is padding."""
+    """Pads `x` with zeros to a whole number of blocks; segment 0 is padding."""
     return jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
 
 
@@ -73,7 +73,7 @@ def _block(x: Any, index: Any, size: int) -> Any:
 
 
 def _keys(call: Call, places: Places, i: jax.Array, size: int) -> tuple[Any, Any]:
-    """Returns the range of blocks of keys that the queries of block `i` see something of."""
+    """Returns the range of blocks of keys that queries of block `i` see."""
     blocks = places.k_segments.shape[1] // size
     if call.max_segments is None:
         return 0, blocks
@@ -85,7 +85,7 @@ def _keys(call: Call, places: Places, i: jax.Array, size: int) -> tuple[Any, Any
 
 
 def _scores(call: Call, q: jax.Array, k: jax.Array, places: Places, at: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
-    """Returns (scores [B, K, G, Tb, Sb], which of them count) of a block of queries and a block of keys."""
+    """Returns (scores [B, K, G, Tb, Sb], their mask) of a block of queries and a block of keys."""
     size = q.shape[1]
     (qp, qs), (kp, ks) = (
         _block((places.q_positions, places.q_segments), at[0], size),
@@ -127,7 +127,7 @@ def _forward(call: Call, q: jax.Array, k: jax.Array, v: jax.Array, places: Place
 
     outs, lses = jax.lax.map(of_block, jnp.arange(q.shape[1] // size))
     out = jnp.moveaxis(outs, 0, 1).reshape(q.shape)
-    # The names let rematerialisation keep what attention returned.
+    # The names let rematerialisation keep the results of attention.
     out, lses = (checkpoint_name(x, RESIDUAL) for x in (out, lses))
     return out, (q, k, v, places, out, lses)
 

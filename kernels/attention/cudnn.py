@@ -1,9 +1,9 @@
 """Computes attention over packed rows by cuDNN's flash attention, on Hopper and later, in bfloat16 and float16.
 
-JAX's public attention takes one sequence a row, so this file calls the private function below it, which takes the
-offset and the length of each segment. No other file does; VERSIONS are those whose signature was read. The scores never
-reach memory: beyond its inputs and outputs a call keeps B max_segments H T float32 sums.
-`cudnn_segments` serves the GPUs before Hopper, which cuDNN gives no packed rows.
+JAX's public attention takes one sequence per row, so this file calls the private function below it, which takes the offset and the length
+of each segment. No other file does; VERSIONS are the versions whose signature was checked. The scores never reach memory: beyond its
+inputs and outputs a call keeps B max_segments H T float32 sums. `cudnn_segments` serves GPUs before Hopper, on which cuDNN does not
+support packed rows.
 """
 
 from functools import partial
@@ -33,7 +33,7 @@ def refusal(call: Call) -> str | None:
 
 
 def unfit(call: Call, most_width: int) -> str | None:
-    """Returns why cuDNN cannot take packed rows of this dtype and shape, or None."""
+    """Returns why cuDNN cannot take packed rows of this dtype and shape, or None where it can."""
     if call.dtype not in ("bfloat16", "float16"):
         return f"it takes bfloat16 and float16, not {call.dtype}: set Policy's compute_dtype"
     if call.max_segments is None or call.queries != call.keys:
@@ -44,7 +44,7 @@ def unfit(call: Call, most_width: int) -> str | None:
 
 
 def absent(least: tuple[int, int], who: str) -> str | None:
-    """Returns why the device has no cuDNN for `who`, of compute capability `least` or later, or None."""
+    """Returns why the device has no cuDNN for `who`, which needs compute capability `least` or later, or None where it has."""
     found = dispatch.capability()
     if found is None:
         return "it runs on CUDA GPUs alone"
@@ -69,7 +69,7 @@ def attend(
     from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
     assert call.max_segments is not None  # refused otherwise
-    # cuDNN writes nothing at padding: selecting the inputs and the output keeps what lies there out, backward too.
+    # cuDNN leaves its output at padding unwritten; selecting the inputs and the output excludes these values, also backward.
     used = (segments[0] != 0)[:, :, None, None]
     q, k, v = (jnp.where(used, x, 0) for x in (q, k, v))
     offsets, lengths = segment_table(segments[0], call.max_segments)
@@ -100,7 +100,7 @@ def segment_table(
     count = max(max_segments, 2)
     before = jnp.pad(segments[:, :-1], ((0, 0), (1, 0)))
     starts = (segments != 0) & (segments != before)
-    order = jnp.where(segments != 0, jnp.cumsum(starts, axis=1) - 1, count)  # which segment a token is of
+    order = jnp.where(segments != 0, jnp.cumsum(starts, axis=1) - 1, count)  # number of a token's segment
     member = order[:, None, :] == jnp.arange(count)[None, :, None]  # [B, M, T]
     lengths = member.sum(axis=2, dtype=jnp.int32)
     present = lengths > 0

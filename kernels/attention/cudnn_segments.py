@@ -1,9 +1,9 @@
 """Computes attention over packed rows by cuDNN on Ampere and Ada GPUs, one segment of each row at a time.
 
-cuDNN takes packed rows from Hopper on; before, it takes one sequence a row, with its length. Each turn moves the next
-segment of every row to the row's beginning, attends there by JAX's public function, and moves the result back, so that
-memory grows with the tokens alone; cuDNN skips the blocks beyond a segment's length. The backward pass moves and
-attends again. A turn reads and writes whole rows, which is why rows of many short segments are refused.
+cuDNN supports packed rows from Hopper on; before, it takes one sequence per row, with its length. Each turn moves the next segment of
+every row to the row's beginning, attends there by JAX's public function, and moves the result back, so that memory grows with the
+tokens alone; cuDNN skips the blocks beyond a segment's length. The backward pass recomputes each turn. A turn reads and writes whole
+rows, so rows of many short segments are refused.
 """
 
 from functools import partial
@@ -17,8 +17,8 @@ from jaxrl_llm.kernels.attention import cudnn
 from jaxrl_llm.kernels.attention.api import Call
 
 RUNS_ON = cudnn.RUNS_ON
-MOST_WIDTH = 128  # of a head, before Hopper
-LEAST_TOKENS = 128  # of a segment in the mean
+MOST_WIDTH = 128  # widest head before Hopper
+LEAST_TOKENS = 128  # fewest tokens of a segment on average
 
 
 def refusal(call: Call) -> str | None:
@@ -54,9 +54,9 @@ def attend(
 
     @jax.checkpoint
     def turn(arrays: tuple[jax.Array, ...], offset: jax.Array, length: jax.Array) -> jax.Array:
-        """Returns the output [B, T, H, C] of one segment a row, and zeros elsewhere."""
+        """Returns the output [B, T, H, C] of one segment per row, and zeros elsewhere."""
         own = (within < length[:, None])[:, :, None, None]
-        # Zeros beyond the segment keep what cuDNN leaves unwritten there out of every gradient.
+        # Zeros beyond the segment keep values that cuDNN leaves unwritten there out of every gradient.
         moved = (jnp.where(own, _rolled(x, -offset), 0) for x in arrays)
         out = jax.nn.dot_product_attention(
             *moved,
@@ -70,7 +70,7 @@ def attend(
         return _rolled(jnp.where(own, out, 0), offset)
 
     def step(total: jax.Array, place: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
-        return total + turn((q, k, v), *place), None  # each token is of one segment: nothing is rounded
+        return total + turn((q, k, v), *place), None  # each token has one segment, so nothing is rounded
 
     total, _ = jax.lax.scan(step, jnp.zeros_like(q), (offsets.T, lengths.T))
     return total
@@ -78,5 +78,5 @@ def attend(
 
 @partial(jax.vmap, in_axes=(0, 0))
 def _rolled(x: Float[Array, "T heads C"], by: Int[Array, ""]) -> Float[Array, "T heads C"]:
-    """Returns each row, moved `by` tokens around; the gradient is moved back."""
+    """Rotates each row by `by` tokens; the gradient is rotated back."""
     return jnp.roll(x, by, axis=0)

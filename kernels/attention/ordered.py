@@ -1,9 +1,8 @@
-"""Attention whose result for a token is the same bits in every packing: keys come in blocks that begin with their sequence.
+"""Attention whose result for a token has the same bits in every packing: blocks of keys begin with their sequence.
 
-A query meets the keys of its sequence in blocks of KEYS, counted from the sequence's first token, one block after the other; the
-products of a block have one shape whatever is packed, prefilled or decoded together. A block that a query sees nothing of leaves its
-sums as they are, to the bit. This file does it on CPUs and `ordered_gpu` on Hopper GPUs. The gradient is that of the device's own choice
-of backends.
+A query processes the keys of its sequence in blocks of KEYS, counted from the sequence's first token, one block after the other; the
+products of a block have one shape whatever is packed, prefilled or decoded together. A block of which a query sees nothing changes no
+bit of its sums. This file serves CPUs, and `ordered_gpu` Hopper GPUs. The gradient is computed by the device's own choice of backends.
 """
 
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from jaxrl_llm.kernels.attention.api import Call, attention
 from jaxrl_llm.kernels.ordered import arithmetic
 from jaxrl_llm.kernels.ordered.arithmetic import ONES, exp, pin, rounded
 
-KEYS = 16  # of a block; and queries of a tile
+KEYS = 16  # keys of a block, and queries of a tile
 MASKED = -1e30
 
 Block = tuple[Float[Array, "N S K C"], Float[Array, "N S K C"]]
@@ -51,7 +50,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B T"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Computes attention as `reference` states it, with float32 sums."""
+    """Computes attention as defined in `reference`, with float32 sums."""
     out: jax.Array = _attend(call, q, k, v, positions[0], segments[0])
     return out
 
@@ -83,19 +82,19 @@ _attend.defvjp(_forward, _backward)
 def _packed(
     q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array, call: Call
 ) -> jax.Array:
-    """Attention of rows, whose sequences are brought to places that are multiples of KEYS and back."""
+    """Computes attention of rows, whose sequences are moved to positions that are multiples of KEYS and back."""
     assert call.max_segments is not None  # by `refusal`
     rows, length = positions.shape
     blocks = -(-length // KEYS) + min(call.max_segments, length)
     used = segments > 0
-    # The sequence of number j that begins at s has its place at s rounded up, and j blocks further: no two overlap.
+    # Sequence number j that begins at s is placed at s rounded up plus j blocks, so that no two overlap.
     number = jnp.cumsum(used & (positions == 0), axis=1) - 1
-    first = -(-(jnp.arange(length) - positions) // KEYS) + number  # its first block
+    first = -(-(jnp.arange(length) - positions) // KEYS) + number  # the first block of the token's sequence
     place = jnp.where(used, first * KEYS + positions, blocks * KEYS)
     row = jnp.arange(rows)[:, None]
 
     def spread(x: jax.Array) -> jax.Array:
-        """[B, T, heads, C] as [B, blocks, KEYS, heads, C], with zeros between sequences."""
+        """Spreads [B, T, heads, C] to [B, blocks, KEYS, heads, C], with zeros between sequences."""
         out = jnp.zeros((rows, blocks * KEYS, *x.shape[2:]), x.dtype).at[row, place].set(x, mode="drop")
         return out.reshape(rows, blocks, KEYS, *x.shape[2:])
 
@@ -114,7 +113,7 @@ def _packed(
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """[B, blocks, ...] as [B blocks, ...]."""
+    """Reshapes [B, blocks, ...] to [B blocks, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -126,16 +125,16 @@ def over_blocks(
     window: int | None,
     scale: float,
 ) -> Float[Array, "N Q H C"]:
-    """Attends to blocks of keys, one after the other; float32, zeros where nothing is seen.
+    """Attends to blocks of keys, one after the other; the result is float32, with zeros where nothing is seen.
 
     Args:
       q: tiles of queries of one sequence each.
-      positions: of the queries in their sequences.
-      block: gives keys and values at the positions r KEYS to (r + 1) KEYS - 1 of each tile's sequence; those that no query sees may be
-        any finite numbers.
+      positions: positions of the queries in their sequences.
+      block: returns keys and values at the positions r KEYS to (r + 1) KEYS - 1 of each tile's sequence; unseen ones may be any finite
+        numbers.
       count: number of blocks that any query sees.
       window: as in `attention`.
-      scale: multiplies the scores.
+      scale: factor of the scores.
     """
     tiles, queries, heads, width = q.shape
     kv_heads = block(jnp.int32(0))[0].shape[2]
@@ -147,7 +146,7 @@ def over_blocks(
     def add(r: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         maximum, sums = carry
         k, v = (x.astype(jnp.float32).swapaxes(1, 2) for x in block(r))
-        v = jnp.concatenate([v, jnp.ones((*v.shape[:-1], ONES))], axis=-1)  # their sum is the weights' total
+        v = jnp.concatenate([v, jnp.ones((*v.shape[:-1], ONES))], axis=-1)  # the sum of the ones is the weights' total
         scores = pin(_products(lines, k, 3) * scale)
         seen = _seen(at, r, window)
         scores = jnp.where(seen, scores, MASKED)

@@ -1,9 +1,10 @@
 """Attention in one order on Hopper: one Triton program for packed rows, prompts and new tokens alike.
 
-A program has QUERIES queries of one sequence (of a new token, the query heads that share a key head, repeated to as many), and meets the sequence's
-keys in blocks of KEYS, counted from its first token, one after the other, with a running maximum m and sum of e, e = exp(s - m). The queries of a tile
-of packed rows are counted from the sequence's first token too, so that every query of it meets the same blocks; a block of which one sees
-nothing changes no bit of its sums. All three have tiles and blocks of the same sizes, and so the same instructions.
+A program has QUERIES queries of one sequence (for a new token, the query heads that share a key head, repeated to that number), and
+processes the sequence's keys in blocks of KEYS, counted from its first token, one after the other, with a running maximum m and sum of
+e, e = exp(s - m). Tiles of packed rows count queries from the sequence's first token too, so that every query of a tile processes the
+same blocks; a block of which a query sees nothing changes no bit of its sums. All three uses have the same sizes of tiles and blocks,
+and so the same instructions.
 """
 
 import functools
@@ -44,7 +45,7 @@ def packed(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T H C"]:
-    """Attends as `attention` states it."""
+    """Computes attention as defined by `attention`."""
     assert call.max_segments is not None  # refused otherwise
     tiles = -(-call.queries // QUERIES) + min(call.max_segments, call.queries)
     run = pl.pallas_call(
@@ -59,7 +60,8 @@ def packed(
 
 
 def _tiles(segments: Int[Array, "B T"], most: int, tiles: int) -> Int[Array, "B tiles 3"]:
-    """Where the sequence of each tile begins in its row, how many tokens it has, 0 for no sequence, and the number of the tile in it."""
+    """Returns for each tile the first token of its sequence in the row, the sequence's length (0 for no sequence), and the tile's
+    number in it."""
     offsets, lengths = segment_table(segments, most)
     offsets, lengths = offsets[:, : lengths.shape[1]], jnp.maximum(lengths, 0)
     count = -(-lengths // QUERIES)
@@ -102,7 +104,7 @@ def decoded(
     window: int | None,
     interpret: bool = False,
 ) -> Float[Array, "S H C"]:
-    """Attends as `decode_attention` states it."""
+    """Computes attention as defined by `decode_attention`."""
     slots, heads, width = q.shape
     kv_heads = keys.shape[3]
     grouped = q.reshape(slots, kv_heads, heads // kv_heads, width)
@@ -142,11 +144,11 @@ def over_blocks(
 
     Args:
       q: queries of one sequence.
-      at: their positions in it.
-      block: gives keys and values at the positions r KEYS to (r + 1) KEYS - 1; those that no query sees may be any finite numbers.
+      at: the queries' positions in it.
+      block: returns keys and values at the positions r KEYS to (r + 1) KEYS - 1; unseen ones may be any finite numbers.
       bounds: the least and the largest of the positions.
       window: as in `attention`.
-      scale: multiplies the scores.
+      scale: factor of the scores.
     """
 
     def add(r: Any, sums: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Computes attention over packed rows in plain jnp: this is the specification, and the backend of short rows.
+"""Computes attention over packed rows in plain jnp, as the specification and as the backend of short rows.
 
-    out_q = sum_k softmax_k(scale q.k) v_k  over the keys that `allowed` names; 0 where it names none.
+    out_q = sum_k softmax_k(scale q.k) v_k  over the keys that `allowed` marks; 0 where it marks none.
 
-The scores are held in memory, B H T S float32 values several times over, so calls of many scores are refused.
+Several copies of the scores, B H T S float32 values each, are held in memory, so calls with many scores are refused.
 """
 
 import jax
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_llm.kernels.attention.api import Call
 
-# Finite, so that a row with nothing allowed subtracts it from itself and stays free of NaN, in the gradient too.
+# Finite, so that a row without allowed keys subtracts it from itself and stays free of NaN, also in the gradient.
 MASKED = -1e30
 MOST_SCORES = 64 * 2**20  # bytes
 
@@ -45,7 +45,7 @@ def attend(
     segments: tuple[Int[Array, "B T"], Int[Array, "B S"]],
     call: Call,
 ) -> Float[Array, "B T H C"]:
-    """Computes attention as the module states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as the module defines it; softmax in float32, products in the dtype of `q` with float32 sums."""
     batch, length, heads, width = q.shape
     kv_heads = k.shape[2]
     mask = allowed(*positions, *segments, call.window)[:, None, None]  # [B, 1, 1, T, S]

@@ -1,4 +1,4 @@
-"""Shapes of real models at which attention is tested and measured."""
+"""Shapes of real models at which attention is tested and benchmarked."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ class Spec:
     """One shape of a call on packed rows.
 
     Attributes:
-      batch: rows, B.
+      batch: number of rows, B.
       length: tokens of a row, T.
-      heads: query heads, H.
-      kv_heads: key and value heads, K.
+      heads: number of query heads, H.
+      kv_heads: number of key and value heads, K.
       width: width of a head, C.
-      segments: segments of equal length in a row.
-      window: sliding window, tokens, or None.
+      segments: number of segments of equal length in a row.
+      window: sliding window in tokens, or None.
     """
 
     batch: int

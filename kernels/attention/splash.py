@@ -1,6 +1,6 @@
-"""Attention over packed rows by JAX's splash attention on TPU. Tested in interpret mode; not run on TPU hardware.
+"""Attention over packed rows by JAX's splash attention on TPU. It is tested in interpret mode, and was not run on TPU hardware.
 
-The causal or windowed mask is computed in the kernel and blocks that it empties are skipped; segments mask the rest.
+The causal or windowed mask is computed in the kernel and fully masked blocks are skipped; segments mask the rest.
 Blocks of 512 tokens (or fewer, where those do not divide the row) stay in VMEM.
 """
 
@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl_llm.kernels.attention.api import Call
 
 RUNS_ON = ("tpu", "TPUs")
-# What rematerialisation policies know its output and sums by.
+# The name of its output and sums in rematerialisation policies.
 RESIDUAL = "splash_attention_residual"
 BLOCKS = (512, 256, 128)
 LANES = 128
@@ -76,6 +76,6 @@ def attend(
 
     q, k, v = (x.swapaxes(1, 2) for x in ((q * call.scale).astype(q.dtype), k, v))
     out = jax.vmap(of_row)(q, k, v, segments[0].astype(jnp.int32)).swapaxes(1, 2)
-    # Padding attends to padding in the kernel; its output is dropped, and with it its share of every gradient.
+    # In the kernel padding attends to padding; its output is dropped, and thereby its share of every gradient.
     result: jax.Array = jnp.where((segments[0] != 0)[:, :, None, None], out, 0).astype(v.dtype)
     return result

@@ -1,1 +1,1 @@
-"""Attention of one new token a slot over a stacked key/value cache."""
+"""Attention of one new token per slot over a stacked key/value cache."""

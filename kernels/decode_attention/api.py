@@ -1,4 +1,4 @@
-"""Computes attention of one new token a slot over the cache of its layer, read in place: one function has several backends."""
+"""Computes attention of one new token per slot over the cache of its layer, read in place: one function with several backends."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,20 +15,20 @@ from jaxrl_llm.kernels.decode_attention import cache
 BACKENDS = ("triton", "mosaic_tpu", "reference", "ordered")
 WRITING = ("mosaic_tpu",)
 READING = tuple(name for name in BACKENDS if name not in WRITING)
-# Dtypes of a cache beside that of the queries.
+# Dtypes of a cache besides that of the queries.
 NARROW = ("float8_e4m3fn",)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
       dtype: name of the dtype of the queries.
       cache_dtype: name of the dtype of keys and values.
-      heads: query heads.
-      kv_heads: key and value heads.
+      heads: number of query heads.
+      kv_heads: number of key and value heads.
       width: width of a head.
       length: entries of a slot's cache, tokens.
       window: entries this many positions behind the query, or more, are not seen; None sees all.
@@ -57,13 +57,13 @@ def decode_attention(
     """Computes softmax attention of each slot's query over the entries 0..position of its cache, scores scaled by C ** -0.5.
 
     Args:
-      q: a query a slot; H is a multiple of K, and query head h reads key head h // (H // K).
-      keys: the cache's keys of all layers in the order of `cache.axes()`, those of the new token among them; in the dtype of `q`
-        or one of 8 bits, which is brought to that of `q` as it is read.
+      q: one query per slot; H is a multiple of K, and query head h reads key head h // (H // K).
+      keys: the cache's keys of all layers in the order of `cache.axes()`, those of the new token among them; in the dtype of `q` or in
+        one of 8 bits, which is converted to that of `q` as it is read.
       values: the cache's values.
-      layer: which layer is read, in 0..L-1.
+      layer: number of the layer that is read, in 0..L-1.
       positions: position of each query, tokens; at least 0. Beyond the cache's last entry, that one is the last seen.
-      window: sees entries with position - entry < window; None sees all.
+      window: a query sees entries with position - entry < window; None sees all.
       backend: one of READING, or None for the first that supports the call.
 
     Returns:
@@ -90,11 +90,11 @@ def decode_step(
     """Writes the keys and values of each slot's new token at its position, and attends as `decode_attention` does.
 
     Args:
-      q: a query a slot.
+      q: one query per slot.
       new: keys and values of the new tokens, in the cache's dtype; a position beyond the end is not written.
       cached: keys and values of all layers; donated arrays are written in place.
-      layer: which layer is written and read.
-      positions: of the new tokens.
+      layer: number of the layer that is written and read.
+      positions: positions of the new tokens.
       window: as in `decode_attention`.
       backend: one of BACKENDS, or None for the first that supports the call.
 
@@ -102,7 +102,7 @@ def decode_step(
       [S, H, C] in the dtype of `q`, and keys and values.
 
     Raises:
-      ValueError: as `decode_attention`, and new entries that do not fit the cache.
+      ValueError: as for `decode_attention`, or new entries do not fit the cache.
     """
     call = _call(q, *cached, window)
     shape = (q.shape[0], call.kv_heads, call.width)
@@ -125,7 +125,7 @@ def _attended(module: Any, q: jax.Array, cached: Any, layer: jax.Array, position
 
 
 def _call(q: jax.Array, keys: jax.Array, values: jax.Array, window: int | None) -> Call:
-    """Checks the arguments of a call and describes it."""
+    """Checks the arguments of a call and returns its description."""
     order = ("L", "S", "K", "T", "C") if cache.heads_first() else ("L", "S", "T", "K", "C")
     if keys.ndim != 5 or keys.shape != values.shape or (keys.shape[1], keys.shape[4]) != (q.shape[0], q.shape[2]):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""How the keys and values of all layers lie in memory: as the device that programs are for reads them best.
+"""The memory layout of the keys and values of all layers, which is the one that the target device reads fastest.
 
-    entries first   [L, S, T, K, C]   everywhere but on TPUs: a slot's new entry is one piece of memory
-    heads first     [L, S, K, T, C]   on TPUs, whose tiles the last two axes fill: K alone is often 2 of a tile's 8 rows
+    entries first   [L, S, T, K, C]   everywhere but on TPUs: a slot's new entry is contiguous
+    heads first     [L, S, K, T, C]   on TPUs, where the last two axes form tiles: K alone often fills 2 of a tile's 8 rows
 
 L layers, S slots, T entries of a slot, K key heads of width C.
 """
@@ -14,11 +14,11 @@ from jaxrl_llm.kernels import dispatch
 
 ENTRIES_FIRST = ("layers", "batch", None, "kv_heads", "head_width")
 HEADS_FIRST = ("layers", "batch", "kv_heads", None, "head_width")
-PAGE = 128  # entries that TPU's kernel moves at once
+PAGE = 128  # entries that the TPU kernel copies at once
 
 
 def heads_first() -> bool:
-    """Returns True where heads come before entries in the caches of the device that programs are for."""
+    """Returns True where heads come before entries in the caches of the target device."""
     return dispatch.device().platform == "tpu"
 
 
@@ -33,7 +33,7 @@ def entry_axis() -> int:
 
 
 def page() -> int:
-    """Returns the entries that a slot's cache should be a multiple of, for the fastest backend to take it."""
+    """Returns the number of entries of which a slot's cache should be a multiple, so that the fastest backend can take it."""
     return PAGE if heads_first() else 1
 
 
@@ -50,10 +50,10 @@ def write(
     *,
     fresh: bool = False,
 ) -> Float[Array, "L S *T_K C"]:
-    """Returns the keys, or the values, with N new entries a slot at their positions; those beyond the end are dropped.
+    """Writes N new entries per slot into the keys, or the values, at their positions; those beyond the end are dropped.
 
-    A scatter of the new entries alone, which XLA carries out in place. TPU's compiler turns the whole cache into another
-    layout for a scatter; where the cache is `fresh`, that is positions count up from 0, it writes them as one piece there.
+    It is a scatter of the new entries alone, which XLA carries out in place. TPU's compiler changes the whole cache's layout for a
+    scatter; where the cache is `fresh`, that is, positions count up from 0, the entries are written as one slice there.
     """
     if heads_first() and fresh:
         return entries.at[layer, :, :, : new.shape[1]].set(new[:, : entries.shape[3]].swapaxes(1, 2))

@@ -1,15 +1,15 @@
-"""Decode attention on TPU: a Pallas kernel that writes a new entry a slot and reads the filled pages of one layer's cache in place.
+"""Decode attention on TPU: a Pallas kernel that writes a new entry per slot and reads the filled pages of one layer's cache in place.
 
-Grid: (cores, groups of slots, blocks of entries). A page is PAGE entries of all heads of a slot. While a step computes, the pages that
-the next one sees are on their way to VMEM: each slot's own pages, as far as it is filled and within its window. Each slot and key
-head keeps a running maximum m and sums of e and e v, e = exp(s - m). A step makes the scores of all its slots and heads, then all
-their exponentials, then all products with the values: no product waits for the exponentials before it.
+Grid: (cores, groups of slots, blocks of entries). A page is PAGE entries of all heads of a slot. While a step computes, the pages of
+the next one are copied to VMEM: each slot's own pages, as far as it is filled and within its window. Each slot and key head keeps a
+running maximum m and sums of e and e v, e = exp(s - m). A step computes the scores of all its slots and heads, then all their
+exponentials, then all products with the values, so that no product waits for the exponentials before it.
 
-A new entry is put into its page in VMEM, and the tile around it (16 entries of bfloat16, 32 of 8 bits) is copied back: XLA's scatter
-would turn the whole cache into another layout for it.
+A new entry is put into its page in VMEM, and the tile around it (16 entries of bfloat16, 32 of 8 bits) is copied back, since XLA's
+scatter would change the whole cache's layout.
 
-Bytes: the filled pages of keys and values, once, and a tile a slot and head. Tested in interpret mode and compiled for TPUs without one
-(`kernels.tpu_cycles`); not run on TPU hardware.
+It moves the filled pages of keys and values once, and a tile per slot and head. It is tested in interpret mode and compiled for TPUs
+without one (`kernels.tpu_cycles`), and was not run on TPU hardware.
 """
 
 import functools
@@ -30,18 +30,18 @@ from jaxrl_llm.kernels.decode_attention.reference import MASKED
 
 RUNS_ON = ("tpu", "TPUs")
 LANES = 128
-# Rows of a float32 tile: query heads that share a key head are filled up to it.
+# Rows of a float32 tile, to which query heads that share a key head are padded.
 ROWS = 8
-# The running maximum begins below every score and above MASKED: what is not seen weighs 0, also in a block of which nothing is seen.
+# The running maximum begins below every score and above MASKED, so that unseen entries weigh 0, also in a fully masked block.
 LEAST = MASKED / 2
-# Most bytes of VMEM for pages, those in use and those on their way; most entries of a block; most slots and heads of a step.
+# Most bytes of VMEM for pages, in use and in flight; most entries of a block; most slots and heads of a step.
 BYTES, ENTRIES, PAIRS = 12 * 2**20, 2048, 64
-WORDS = 8  # 32-bit words of a tile's column, in which entries lie one above the other
-CORES = 2  # of a v5p chip, which share a grid's first axis; other chips take it in order
+WORDS = 8  # 32-bit words of a tile's column, in which entries are stacked
+CORES = 2  # cores of a v5p chip, which share a grid's first axis; other chips run it in order
 
 
 class Sizes(NamedTuple):
-    """How a call is cut: slots of a group, entries of a block, and the grid."""
+    """The tiling of a call: slots of a group, entries of a block, and the grid."""
 
     slots: int
     entries: int
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, call: Call, bytes_each: int) -> "Sizes":
-        """The largest group and block that fit; the block comes first."""
+        """Returns the largest block that fits, and then the largest group."""
         fits = lambda n, entries: 4 * n * call.kv_heads * entries * call.width * bytes_each <= BYTES  # noqa: E731
         pages = [n for n in range(call.length // PAGE, 0, -1) if call.length // PAGE % n == 0 and n * PAGE <= ENTRIES]
         entries = PAGE * next((n for n in pages if fits(1, n * PAGE)), 1)
@@ -81,7 +81,7 @@ def step(
     *,
     interpret: Any = False,
 ) -> tuple[Float[Array, "S H C"], tuple[Float[Array, "L S K T C"], Float[Array, "L S K T C"]]]:
-    """Writes and attends as `decode_step` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Writes and attends as defined by `decode_step`; softmax in float32, products in the dtype of `q` with float32 sums."""
     slots, heads, width, group = len(q), call.kv_heads, call.width, call.heads // call.kv_heads
     rows = -(-group // ROWS) * ROWS
     grouped = jnp.pad(q.reshape(slots, heads, group, width), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
@@ -137,15 +137,15 @@ class _Moves:
     sizes: Sizes
 
     def first_slot(self, step: Any) -> Any:
-        """The first slot of the group of a core's step."""
+        """Returns the first slot of the group of a core's step."""
         return (pl.program_id(0) * self.sizes.grid[1] + lax.div(step, self.sizes.grid[2])) * self.sizes.slots
 
     def start(self, step: Any) -> Any:
-        """The first entry of the step's block."""
+        """Returns the first entry of the step's block."""
         return lax.rem(step, self.sizes.grid[2]) * self.sizes.entries
 
     def read(self, step: Any, do: Callable[[Any], None]) -> None:
-        """Does something with the copy of each page that a step sees."""
+        """Applies `do` to the copy of each page that a step sees."""
         half, first_slot, start = lax.rem(step, 2), self.first_slot(step), self.start(step)
 
         def of_slot(i: Any, _: Any) -> None:
@@ -165,7 +165,7 @@ class _Moves:
         lax.fori_loop(0, self.sizes.slots, of_slot, None)
 
     def write(self, step: Any, bits: Any | None) -> None:
-        """Puts new entries, the words `bits` [slots, 2 K, C], into their tiles and copies these back; None waits for that."""
+        """Puts new entries, the words `bits` [slots, 2 K, C], into their tiles and starts to copy these back; None waits for the copies."""
         half, first_slot, start = lax.rem(step, 2), self.first_slot(step), self.start(step)
         tile = WORDS * 4 // self.pages[0].dtype.itemsize
 
@@ -211,7 +211,7 @@ def _step(
 
     @pl.when(step == 0)
     def _first() -> None:
-        # What no page was copied to weighs 0, which times what memory holds at first may be no number.
+        # Entries of pages that were not copied weigh 0, but 0 times uninitialised memory may be NaN.
         v_pages[...] = jnp.zeros(v_pages.shape, v_pages.dtype)
         moves.read(step, lambda copy: copy.start())
 
@@ -228,7 +228,7 @@ def _step(
 
 
 def _pages(last: Any, start: Any, entries: int, window: int | None) -> tuple[Any, Any]:
-    """The first page that a slot's query sees of the `entries` from `start` on, and the one behind the last."""
+    """Returns the first page that a slot's query sees of the `entries` from `start` on, and the one after the last."""
     end = lax.div(jnp.clip(last + 1 - start, 0, entries) + (PAGE - 1), PAGE)
     if window is None:
         return 0, end
@@ -236,7 +236,7 @@ def _pages(last: Any, start: Any, entries: int, window: int | None) -> tuple[Any
 
 
 def _attend(q: Any, keys: Any, values: Any, out: Any, sums: Any, at: tuple[Any, Any], call: Call) -> None:
-    """Adds a block to the sums of a group; the arguments are references, and `at` the block and each slot's last entry."""
+    """Adds a block to the sums of a group; the arguments are references, and `at` is the block and each slot's last entry."""
     most, total, factor, mixed, scores = sums
     (t, lasts), (own, heads, entries), rows = at, keys.shape[:3], q.shape[2]
     pairs = [(pl.ds((i * heads + h) * rows, rows), i, h) for i in range(own) for h in range(heads)]

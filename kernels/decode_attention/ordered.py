@@ -1,4 +1,5 @@
-"""Decode attention with the bits of the packed rows' attention: blocks of keys from a slot's first entry, and tiles of as many queries."""
+"""Decode attention with the same bits as the packed rows' attention, by blocks of keys from a slot's first entry and equally large
+tiles of queries."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def attend(
     positions: Int[Array, " S"],
     call: Call,
 ) -> Float[Array, "S H C"]:
-    """Attends as `decode_attention` states it, with float32 sums; on CPUs the other queries of a slot's tile are zeros."""
+    """Computes attention as defined by `decode_attention`, with float32 sums; on CPUs the other queries of a slot's tile are zeros."""
     if call.platform == "gpu":
         found: jax.Array = packed.gpu().decoded(q, keys, values, layer, positions, window=call.window)
         return found

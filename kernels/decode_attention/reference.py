@@ -1,4 +1,4 @@
-"""Computes decode attention in plain jnp: this is the specification, and the backend of CPUs; it copies the layer's cache."""
+"""Computes decode attention in plain jnp, as the specification and as the backend of CPUs; it copies the layer's cache."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ MASKED = -1e30
 
 
 def refusal(call: Call) -> str | None:
-    """Returns None: every call is supported."""
+    """Returns None, since every call is supported."""
     return None
 
 
@@ -23,7 +23,7 @@ def attend(
     positions: Int[Array, " S"],
     call: Call,
 ) -> Float[Array, "S H C"]:
-    """Attends as `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as defined by `decode_attention`; softmax in float32, products in the dtype of `q` with float32 sums."""
     k, v = (cache.of_layer(x, layer).astype(q.dtype) for x in (keys, values))
     grouped = q.reshape(len(q), call.kv_heads, -1, call.width)
     scores = jnp.einsum("skgc,stkc->skgt", grouped, k, preferred_element_type=jnp.float32) * call.width**-0.5

@@ -1,9 +1,9 @@
 """Decode attention on NVIDIA GPUs: a Pallas kernel, compiled by Triton, that reads each filled entry of the cache once.
 
-Grid: a program a slot and key head, for all query heads that share it (padded to 16 rows, what a tensor-core product
-takes). It goes over the entries that the query sees in blocks of BLOCK with a running maximum m and sum of e, e = exp(s - m),
-rescaled when m grows (https://arxiv.org/abs/1805.02867). Rows and entries beyond the last repeat it: loads stay within the
-arrays, repeated rows store what the last one does, and repeated entries weigh 0. Bytes: the filled keys and values.
+Grid: one program per slot and key head, for all query heads that share it (padded to the 16 rows of a tensor-core product). It iterates
+over the entries that the query sees in blocks of BLOCK with a running maximum m and sum of e, e = exp(s - m), rescaled when m grows
+(https://arxiv.org/abs/1805.02867). Rows and entries beyond the last repeat it: loads stay within the arrays, repeated rows store the
+same values as the last one, and repeated entries weigh 0. It reads the filled keys and values once.
 """
 
 import functools
@@ -48,7 +48,7 @@ def attend(
     *,
     interpret: bool = False,
 ) -> Float[Array, "S H C"]:
-    """Attends as `decode_attention` states it; softmax in float32, products in the dtype of `q` with float32 sums."""
+    """Computes attention as defined by `decode_attention`; softmax in float32, products in the dtype of `q` with float32 sums."""
     slots, width, group = len(q), call.width, call.heads // call.kv_heads
     grouped = q.reshape(slots, call.kv_heads, group, width)
     out: jax.Array = pl.pallas_call(
@@ -81,7 +81,7 @@ def _slot_head(layer: Any, positions: Any, q: Any, keys: Any, values: Any, out: 
         product = lax.dot_general(e.astype(v.dtype), v, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         return new, total * factor + jnp.sum(e, axis=1), mixed * factor[:, None] + product
 
-    # The first block that is read has an entry that is seen, so that its maximum is above MASKED.
+    # The first block that is read has a seen entry, so that its maximum is above MASKED.
     start = (jnp.full(len(rows), MASKED), jnp.zeros(len(rows)), jnp.zeros((len(rows), call.width)))
     _, total, mixed = lax.fori_loop(first // BLOCK, last // BLOCK + 1, add, start)
     out[slot, head, rows, :] = (mixed / total[:, None]).astype(out.dtype)

@@ -1,4 +1,4 @@
-"""Computes the gated delta rule (https://arxiv.org/abs/2412.06464) over packed rows: one function has several backends."""
+"""Computes the gated delta rule (https://arxiv.org/abs/2412.06464) over packed rows: one function with several backends."""
 
 from dataclasses import dataclass
 
@@ -17,11 +17,11 @@ State = Float[Array, "B Hv dk dv"]
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
-      rows: rows of the batch.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
+      rows: number of rows of the batch.
       tokens: tokens of a row, a multiple of `size`.
       size: tokens of a chunk.
       key_heads: heads of queries and keys.
@@ -52,7 +52,7 @@ def delta_rule(
     size: int = CHUNK,
     backend: str | None = None,
 ) -> tuple[Float[Array, "B T Hv dv"], State]:
-    """The outputs of all tokens, float32, and the state after the last one.
+    """Computes the outputs of all tokens, float32, and the state after the last one.
 
     Args:
       q: queries, already normalised and scaled; value heads h r .. h r + r - 1 read query and key head h.
@@ -60,14 +60,14 @@ def delta_rule(
       v: values.
       g: logarithms of the decays, float32 and at most 0.
       beta: strengths of the updates in [0, 1], float32. A token with beta = 0 and g = 0 changes no state, which is how callers mask padding.
-      segments: the segment of each token; tokens of one segment lie side by side, and no state crosses from one to the next.
+      segments: the segment of each token; tokens of one segment are contiguous, and no state passes from one segment to the next.
       state: the state before the first token, which belongs to the first token's segment.
-      size: tokens of a chunk, a power of 2. The backward pass keeps one state a chunk and computes most of the rest again.
+      size: tokens of a chunk, a power of 2. The backward pass keeps one state per chunk and recomputes most of the rest.
       backend: one of BACKENDS, or None for the first that supports the call.
 
     Raises:
-      ValueError: a size that is no power of 2, value heads that cannot share the key heads evenly, an unknown backend, or a named one
-        that does not support the call.
+      ValueError: the size is not a power of 2, value heads cannot share the key heads evenly, or the named backend is unknown or does
+        not support the call.
     """
     rows, length, key_heads, key_width = k.shape
     value_heads, value_width = v.shape[2:]

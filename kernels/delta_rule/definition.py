@@ -1,4 +1,4 @@
-"""What one chunk of the gated delta rule computes, for one row and head: plain functions of matrices, which the backends share.
+"""The computation of one chunk of the gated delta rule, for one row and head, as plain functions of matrices that the backends share.
 
 With G_i the sum of g up to token i of the chunk, S the state before it and D_ij = exp(G_i - G_j) for j <= i, else 0,
 
@@ -21,10 +21,10 @@ CHUNK = 64
 
 
 class Links(NamedTuple):
-    """How the tokens of a chunk hang together.
+    """The coefficients between the tokens of a chunk.
 
     Attributes:
-      seen: exp(G_i), the share of the state before the chunk that token i sees; 0 in another segment than the state's.
+      seen: exp(G_i), the share of the state before the chunk that token i sees; 0 in other segments than the state's.
       left: D_cj, the share of token j's change that the state after the chunk holds.
       kept: the share of the state before the chunk that the one after it holds, which is `seen` of the last token.
       links: A.
@@ -39,13 +39,13 @@ class Links(NamedTuple):
 
 
 def dot(a: jax.Array, b: jax.Array, precision: Any, axes: tuple[int, int] = (1, 0)) -> jax.Array:
-    """The product of two matrices, float32, that sums over `axes`."""
+    """Returns the float32 product of two matrices that sums over `axes`."""
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def owners(segments: Int[Array, "B T"], size: int) -> Int[Array, "B chunks"]:
-    """The segment that the state before each chunk of `size` tokens belongs to."""
+    """Returns the segment to which the state before each chunk of `size` tokens belongs."""
     return jnp.concatenate([segments[:, :1], segments[:, size - 1 : -1 : size]], axis=1)
 
 
@@ -57,10 +57,10 @@ def links(
     owner: Int[Array, ""],
     precision: Any,
 ) -> Links:
-    """What of a chunk needs no state; `owner` is the segment that the state before it belongs to."""
+    """Computes the parts of a chunk that need no state; `owner` is the segment to which the state before it belongs."""
     (q, k), size = qk, len(g)
     row, column = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
-    # g_{j+1} + ... + g_i is summed pair by pair, since differences of long sums lose digits.
+    # Each g_{j+1} + ... + g_i is summed for itself, since differences of long sums lose digits.
     later = jnp.where(row > column, g[:, None], 0.0)
     sums = dot(jnp.where(row >= column, 1.0, 0.0), later, precision)
     together = (segments[:, None] == segments[None, :]) & (row >= column)
@@ -74,16 +74,16 @@ def links(
 
 
 def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:
-    """(I + A)^-1 for A strictly lower triangular and c a power of 2.
+    """Computes (I + A)^-1 for A strictly lower triangular and c a power of 2.
 
-    The inverses of two blocks of the diagonal give that of both, [[X, 0], [-Y A X, Y]], from blocks of one on. No power of A is
-    formed: where keys are alike those grow far beyond the inverse.
+    The inverses of two blocks of the diagonal give that of both, [[X, 0], [-Y A X, Y]], starting with blocks of size 1. No power of A
+    is formed, since powers grow far beyond the inverse where keys are similar.
     """
     size = len(links)
     row, column = (lax.broadcasted_iota(jnp.int32, links.shape, axis) for axis in (0, 1))
     found, width = jnp.where(row == column, 1.0, 0.0), 1
     while width < size:
-        # The rows of the second of two blocks, and the columns of the first.
+        # Rows of the second of two blocks, and columns of the first.
         between = (((row ^ column) & -width) == width) & ((row & width) != 0)
         off = jnp.where(between, links, 0.0)
         found = found - (off if width == 1 else dot(found, dot(off, found, precision), precision))
@@ -95,7 +95,7 @@ def inverse(links: Float[Array, "c c"], precision: Any) -> Float[Array, "c c"]:
 def solved(
     links: Float[Array, "c c"], inverted: Float[Array, "c c"], errors: Float[Array, "c d"], precision: Any
 ) -> Float[Array, "c d"]:
-    """(I + A)^-1 errors, where the inverse is known; it is differentiated by A, and not through the inverse."""
+    """Returns (I + A)^-1 errors from the known inverse; derivatives are taken with respect to A, and not through the inverse."""
     return dot(inverted, errors, precision)
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token: the specification, and one token of decoding.
+"""The gated delta rule token by token, as the specification and for decoding.
 
 S' = exp(g_t) S_{t-1}     d_t = beta_t (v_t - S'^T k_t)     S_t = S' + k_t d_t^T     o_t = S_t^T q_t
 """
@@ -23,7 +23,7 @@ def step(
     beta: Float[Array, "B Hv"],
     state: State,
 ) -> tuple[Float[Array, "B Hv dv"], State]:
-    """The output of one token a row, and the state after it."""
+    """Computes the output of one token per row, and the state after it."""
     times = v.shape[1] // k.shape[1]
     q, k = (jnp.repeat(x.astype(jnp.float32), times, axis=1) for x in (q, k))
     decayed = jnp.exp(g)[..., None, None] * state
@@ -35,7 +35,7 @@ def step(
 def rule(
     tokens: tuple[jax.Array, ...], segments: Int[Array, "B T"], state: State, call: Call
 ) -> tuple[Float[Array, "B T Hv dv"], State]:
-    """Computes as `delta_rule` states it."""
+    """Computes the rule as defined by `delta_rule`."""
 
     def one(
         carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, ...]

@@ -1,7 +1,7 @@
-"""The gated delta rule by XLA: what needs no state for all chunks at once, and two products a chunk in a scan over them.
+"""The gated delta rule by XLA: the parts without a state are computed for all chunks at once, and a scan over chunks takes two products each.
 
-With W = (I + A)^-1 [beta_i exp(G_i) k_i] and V = (I + A)^-1 [beta_i v_i] the updates of a chunk are V - W S. The outputs are
-computed after the scan from the states that it gives.
+With W = (I + A)^-1 [beta_i exp(G_i) k_i] and V = (I + A)^-1 [beta_i v_i] the updates of a chunk are V - W S. The outputs are computed
+after the scan from its states.
 """
 
 from functools import partial
@@ -26,11 +26,11 @@ def refusal(call: Call) -> str | None:
 def rule(
     tokens: tuple[jax.Array, ...], segments: Int[Array, "B T"], state: State, call: Call
 ) -> tuple[Float[Array, "B T Hv dv"], State]:
-    """Computes as `delta_rule` states it."""
+    """Computes the rule as defined by `delta_rule`."""
     rows, length, size, heads = call.rows, call.tokens, call.size, call.key_heads
 
     def split(x: jax.Array) -> jax.Array:
-        """[B, T, heads, ...] -> [chunks, B, key heads, size, ...], or [..., key heads, value heads of each, size, ...]."""
+        """Splits [B, T, heads, ...] into [chunks, B, key heads, size, ...], or [..., key heads, value heads of each, size, ...]."""
         x = x.reshape(rows, length // size, size, *x.shape[2:])
         return jnp.moveaxis(jnp.moveaxis(x, 2, 3), 1, 0)
 
@@ -51,7 +51,7 @@ def rule(
 
 
 def _each(function: Any, by_value: Any, by_key: Any, others: int) -> Any:
-    """A function of one cell for all: value heads of a key head by the axes `by_value`, key heads by `by_key`, and `others` before them."""
+    """Maps a function of one cell over value heads of a key head by the axes `by_value`, key heads by `by_key`, and `others` axes before them."""
     function = jax.vmap(jax.vmap(function, by_value), by_key)
     for _ in range(others):
         function = jax.vmap(function)
@@ -61,7 +61,7 @@ def _each(function: Any, by_value: Any, by_key: Any, others: int) -> Any:
 def _local(
     q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array, segments: jax.Array, owner: jax.Array
 ) -> tuple[definition.Links, tuple[jax.Array, ...]]:
-    """What a chunk has without a state: its links, and W, V and the keys as the state after the chunk takes them."""
+    """Computes a chunk's parts without a state: its links, W, V, and the keys with their weights in the state after the chunk."""
     found = definition.links((q, k), g, beta, segments, owner, PRECISION)
     inverted = jax.lax.stop_gradient(definition.inverse(found.links, PRECISION))
     sides = ((beta * found.seen)[:, None] * k, beta[:, None] * v)

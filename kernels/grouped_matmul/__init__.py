@@ -1,1 +1,1 @@
-"""Matrix products of rows that are sorted by expert, and the MLP of experts made of them."""
+"""Matrix products of rows that are sorted by expert, and the MLP of experts that consists of them."""

@@ -1,4 +1,4 @@
-"""Multiplies rows by the weights of their experts: two functions, several backends, no work or memory of E times the rows."""
+"""Multiplies rows by the weights of their experts: two functions with several backends, without work or memory of E times the rows."""
 
 import functools
 from types import ModuleType
@@ -22,13 +22,13 @@ def grouped_matmul(
 ) -> Float[Array, "R B"]:
     """Computes x_r W_e for rows that are sorted by expert: the first sizes[0] rows are expert 0's, and so on.
 
-    Differentiable in x and w. Products are taken in the dtype of `x` and summed in float32; the gradient of `w` is summed
-    in float32 and given in the dtype of `w`, exactly 0 for an expert without rows. Rows past the sum of the sizes are
-    not read: they give 0 and get a gradient of 0.
+    Differentiable in x and w. Products are taken in the dtype of `x` and summed in float32; the gradient of `w` is summed in float32
+    and returned in the dtype of `w`, exactly 0 for an expert without rows. Rows past the sum of the sizes are not read: their result and
+    their gradient are 0.
 
     Args:
       x: rows, sorted by expert.
-      w: one matrix an expert.
+      w: one matrix per expert.
       sizes: rows of each expert, none negative; their sum is at most R.
       backend: one of BACKENDS, or None for the first that supports the call.
 
@@ -54,17 +54,17 @@ def expert_mlp(
 ) -> Float[Array, "n D"]:
     """Computes sum_j w_tj (silu(x_t Wg_c) (x_t Wu_c)) Wd_c with c = experts[t, j], dropless.
 
-    Differentiable in x, gate_up, down and weights. Products are taken in the dtype of `x` and summed in float32, the sum
-    over j is float32 and rounded once. Gradients of gate_up and down are summed in float32 and given in the dtype of the
-    argument, exactly 0 for an expert without tokens. The gate and up products, 2 M an assignment, are the one residual
-    besides the arguments; `expert_gate` is their name for `jax.checkpoint`'s policies.
+    Differentiable in x, gate_up, down and weights. Products are taken in the dtype of `x` and summed in float32, the sum over j is
+    float32 and rounded once. Gradients of gate_up and down are summed in float32 and returned in the dtype of the argument, exactly 0
+    for an expert without tokens. The gate and up products, 2 M per assignment, are the only residual besides the arguments;
+    `expert_gate` is their name for `jax.checkpoint`'s policies.
 
     Args:
       x: tokens.
       gate_up: gate [:, :, 0] and up [:, :, 1] of each expert.
-      down: the way back of each expert.
+      down: down projection of each expert.
       experts: the experts of each token; an id outside [0, E) adds nothing and gets no gradient.
-      weights: weight of each of them, float32.
+      weights: weight of each of those experts, float32.
       backend: one of BACKENDS, or None for the first that supports the call.
 
     Returns:
@@ -80,7 +80,7 @@ def expert_mlp(
 
 
 def call_of(x: Float[Array, "R A"], rows: int, experts: int, inner: int, *, gated: bool) -> Call:
-    """Returns what backends are asked about: the static description of a call."""
+    """Returns the static description of a call, by which backends accept or refuse it."""
     return Call(
         platform=dispatch.device().platform,
         dtype=x.dtype.name,

@@ -1,8 +1,8 @@
-"""What all backends of grouped_matmul agree on: the static description of a call, and the buffer that the products are taken in.
+"""The shared parts of all backends of grouped_matmul: the static description of a call, and the buffer of the products.
 
-The buffer holds the rows of one expert after another, each expert's rows rounded up to whole blocks by rows of zeros, so
-that every block has one expert. It has room for the worst case of a call; blocks past the last one in use hold anything,
-and nobody reads them. The rounding costs at most E (rows of a block - 1) rows: nothing is of E times the rows' size.
+The buffer holds the rows of one expert after another, each expert's rows rounded up to whole blocks by rows of zeros, so that every
+block has one expert. It has room for the worst case of a call; blocks past the last one in use have undefined contents, which are never
+read. The rounding costs at most E (rows of a block - 1) rows: nothing is of E times the rows' size.
 """
 
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
-      dtype: name of the dtype of the rows, in which the products are taken.
-      rows: rows of the call, R: an assignment of a token to an expert each.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
+      dtype: name of the dtype of the rows, in which products are computed.
+      rows: number of rows of the call, R; each is an assignment of a token to an expert.
       experts: number of experts, E.
-      width: columns of the rows, A or D.
-      inner: columns of the result, B, or the width of an expert, M.
-      gated: the call is an expert MLP, whose first product has 2 M columns.
+      width: number of columns of the rows, A or D.
+      inner: number of columns of the result, B, or the width of an expert, M.
+      gated: whether the call is an expert MLP, whose first product has 2 M columns.
     """
 
     platform: str
@@ -39,12 +39,12 @@ class Call:
 
 
 class Blocks(NamedTuple):
-    """Which expert each block of the buffer has.
+    """The experts of the buffer's blocks.
 
     Attributes:
       expert: int32 [N], expert of each block; any expert past the last block in use.
       first: int32 [E + 1], first block of each expert, and the number of blocks in use.
-      sizes: int32 [E], rows of each expert that are no padding; they come first.
+      sizes: int32 [E], number of rows of each expert without padding; they come first.
     """
 
     expert: jax.Array
@@ -53,17 +53,17 @@ class Blocks(NamedTuple):
 
     @property
     def used(self) -> jax.Array:
-        """Number of blocks in use, int32."""
+        """The number of blocks in use, int32."""
         return self.first[-1]
 
 
 class Plan(NamedTuple):
-    """Where the rows of a call are in the buffer of P rows.
+    """The places of a call's rows in the buffer of P rows.
 
     Attributes:
       blocks: the experts of the buffer's blocks.
       row: int32 [P], row of the call that each row of the buffer holds; R where it holds zeros.
-      slot: int32 [R], row of the buffer that each row of the call is in; P where no expert takes it.
+      slot: int32 [R], row of the buffer that holds each row of the call; P where no expert takes it.
     """
 
     blocks: Blocks
@@ -72,7 +72,7 @@ class Plan(NamedTuple):
 
 
 def most_blocks(rows: int, experts: int, block: int) -> int:
-    """Returns the number of blocks of `block` rows that `rows` rows of `experts` experts can need."""
+    """Returns the most blocks of `block` rows that `rows` rows of `experts` experts can need."""
     return max((rows + min(experts, rows) * (block - 1)) // block, 1)
 
 
@@ -85,7 +85,7 @@ def plan_of_sizes(sizes: Int[Array, " E"], rows: int, block: int) -> Plan:
 
 
 def plan_of_experts(experts: Int[Array, " R"], count: int, block: int) -> Plan:
-    """Returns the plan of rows that are in any order; ids outside [0, count) are left out. Equal experts keep their order."""
+    """Returns the plan of rows in any order; ids outside [0, count) are left out. Rows of one expert keep their order."""
     key = jnp.where((experts >= 0) & (experts < count), experts, count).astype(jnp.int32)
     order = jnp.argsort(key, stable=True).astype(jnp.int32)
     expert = key[order]
@@ -103,13 +103,13 @@ def _plan(starts: jax.Array, expert: jax.Array, block: int) -> Plan:
     needed = -(-sizes // block)
     first = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(needed).astype(jnp.int32)])
     of_block = jnp.repeat(jnp.arange(count, dtype=jnp.int32), needed, total_repeat_length=most)
-    # From the buffer to the rows ...
+    # From the buffer to the rows.
     place = jnp.arange(most * block, dtype=jnp.int32)
     owner = jnp.repeat(of_block, block)
     within = place - first[owner] * block
     used = (within < sizes[owner]) & (place < first[-1] * block)
     row = jnp.where(used, starts[owner] + within, rows)
-    # ... and back.
+    # From the rows to the buffer.
     known = jnp.minimum(expert, count - 1)
     slot = first[known] * block + jnp.arange(rows, dtype=jnp.int32) - starts[known]
     slot = jnp.where(expert < count, slot, most * block)
@@ -121,17 +121,17 @@ def _take(x: jax.Array, index: jax.Array, fill: int) -> jax.Array:
 
 
 def rows_of(x: Float[Array, "R *A"], index: Int[Array, " P"]) -> Float[Array, "P *A"]:
-    """Returns x[index], zeros where the index is the number of rows."""
+    """Returns x[index], with zeros where the index is the number of rows."""
     return x.at[index].get(mode="fill", fill_value=0)
 
 
 def spread(x: Float[Array, "n D"], plan: Plan) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has len(plan.slot) / n rows of the call that follow each other."""
+    """Returns the buffer's rows of x; each row of x belongs to len(plan.slot) / n consecutive rows of the call."""
     return rows_of(x, plan.row // (len(plan.slot) // len(x)))
 
 
 def float32_or_wider(dtype: jnp.dtype) -> jnp.dtype:
-    """Returns the dtype that products of `dtype` are summed in."""
+    """Returns the dtype in which products of `dtype` are summed."""
     return jnp.promote_types(dtype, jnp.float32)
 
 

@@ -1,9 +1,9 @@
-"""The MLP of experts around a backend's products: plan, gather, products, combination, and its gradient.
+"""Computes the MLP of experts around a backend's products: plan, gather, products, combination, and its gradient.
 
     y_t = sum_j w_tj h_tj Wd_c,   h_tj = silu(x_t Wg_c) (x_t Wu_c),   c = c_tj
 
-The gradient of w_tj is <dh_tj, h_tj> with dh_tj = dy_t Wd_c^T, so that no expert's output is kept. Both sums over j are
-gathers in float32: every result is the same bits each time.
+The gradient of w_tj is <dh_tj, h_tj> with dh_tj = dy_t Wd_c^T, so that no expert's output is kept. Both sums over j are gathers in
+float32, so that every result has the same bits each time.
 """
 
 import functools
@@ -73,7 +73,7 @@ def _plan(backend: ModuleType, call: Call, experts: jax.Array) -> Plan:
 def _gated(
     backend: ModuleType, rows: jax.Array, gate_up: jax.Array, blocks: Blocks, call: Call, *, keep: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Returns silu(g) u [P, M], and g and u side by side where `keep`; by the backend's `gated` where it has one."""
+    """Returns silu(g) u [P, M], and where `keep` g and u side by side; by the backend's `gated` where it has one."""
     if hasattr(backend, "gated"):
         hidden, gate = backend.gated(rows, gate_up, blocks, call, keep=keep)
         return hidden, gate
@@ -82,7 +82,7 @@ def _gated(
 
 
 def _both(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """[E, D, 2, M] as [E, D, 2 M] in the dtype of the products."""
+    """Reshapes [E, D, 2, M] to [E, D, 2 M] in the dtype of the products."""
     return gate_up.astype(dtype).reshape(*gate_up.shape[:2], -1)
 
 

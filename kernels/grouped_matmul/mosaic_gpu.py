@@ -1,9 +1,9 @@
 """grouped_matmul on Hopper by two Pallas Mosaic GPU kernels: products of rows and weights, and gradients of weights.
 
-Both are one stream of tiles on a persistent grid of clusters that take items in turn. In a block one warpgroup moves
-pieces of both operands to shared memory by TMA (the second one's once for a cluster), two multiply them by wgmma, rows x
-columns float32 in registers each, and write a finished tile by way of shared memory while the next pieces arrive. Of few rows a block
-may have one warpgroup that multiplies.
+Both are one stream of tiles on a persistent grid of clusters that take items in turn. In a block one warpgroup copies pieces of both
+operands to shared memory by TMA (the second operand's once per cluster), and two multiply them by wgmma, rows x columns float32 in
+registers each, and write a finished tile through shared memory while the next pieces arrive. For few rows a block may have one
+warpgroup that multiplies.
 
     products   an item is a block of the buffer's rows, which one expert has, and some columns of one of the weights; the items of a block
                follow each other, so that its rows and its expert's weights are in the L2 cache. W^T is W read
@@ -12,7 +12,7 @@ may have one warpgroup that multiplies.
     gradients  an item is an expert, some columns of x and some of dy, over all rows of the expert; x is read
                transposed from shared memory. An expert without rows writes zeros.
 
-Time follows the blocks in use, not the buffer. Nothing is summed across items: every result is the same bits each time.
+Time grows with the blocks in use instead of the buffer. Nothing is summed across items, so that every result has the same bits each time.
 """
 
 import functools
@@ -35,8 +35,8 @@ from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
 LOG2E = math.log2(math.e)
 RUNS_ON = ("gpu", "NVIDIA Hopper GPUs")
-SHARED_BYTES = 232448  # of one block on Hopper
-UNIT = 128  # what the widths must be multiples of
+SHARED_BYTES = 232448  # shared memory of one block on Hopper
+UNIT = 128  # the widths must be multiples of this
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +45,14 @@ class Tiles:
 
     Attributes:
       rows: rows of a warpgroup's tile of the result.
-      warpgroups: those of a block that multiply, 1 or 2; their tiles are one above the other.
+      warpgroups: number of warpgroups of a block that multiply, 1 or 2; their tiles are one above the other.
       columns: columns of a tile.
-      depth: entries of the contracted axis that are moved and multiplied at once.
-      stages: pieces of `depth` on their way or in use.
+      depth: entries of the contracted axis that are copied and multiplied at once.
+      stages: number of pieces of `depth` in flight or in use.
       cluster: blocks that share the second operand's pieces, 1 or 2.
-      slice_bytes: bytes of a row that leave at once.
-      buffers: slices of a warpgroup that are on their way out at most.
-      multiprocessors: of the chip; None asks the device.
+      slice_bytes: bytes of a row that are written at once.
+      buffers: most slices of a warpgroup that are being written.
+      multiprocessors: number of the chip's multiprocessors; None asks the device.
     """
 
     rows: int = 64
@@ -66,7 +66,7 @@ class Tiles:
     multiprocessors: int | None = None
 
     def __post_init__(self) -> None:
-        """Refuses tiles that wgmma cannot take or shared memory cannot hold."""
+        """Refuses tiles that wgmma cannot take or that exceed shared memory."""
         if self.rows % 64 or self.columns not in (128, 256) or self.rows * self.columns > 2**14:
             raise ValueError(f"rows must be a multiple of 64, columns 128 or 256, both at most 16384 (got {self})")
         if not {self.cluster, self.warpgroups} <= {1, 2} or self.depth % 64 or self.slice_bytes not in (32, 64, 128):
@@ -80,17 +80,17 @@ class Tiles:
 
     @property
     def height(self) -> int:
-        """Rows of the result that a block makes at once."""
+        """The number of rows of the result that a block computes at once."""
         return self.warpgroups * self.rows
 
     @property
     def block(self) -> int:
-        """Rows of the result that a cluster makes at once."""
+        """The number of rows of the result that a cluster computes at once."""
         return self.cluster * self.height
 
     @property
     def clusters(self) -> int:
-        """Clusters of the grid."""
+        """The number of clusters of the grid."""
         chip = self.multiprocessors or dispatch.device().core_count
         return max(chip // self.cluster, 1)
 
@@ -100,12 +100,12 @@ class Tiles:
         return narrow if rows % self.block == 0 else replace(narrow, cluster=1)
 
 
-# Chosen when Tiles are not named: clusters share weights where an expert has the rows of several blocks.
+# The default tiles: clusters share weights where an expert has the rows of several blocks.
 MANY, FEW = Tiles(), Tiles(cluster=1)
 
 
 def tiles_of(call: Call) -> Tiles:
-    """Returns the tiles for the call's rows an expert."""
+    """Returns the tiles for the call's number of rows per expert."""
     return MANY if call.rows >= 2 * MANY.block * call.experts else FEW
 
 
@@ -126,7 +126,7 @@ def block_rows(call: Call) -> int:
 
 
 def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    """Returns the buffer's rows of x; each row of x belongs to R / n consecutive rows of the call."""
     if len(plan.row) * x.shape[1] >= 2**31:
         return definition.spread(x, plan)  # the kernel's offsets are 32 bits
     return triton_rows.spread(x, plan)
@@ -135,7 +135,7 @@ def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
-    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
+    """Returns x_p W of the row's expert with W [E, A, B], or x_p W^T with W [E, B, A] where `transposed`."""
     columns = w.shape[1 if transposed else 2]
     (y,) = products(x, [w], blocks, tiles_of(call).fitting(columns), transposed=transposed)
     return y
@@ -144,7 +144,7 @@ def product(
 def gated(
     x: Float[Array, "P D"], gate_up: Float[Array, "E D M2"], blocks: Blocks, call: Call, *, keep: bool
 ) -> tuple[Float[Array, "P M"], Float[Array, "P M2"] | None]:
-    """Returns silu(g) u, and g and u side by side where `keep`."""
+    """Returns silu(g) u, and where `keep` g and u side by side."""
     out = products(x, [gate_up], blocks, tiles_of(call), gate=True, keep=keep)
     return out[0], out[1] if keep else None
 
@@ -167,7 +167,7 @@ def products(
     gate: bool = False,
     keep: bool = False,
 ) -> list[jax.Array]:
-    """Returns x W of each of the weights, or of one W = [Wg, Wu] with `gate` [silu(x Wg) (x Wu)] and, where `keep`, [x Wg, x Wu] side by side."""
+    """Returns x W of each of the weights; with `gate` and one W = [Wg, Wu], [silu(x Wg) (x Wu)] and, where `keep`, [x Wg, x Wu] side by side."""
     rows, width = x.shape
     columns = [w.shape[1 if transposed else 2] for w in weights]
     # The weights' tiles of columns follow each other.
@@ -175,7 +175,7 @@ def products(
     steps, count, half = width // tiles.depth, ends[-1], tiles.columns // 2
 
     def column(n: Any) -> list[tuple[Any, Any]]:
-        """Of each of the weights, whether tile n is one of its own, and that tile's first column."""
+        """Returns for each of the weights whether tile n is one of its own, and that tile's first column."""
         firsts = [0, *ends]
         mine = [True] if len(weights) == 1 else [(n >= i) & (n < j) for i, j in zip(firsts, ends)]
         return [(here, (n - first) * tiles.columns) for here, first in zip(mine, firsts)]
@@ -280,9 +280,9 @@ def gradients(x: jax.Array, dy: jax.Array, blocks: Blocks, tiles: Tiles, dtype: 
 
 
 def _leaving(tiles: Tiles, columns: int, dtype: Any) -> tuple[int, int, int, int]:
-    """Shape of the shared memory by which `columns` columns of each warpgroup leave at every item.
+    """Returns the shape of the shared memory through which `columns` columns of each warpgroup are written at every item.
 
-    The number of buffers divides that of the slices, so that each item begins with the first one and takes them in turn.
+    The number of buffers divides that of the slices, so that each item begins with the first buffer and uses them in turn.
     """
     wide = tiles.slice_bytes // jnp.dtype(dtype).itemsize
     buffers = next(n for n in range(tiles.buffers, 0, -1) if columns // wide % n == 0)
@@ -290,7 +290,7 @@ def _leaving(tiles: Tiles, columns: int, dtype: Any) -> tuple[int, int, int, int
 
 
 class _Leave:
-    """Writes slices of a warpgroup's tile to device memory by way of buffers `out` [2, buffers, rows, slice] in shared memory."""
+    """Writes slices of a warpgroup's tile to device memory through buffers `out` [2, buffers, rows, slice] in shared memory."""
 
     def __init__(self, out: Any, wg: Any, rows: Any) -> None:
         self.out, self.wg, self.rows, self.turn = out, wg, rows, 0
@@ -305,7 +305,7 @@ class _Leave:
 
 
 def _swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout of wgmma's operands and of TMA."""
+    """Returns shared memory in the layout of wgmma's operands and of TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
@@ -319,14 +319,14 @@ def _kernel(
     shapes: tuple[tuple[int, ...], ...],
     copies: int,
 ) -> Callable[..., Any]:
-    """Returns a kernel; `body` takes inputs, outputs, the buffers that a tile leaves by, then the stream's buffers and barriers.
+    """Returns a kernel; `body` takes inputs, outputs, the buffers through which a tile is written, then the stream's buffers and barriers.
 
-    `shapes` are those of a piece of each operand, and of the buffers by which a tile leaves.
+    `shapes` are those of a piece of each operand, and of the buffers through which a tile is written.
     """
     shared = tiles.cluster > 1
     dtype = out_types[0].dtype
 
-    # A shared piece is free when both blocks of the cluster are done with it.
+    # A shared piece is free when both blocks of the cluster have used it.
     cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
     scratch = [
@@ -351,9 +351,9 @@ def _kernel(
 
 
 class _Piece(NamedTuple):
-    """A copy of a part of an operand to a buffer of the stream, which the blocks of a cluster make together where it is `shared`.
+    """A copy of a part of an operand to a buffer of the stream; the blocks of a cluster make it together where it is `shared`.
 
-    `here` says whether it is made.
+    `here` tells whether it is made.
     """
 
     source: Any
@@ -363,7 +363,7 @@ class _Piece(NamedTuple):
 
 
 def _where(here: Any, run: Callable[[], Any]) -> None:
-    """Runs `run` where `here` holds, which is True itself where that is known."""
+    """Runs `run` where `here` holds; `here` is True itself where that is known statically."""
     if here is True:
         run()
     else:
@@ -372,13 +372,13 @@ def _where(here: Any, run: Callable[[], Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """What a kernel does with its stream of pieces.
+    """The work of a kernel with its stream of pieces.
 
     Attributes:
-      item: item(index) gives a tuple whose last entry is its number of pieces.
-      pieces: pieces(item, k, rank, slot) gives the copies of piece k.
-      operands: operands(slot, wg) gives the left operand of a product and the right ones that lie side by side.
-      finish: finish(z, item, row, wg) takes the tiles of an item, whose first row is `row` from the item's own.
+      item: item(index) returns a tuple whose last entry is its number of pieces.
+      pieces: pieces(item, k, rank, slot) returns the copies of piece k.
+      operands: operands(slot, wg) returns the left operand of a product and the right ones, which are side by side.
+      finish: finish(z, item, row, wg) writes the tiles of an item, whose first row is `row` after the item's own.
       widths: columns of the tile of each right operand.
     """
 
@@ -390,7 +390,7 @@ class _Work:
 
 
 def _stream(tiles: Tiles, items: Any, barriers: Any, work: _Work) -> None:
-    """Runs the cluster's share of `items`: a warpgroup moves pieces, two multiply them and finish tiles."""
+    """Runs the cluster's share of `items`: one warpgroup copies pieces, the others multiply them and finish tiles."""
     full, free = barriers
     cluster, wg = lax.axis_index("clusters"), lax.axis_index("warpgroup")
     rank = lax.axis_index("block") if tiles.cluster > 1 else 0
@@ -401,7 +401,7 @@ def _stream(tiles: Tiles, items: Any, barriers: Any, work: _Work) -> None:
 
     @pl.when(wg < tiles.warpgroups)
     def _compute() -> None:
-        # Two warpgroups have registers enough as they are.
+        # One multiplying warpgroup has enough registers by default.
         if tiles.warpgroups > 1:
             plgpu.set_max_registers(232, action="increase")
 
@@ -423,13 +423,13 @@ def _stream(tiles: Tiles, items: Any, barriers: Any, work: _Work) -> None:
 
         state = tiles, rank, full, free
         end = over_items(one)
-        # The other block of the cluster may not arrive at the barriers of a block that has left.
+        # The other block of the cluster must not arrive at the barriers of a block that has exited.
         begin = jnp.maximum(end - tiles.stages, 0)
         lax.fori_loop(begin, end, lambda s, _: plgpu.barrier_wait(free.at[lax.rem(s, tiles.stages)]), None)
 
 
 def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, stream: Any) -> Any:
-    """Returns the warpgroup's tiles [rows, width], from the pieces `step` and on."""
+    """Returns the warpgroup's tiles [rows, width], computed from the pieces of `step` and the following ones."""
     work, full, free = stream
 
     def slot(s: Any) -> Any:
@@ -442,7 +442,7 @@ def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, stream: Any) -> Any:
             left, right = work.operands(here, wg)
             for part, side in zip(sums, right):
                 plgpu.wgmma(part, left, side)
-            # The piece's products stay under way; the piece before it is free.
+            # The piece's products stay in flight; the piece before it is free.
             plgpu.wgmma_wait(len(right))
 
             @pl.when(k > 0)
@@ -462,7 +462,7 @@ def _multiply(step: Any, steps: Any, wg: Any, tiles: Tiles, stream: Any) -> Any:
 
 
 def _load(step: Any, of: Any, k: Any, pieces: Callable[..., Any], state: Any) -> Any:
-    """Moves piece `k` of an item; returns the next step."""
+    """Copies piece `k` of an item; returns the next step."""
     tiles, rank, full, free = state
     slot = lax.rem(step, tiles.stages)
 

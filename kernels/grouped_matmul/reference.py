@@ -1,4 +1,4 @@
-"""grouped_matmul in plain jnp: every expert's product of all rows, masked; the specification, E times the work."""
+"""grouped_matmul in plain jnp, as the specification: every expert's product of all rows, masked, with E times the work."""
 
 import jax
 import jax.numpy as jnp
@@ -21,19 +21,19 @@ def refusal(call: Call) -> str | None:
 
 
 def block_rows(call: Call) -> int:
-    """Returns the rows of a block: every buffer is without padding."""
+    """Returns the rows of a block, 1, so that the buffer has no padding."""
     return 1
 
 
 def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    """Returns the buffer's rows of x; each row of x belongs to R / n consecutive rows of the call."""
     return definition.spread(x, plan)
 
 
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
-    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
+    """Returns x_p W of the row's expert with W [E, A, B], or x_p W^T with W [E, B, A] where `transposed`."""
     wide = float32_or_wider(x.dtype)
     out = jnp.zeros((x.shape[0], w.shape[1 if transposed else 2]), wide)
     for expert in range(w.shape[0]):
@@ -58,6 +58,6 @@ def weight_gradient(
 
 
 def _mine(blocks: Blocks, expert: int) -> jax.Array:
-    """Bool [P, 1]: which rows are the expert's."""
+    """Returns bool [P, 1], True for the expert's rows."""
     place = jnp.arange(len(blocks.expert))[:, None]
     return (place >= blocks.first[expert]) & (place < blocks.first[expert + 1])

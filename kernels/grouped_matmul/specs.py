@@ -1,16 +1,16 @@
-"""Shapes of the experts of real models at which grouped_matmul is measured."""
+"""Shapes of the experts of real models at which grouped_matmul is benchmarked."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """One layer of experts.
+    """The shape of one layer of experts.
 
     Attributes:
-      tokens: rows of the layer's input.
+      tokens: number of rows of the layer's input.
       experts: number of experts, E.
-      chosen: experts of a token, k.
+      chosen: number of experts of a token, k.
       width: width of the tokens, D.
       inner: width of an expert, M.
     """

@@ -1,7 +1,7 @@
 """grouped_matmul on TPUs by JAX's megablox kernels, over the buffer's whole blocks.
 
-Blocks are megablox's tiles of rows, so that no tile is visited for two experts; its tiles divide the other axes, because
-its results are wrong where the contracted axis is no multiple of a tile.
+Blocks are megablox's tiles of rows, so that no tile is visited for two experts; its tiles divide the other axes, because its results
+are wrong where the contracted axis is not a multiple of a tile.
 """
 
 import jax
@@ -13,7 +13,7 @@ from jaxrl_llm.kernels.grouped_matmul import definition
 from jaxrl_llm.kernels.grouped_matmul.definition import Blocks, Call, Plan
 
 RUNS_ON = ("tpu", "TPUs")
-UNIT = 128  # lanes of a vector: what every axis of a tile must be a multiple of
+UNIT = 128  # lanes of a vector, of which every axis of a tile must be a multiple
 TILES = (1024, 512, 256, UNIT)
 
 
@@ -27,19 +27,19 @@ def refusal(call: Call) -> str | None:
 
 
 def block_rows(call: Call) -> int:
-    """Returns the rows of a block: large tiles where an expert has many rows."""
+    """Returns the rows of a block, which are many where an expert has many rows."""
     return 512 if call.rows >= 2048 * call.experts else UNIT
 
 
 def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    """Returns the buffer's rows of x; each row of x belongs to R / n consecutive rows of the call."""
     return definition.spread(x, plan)
 
 
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
-    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`."""
+    """Returns x_p W of the row's expert with W [E, A, B], or x_p W^T with W [E, B, A] where `transposed`."""
     columns = w.shape[1 if transposed else 2]
     tiling = (_rows(x, blocks), _tile(x.shape[1]), _tile(columns))
     y: jax.Array = gmm(x, w, _sizes(x, blocks), x.dtype, tiling, transpose_rhs=transposed)
@@ -60,7 +60,7 @@ def _rows(x: jax.Array, blocks: Blocks) -> int:
 
 
 def _sizes(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Rows of the buffer that each expert has."""
+    """Returns the number of the buffer's rows of each expert."""
     return jnp.diff(blocks.first) * _rows(x, blocks)
 
 

@@ -1,6 +1,6 @@
 """Spreads rows over the buffer of grouped_matmul by a Pallas Triton kernel: each row is read once and written to its places.
 
-A gather reads every row once an expert, from memory, because equal rows lie far apart in the buffer.
+A gather would read every row from memory once per expert, because equal rows are far apart in the buffer.
 """
 
 import functools
@@ -15,13 +15,13 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels.grouped_matmul.definition import Plan
 
-MOST = 4096  # columns of a row that are moved at once
+MOST = 4096  # columns of a row that are copied at once
 
 
 def spread(x: Float[Array, "n D"], plan: Plan, *, interpret: bool = False) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has len(plan.slot) / n rows of the call that follow each other.
+    """Returns the buffer's rows of x; each row of x belongs to len(plan.slot) / n consecutive rows of the call.
 
-    Rows that no row of the call is in are zeros in the blocks in use, and anything in the others.
+    Rows of the buffer without a row of the call are zeros in the blocks in use, and undefined in the others.
     """
     rows, width = x.shape
     blocks = len(plan.blocks.expert)
@@ -41,7 +41,7 @@ def spread(x: Float[Array, "n D"], plan: Plan, *, interpret: bool = False) -> Fl
 
 
 def _row(slots: Any, filled: Any, x: Any, out: Any, *, rows: int, size: int, columns: int) -> None:
-    """Writes one row of x to its places, or zeros to the end of one block."""
+    """Writes one row of x to its places, or zeros up to the end of one block."""
     program = pl.program_id(0)
     parts = [pl.ds(first, columns) for first in range(0, x.shape[1], columns)]
 

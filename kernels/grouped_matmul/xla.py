@@ -1,4 +1,4 @@
-"""grouped_matmul by a loop over blocks of rows, each times its expert's weights: linear in the rows, on any device."""
+"""grouped_matmul by a loop over blocks of rows, each times its expert's weights, in time linear in the rows, on any device."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ from jaxrl_llm.kernels.grouped_matmul.definition import (
     float32_or_wider,
 )
 
-# Blocks are as large as the padding of all experts allows to stay within a share of the rows.
-PADDING = 8  # rows of padding, on average at most 1 / PADDING of the rows
+# Blocks are as large as possible while the padding of all experts stays within a share of the rows.
+PADDING = 8  # padded rows are at most 1 / PADDING of the rows on average
 LEAST, MOST = 8, 512
 
 
@@ -26,20 +26,20 @@ def refusal(call: Call) -> str | None:
 
 
 def block_rows(call: Call) -> int:
-    """Returns the rows of a block: a power of two, half of it times the experts at most 1 / PADDING of the rows."""
+    """Returns the rows of a block, a power of two; half of a block times the number of experts is at most 1 / PADDING of the rows."""
     most = max(2 * call.rows // (PADDING * call.experts), 1)
     return min(max(1 << (most.bit_length() - 1), LEAST), MOST)
 
 
 def spread(x: Float[Array, "n D"], plan: Plan, call: Call) -> Float[Array, "P D"]:
-    """Returns the buffer's rows of x, of which each row has R / n rows of the call that follow each other."""
+    """Returns the buffer's rows of x; each row of x belongs to R / n consecutive rows of the call."""
     return definition.spread(x, plan)
 
 
 def product(
     x: Float[Array, "P A"], w: Float[Array, "E ..."], blocks: Blocks, call: Call, *, transposed: bool = False
 ) -> Float[Array, "P B"]:
-    """Returns x_p W of the row's expert, W [E, A, B], or x_p W^T of W [E, B, A] where `transposed`; zeros in blocks not in use."""
+    """Returns x_p W of the row's expert with W [E, A, B], or x_p W^T with W [E, B, A] where `transposed`; unused blocks are zeros."""
     size = x.shape[0] // len(blocks.expert)
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
 

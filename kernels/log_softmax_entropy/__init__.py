@@ -1,1 +1,1 @@
-"""Per-token log-prob and entropy of logits that exist already."""
+"""Per-token log-prob and entropy of given logits."""

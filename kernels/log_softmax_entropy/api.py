@@ -1,7 +1,7 @@
-"""Computes log-prob and entropy of logits that exist already: one function has several backends.
+"""Computes log-prob and entropy of given logits: one function with several backends.
 
-No part of a run calls it: token_stats needs no logits, and the embedded sampler needs no entropy. It serves programs that have logits,
-and `kernels.bench` measures it.
+No part of a run calls it, since token_stats needs no logits, and the embedded sampler needs no entropy. It serves programs that have
+logits, and `kernels.bench` measures it.
 """
 
 import math
@@ -21,14 +21,14 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
       dtype: name of the dtype of the logits.
-      tokens: rows of the logits.
-      vocabulary: columns of the logits.
-      temperature: divides the logits.
+      tokens: number of rows of the logits.
+      vocabulary: number of columns of the logits.
+      temperature: divisor of the logits.
     """
 
     platform: str
@@ -48,17 +48,16 @@ def log_softmax_entropy(
     """Returns the log-prob of the targets and the entropy of softmax(logits / temperature), differentiable in the logits by both.
 
     Args:
-      logits: bfloat16, float16 or float32; -inf takes an entry out of the softmax.
+      logits: bfloat16, float16 or float32; -inf excludes an entry from the softmax.
       targets: token ids in [0, V); -1 skips the row: exact zeros, zero gradients. Others give a NaN log-prob.
-      temperature: divides the logits, > 0.
+      temperature: divisor of the logits, > 0.
       backend: one of BACKENDS, or None for the first that supports the call.
 
     Returns:
       (logprob, entropy), float32 [T] each.
 
     Raises:
-      ValueError: shapes, dtypes or values that do not fit, an unknown backend, or a named one that does not support
-        the call.
+      ValueError: shapes, dtypes or values do not fit, or the named backend is unknown or does not support the call.
     """
     if targets.shape != logits.shape[:1]:
         raise ValueError(f"targets must be [T] = {logits.shape[:1]} (got {targets.shape})")
@@ -77,7 +76,7 @@ def log_softmax_entropy(
 
 
 def call_of(logits: Float[Array, "T V"], temperature: float) -> Call:
-    """Returns what backends are asked about: the static description of a call of log_softmax_entropy."""
+    """Returns the static description of a call of log_softmax_entropy, by which backends accept or refuse it."""
     return Call(
         platform=dispatch.device().platform,
         dtype=logits.dtype.name,

@@ -1,4 +1,4 @@
-"""log_softmax_entropy in plain jnp, the specification: gradients by automatic differentiation.
+"""log_softmax_entropy in plain jnp, as the specification, with gradients by automatic differentiation.
 
 logprob = log p_y,   entropy = -sum_v p_v log p_v,   p = softmax(logits / temperature)
 """
@@ -11,7 +11,7 @@ from jaxrl_llm.kernels.log_softmax_entropy.api import Call
 
 
 def refusal(call: Call) -> str | None:
-    """Returns None: every call is supported."""
+    """Returns None, since every call is supported."""
     return None
 
 

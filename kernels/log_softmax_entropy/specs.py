@@ -1,4 +1,4 @@
-"""Shapes of real models at which log_softmax_entropy is tested and measured."""
+"""Shapes of real models at which log_softmax_entropy is tested and benchmarked."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,8 @@ class Spec:
     """One shape of a call.
 
     Attributes:
-      tokens: rows of the logits, T.
-      vocabulary: columns of the logits, V.
+      tokens: number of rows of the logits, T.
+      vocabulary: number of columns of the logits, V.
     """
 
     tokens: int

@@ -1,12 +1,12 @@
 """log_softmax_entropy on NVIDIA GPUs: a Pallas kernel, compiled by Triton, that reads the logits once.
 
-Grid: a program a row. It goes over the row in blocks of depth x width entries; each of the width columns keeps a running
+Grid: one program per row. It iterates over the row in blocks of depth x width entries; each of the width columns keeps a running
 maximum m and the sums of e and e d, d = logit - m, e = exp(d / temperature), rescaled when m grows. A column belongs to
 one thread, so the loop has no exchange between threads; the columns are merged at the row's end. Exponentials are base 2.
-Bytes: the logits once, three numbers a row; the gradient is `xla`'s, which reads them once more and writes as many.
+It reads the logits once and writes three numbers per row; the gradient is `xla`'s, which reads the logits once more and writes as many.
 
-An H200 that reads at 4 TB/s has issue slots for about 12 instructions an entry, so they are counted: the entries beyond a
-row are a block of their own, which alone is masked, and exp2 is the instruction alone, results below 2^-126 being 0.
+An H200 that reads at 4 TB/s has issue slots for about 12 instructions per entry, so instructions are saved: only the block with entries
+beyond a row is masked, and exp2 is the bare instruction, whose results below 2^-126 are 0.
 """
 
 import functools
@@ -35,10 +35,10 @@ class Tiles:
 
     Attributes:
       depth: entries of a column in a block.
-      width: columns.
+      width: number of columns.
       warps: warps of a program.
-      ahead: blocks that are on their way while one is summed.
-      flush: exp2 by the bare instruction, which gives 0 for results below 2^-126.
+      ahead: number of blocks that are loaded while one is summed.
+      flush: whether exp2 is the bare instruction, which returns 0 for results below 2^-126.
     """
 
     depth: int = 4
@@ -55,7 +55,7 @@ class Tiles:
 
 
 RUNS_ON = ("gpu", "NVIDIA GPUs")
-# Chosen when Tiles are not named.
+# The default tiles.
 TILES = Tiles()
 
 
@@ -115,7 +115,7 @@ def row_sums(logits: Float[Array, "T V"], call: Call, tiles: Tiles, interpret: b
 
 
 def _bare_exp2(x: jax.Array) -> jax.Array:
-    """Returns 2^x by the GPU's instruction alone; exp2 elsewhere scales its argument to reach results below 2^-126."""
+    """Returns 2^x by the GPU's bare instruction; elsewhere exp2 scales its argument to represent results below 2^-126."""
     (out,) = triton.elementwise_inline_asm(
         "ex2.approx.ftz.f32 $0, $1;", args=[x], constraints="=f,f", pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
@@ -149,19 +149,19 @@ def _row(
         new = jnp.maximum(m, jnp.max(z, axis=0))
         shift = m - new
         factor = exp2(shift * scale)
-        # -inf takes an entry out; FLOOR does too, and its product with 0 is 0.
+        # -inf excludes an entry; FLOOR does too, and its product with 0 is 0.
         d = jnp.maximum(z - new[None, :], FLOOR)
         e = exp2(d * scale)
         ed_sum = (ed_sum + shift * e_sum) * factor + jnp.sum(e * d, axis=0)
         return new, e_sum * factor + jnp.sum(e, axis=0), ed_sum
 
     def step(i: Any, state: Any) -> Any:
-        # The next blocks are on their way while this one is summed.
+        # The next blocks are loaded while this one is summed.
         (z, *later), sums = state
         return (*later, load(i + ahead)), add(z, sums)
 
     zero = jnp.zeros(width, jnp.float32)
-    # A lowest maximum above FLOOR: entries that are FLOOR, those beyond the row too, add nothing.
+    # The lowest maximum is above FLOOR, so that entries equal to FLOOR, also those beyond the row, add nothing.
     sums = (jnp.full(width, FLOOR / 2, jnp.float32), zero, zero)
     ahead = min(ahead, whole)
     coming = tuple(load(i) for i in range(ahead))

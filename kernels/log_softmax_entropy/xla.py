@@ -1,8 +1,8 @@
-"""log_softmax_entropy by XLA with its gradient by hand: the logits are the only array of their size that is kept.
+"""log_softmax_entropy by XLA with its gradient by hand; the logits are the only kept array of their size.
 
     dz_v = p_v (-g_l - g_H (log p_v + H)) + g_l [v = y],   g_l and g_H the cotangents of logprob and entropy
 
-The forward reads the logits twice (maximum, then sums); the backward reads them once and writes their gradient.
+The forward pass reads the logits twice (maximum, then sums); the backward pass reads them once and writes their gradient.
 """
 
 from functools import partial
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.kernels.log_softmax_entropy.api import Call
 
-# Stands for -inf where a product with 0 must not become NaN.
+# Replaces -inf where a product with 0 must not become NaN.
 FLOOR = -1e30
 
 
 def refusal(call: Call) -> str | None:
-    """Returns None: every call is supported."""
+    """Returns None, since every call is supported."""
     return None
 
 
@@ -49,9 +49,9 @@ def _forward(call: Call, logits: jax.Array, targets: jax.Array) -> tuple[Any, An
 
 
 def outputs(call: Call, logits: jax.Array, targets: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[Any, Any]:
-    """Returns ((logprob, entropy), what `backward` needs) from each row's maximum, sum of e and sum of e x.
+    """Returns ((logprob, entropy), residuals of `backward`) from each row's maximum, sum of e and sum of e x.
 
-    x = (logit - maximum) / temperature, e = exp x; the sums of skipped rows must be finite, `e`'s positive.
+    x = (logit - maximum) / temperature, e = exp x; the sums of skipped rows must be finite, that of e positive.
     """
     maximum, total, first = sums
     log_total = jnp.log(total)
@@ -67,7 +67,7 @@ def outputs(call: Call, logits: jax.Array, targets: jax.Array, sums: tuple[jax.A
 
 
 def backward(call: Call, saved: Any, cotangents: Any) -> tuple[Any, None]:
-    """Returns the gradient of the logits from the cotangents of (logprob, entropy) and what `outputs` kept."""
+    """Returns the gradient of the logits from the cotangents of (logprob, entropy) and the residuals of `outputs`."""
     logits, targets, maximum, log_total, entropy = saved
     keep, known = targets != -1, (targets >= 0) & (targets < logits.shape[1])
     g_logprob = jnp.where(known, cotangents[0], 0.0)[:, None] / call.temperature

@@ -1,1 +1,1 @@
-"""Arithmetic whose result for a row is the same bits in every program, whatever rows it is computed with."""
+"""Arithmetic whose result for a row has the same bits in every program, whatever other rows are computed with it."""

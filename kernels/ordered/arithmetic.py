@@ -1,20 +1,20 @@
-"""Products, sums and functions whose result for a row is the same bits in every program of a process: the bitwise mode's arithmetic.
+"""The bitwise mode's arithmetic: products, sums and functions whose result for a row has the same bits in every program of a process.
 
-XLA may give one expression other bits in another program, in four ways, and each has its answer here:
+XLA may compute one expression with other bits in another program, for four reasons, each of which has its remedy here:
 
-    a sum's order goes by the shape of its product      a product is taken in tiles of ROWS rows, by one product's shape (`matmul`)
-    a reduction's order goes by what it is fused with   a sum over an axis is such a product with ones (`totals`)
-    a * b + c is rounded once or twice                  a product that is added to something is pinned, and so rounded (`pin`)
-    a rounding to bfloat16 is left out between fusions  a rounding is an operation of its own, which stays (`rounded`)
+    a sum's order depends on its product's shape         a product is computed in tiles of ROWS rows, of one shape (`matmul`)
+    a reduction's order depends on its fusion            a sum over an axis is such a product with ones (`totals`)
+    a * b + c is rounded once or twice                   a product that is added to something is pinned, and so rounded (`pin`)
+    a rounding to bfloat16 is omitted between fusions    a rounding is an operation of its own, which is kept (`rounded`)
 
-and exp and log, whose code depends on how many of them are computed together, are written out in additions and multiplications
-(the polynomials of Cephes). Additions, multiplications, divisions and square roots are exact by IEEE 754. Of one tile each row has
-the same bits at every place, which the tests check for the libraries at hand.
+The code of exp and log depends on how many are computed together, so they are written out in additions and multiplications (the
+polynomials of Cephes). Additions, multiplications, divisions and square roots are correctly rounded by IEEE 754. Within a tile a row
+has the same bits at every place, which the tests check for the installed libraries.
 
-On a mesh each device computes its rows with whole weights (`by_rows`): left to the compiler, a product whose weights lie divided may
-become a sum of parts. Which rows a device has changes no bit.
+On a mesh each device computes its rows with whole weights (`by_rows`): left to the compiler, a product whose weights are sharded may
+become a sum of parts. The assignment of rows to devices changes no bit.
 
-On a GPU, products and norms are the kernels of `hopper`; pins and roundings are these.
+On a GPU, products and norms are the kernels of `hopper`; pins and roundings are those of this file.
 """
 
 import math
@@ -30,15 +30,15 @@ from jaxtyping import Array, Float
 
 from jaxrl_llm.kernels import dispatch
 
-ROWS = 64  # of a tile
-ONES = 8  # columns of ones that a sum is the product with; a single one would be another kind of product
+ROWS = 64  # rows of a tile
+ONES = 8  # columns of ones with which a sum is a product; a single column would be another kind of product
 
-WHOLE = PartitionSpec()  # what every device of a mesh has all of
+WHOLE = PartitionSpec()  # the spec of arrays that every device of a mesh holds whole
 
-HOPPER = (9, 0)  # the GPUs' compute capability
+HOPPER = (9, 0)  # compute capability of the supported GPUs
 
 LOG2_E = 1.44269504088896341
-# log 2 in two parts, of which the first has so few digits that its products with exponents are exact.
+# log 2 in two parts; the first has so few digits that its products with exponents are exact.
 LOG_2_HIGH, LOG_2_LOW = 0.693359375, -2.12194440e-4
 EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 LOG = (7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1, 2.0000714765e-1,
@@ -47,7 +47,7 @@ EXP_LOWEST, EXP_HIGHEST = -87.0, 88.0
 
 
 def refusal(platform: str) -> str | None:
-    """Returns the reason why a platform, on GPUs the device that kernels are for, has no ordered arithmetic, or None."""
+    """Returns the reason why a platform, on GPUs the kernels' device, has no ordered arithmetic, or None."""
     if platform == "cpu":
         return None
     capability = dispatch.capability() if platform == "gpu" else None
@@ -58,34 +58,34 @@ def refusal(platform: str) -> str | None:
 
 
 def on_gpu() -> bool:
-    """Returns True where sums are the GPU's kernels' (kernels/ordered/hopper.py)."""
+    """Returns True where sums are computed by the GPU's kernels (kernels/ordered/hopper.py)."""
     return bool(dispatch.device().platform == "gpu")
 
 
 def split(rows: int) -> PartitionSpec:
-    """Returns how the mesh divides so many rows, the first axis of an array; axes that do not divide them are left out."""
+    """Returns how the mesh divides `rows` rows, the first axis of an array; axes that do not divide them are left out."""
     spread = dispatch.spread()
     return WHOLE if spread is None else spread.spec(("batch",), (rows,))
 
 
 def by_rows(compute: Callable[..., Any], given: Any, found: Any) -> Callable[..., Any]:
-    """Returns `compute`, on a mesh run by each device for its own rows.
+    """Returns `compute`, which on a mesh each device runs for its own rows.
 
     Args:
-      compute: takes arrays and gives arrays whose rows do not depend on each other.
-      given: how each argument is divided: by `split`, or WHOLE.
-      found: the same of what it returns.
+      compute: maps arrays to arrays whose rows do not depend on each other.
+      given: spec of each argument: from `split`, or WHOLE.
+      found: specs of the results.
     """
     spread = dispatch.spread()
     if spread is None:
         return compute
-    # Kernels' outputs carry no types of the axes that they vary over.
+    # Kernels' outputs carry no types of the axes over which they vary.
     return jax.shard_map(compute, mesh=spread.mesh, in_specs=given, out_specs=found, check_vma=False)
 
 
 def pin(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Returns `x`, rounded before anything is added to it."""
-    # A choice between a product and NaN is never taken apart, as barriers are, which the compiler removes before it fuses.
+    # The compiler never removes a choice between a product and NaN, as it removes barriers before it fuses.
     return jnp.where(x == x, x, jnp.nan)
 
 
@@ -117,7 +117,7 @@ def tile_product(tile: Float[Array, "R K"], w: Float[Array, "..."], *, turned: b
 
 
 def over_tiles(compute: Callable[..., Any], *rows: jax.Array) -> Any:
-    """Returns `compute(*tiles)` of each tile of ROWS rows, put together along the rows; the last tile is filled up with zeros."""
+    """Applies `compute` to each tile of ROWS rows and concatenates the results along the rows; the last tile is padded with zeros."""
     count = rows[0].shape[0]
     tiles = -(-count // ROWS)
     filled = [jnp.pad(x, ((0, tiles * ROWS - count), *((0, 0),) * (x.ndim - 1))) for x in rows]
@@ -133,7 +133,7 @@ def totals(x: Float[Array, "M K"]) -> Float[Array, " M"]:
 
 def linear(x: Float[Array, "*rows inputs"], weights: Float[Array, "..."], inputs: int) -> Float[Array, "..."]:
     """Contracts the last `inputs` axes of `x` with the first ones of the weights, both in the dtype of `x`, with float32 sums."""
-    if weights.dtype != x.dtype:  # rounded where they lie, before devices gather them
+    if weights.dtype != x.dtype:  # rounded before devices gather them
         weights = rounded(weights, x.dtype)
     rows = split(x.shape[0])
     y: jax.Array = by_rows(partial(_linear, inputs=inputs), (rows, WHOLE), rows)(x, weights)
@@ -207,7 +207,7 @@ def sigmoid(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns e^x in float32 within a unit in the last place or two: 0 below EXP_LOWEST, and of EXP_HIGHEST above it."""
+    """Returns e^x in float32 within one or two units in the last place: 0 below EXP_LOWEST, and e^EXP_HIGHEST above EXP_HIGHEST."""
     bounded = jnp.clip(x, EXP_LOWEST, EXP_HIGHEST)
     power = lax.round(bounded * LOG2_E, lax.RoundingMethod.TO_NEAREST_EVEN)
     r = (bounded - power * LOG_2_HIGH) - pin(power * LOG_2_LOW)
@@ -217,7 +217,7 @@ def exp(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def log(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the natural logarithm in float32 within a unit in the last place or two, of positive numbers that are not denormal."""
+    """Returns the natural logarithm in float32 within one or two units in the last place, for positive normal numbers."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     power = (bits >> 23) - 127
     m = lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)  # x = m 2^power
@@ -231,7 +231,7 @@ def log(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: jax.Array) -> jax.Array:
-    """c_0 x^n + c_1 x^(n - 1) + ... + c_n."""
+    """Evaluates c_0 x^n + c_1 x^(n - 1) + ... + c_n."""
     y = jnp.full_like(x, coefficients[0])
     for c in coefficients[1:]:
         y = pin(y * x) + c

@@ -1,11 +1,11 @@
 """The bitwise mode's matrix products, norms and row sums on one NVIDIA Hopper GPU.
 
-A product is `grouped_matmul`'s stream of tiles with one group: a tile of the result walks K in pieces of one depth, in order, into one
-float32 sum, by an instruction (64 rows x the tile's columns x 16 of K) which the weights' shape alone chooses. Rows are filled up to
-whole tiles; how many of them a block has, and which blocks share the weights' pieces, goes by the number of rows and changes no bit:
-an instruction of wgmma has 64 rows whatever the block, each of which it multiplies alone, so that a block of 256 rows takes four of them
-for each piece of K where one of 64 takes one.
-Norms and sums of rows are Triton programs whose blocks go by the row's width.
+A product is `grouped_matmul`'s stream of tiles with one group: a tile of the result sums over K in pieces of one depth, in order, in
+one float32 sum, by an instruction (64 rows x the tile's columns x 16 of K) that depends on the weights' shape alone. Rows are padded to
+whole tiles. The number of tiles of a block, and the blocks that share the weights' pieces, depend on the number of rows and change no
+bit: a wgmma instruction has 64 rows in every block and multiplies each of them independently, so that a block of 256 rows takes four
+instructions for each piece of K where one of 64 takes one. Norms and sums of rows are Triton programs whose blocks depend on the row's
+width.
 """
 
 import functools
@@ -29,18 +29,18 @@ from jaxrl_llm.kernels.grouped_matmul.mosaic_gpu import Tiles
 WIDE = Tiles(rows=64, columns=256)
 NARROW_MANY = Tiles(rows=128, columns=128, slice_bytes=64)
 NARROW_FEW = Tiles(rows=64, columns=128, stages=6)
-WIDE_FROM = 4096  # columns of weights whose tiles are WIDE
-MANY_FROM = 8192  # rows of narrow products whose blocks have 256 of them
-TOGETHER = 512  # rows from which two blocks share the weights' pieces
-LOW = 0.6  # of two tiles' time, for a block of one tile of rows; of one H200 (tests/bitwise_decode.py)
-BLOCK = 4096  # elements of rows that a Triton program holds at once, at most
+WIDE_FROM = 4096  # columns of weights from which on tiles are WIDE
+MANY_FROM = 8192  # rows of narrow products from which on blocks have 256 rows
+TOGETHER = 512  # rows from which on two blocks share the weights' pieces
+LOW = 0.6  # time of a block with one tile of rows relative to two tiles, on one H200 (tests/bitwise_decode.py)
+BLOCK = 4096  # most elements of rows that a Triton program holds at once
 
 
 def tiles_of(rows: int, columns: int, beside: int = 0) -> Tiles:
-    """Returns the tiles of a product; columns and depth, and so the bits, go by the weights' columns alone.
+    """Returns the tiles of a product; columns and depth, and so the bits, depend on the weights' columns alone.
 
-    Of few rows a block has one tile, where that keeps more multiprocessors busy; the kernel has `beside` columns of other weights too. Such
-    a block of narrow tiles waits for no other: what a cluster spares of the weights' reads costs more there.
+    For few rows a block has one tile, where that keeps more multiprocessors busy; the kernel also has `beside` columns of other
+    weights. Such blocks of narrow tiles form no clusters, which would cost more than they save in reads of weights.
     """
     if columns >= WIDE_FROM and columns % WIDE.columns == 0:
         tiles = WIDE
@@ -55,7 +55,7 @@ def tiles_of(rows: int, columns: int, beside: int = 0) -> Tiles:
 
 
 def _turns(tiles: Tiles, rows: int, columns: int) -> int:
-    """Returns the most blocks of a product that one multiprocessor makes."""
+    """Returns the most blocks of a product that one multiprocessor computes."""
     chip = tiles.multiprocessors or dispatch.device().core_count
     return pl.cdiv(pl.cdiv(rows, tiles.height) * pl.cdiv(columns, tiles.columns), chip)
 
@@ -70,7 +70,7 @@ def product(x: Float[Array, "M K"], w: Float[Array, "..."], *, turned: bool = Fa
 
 @jax.jit
 def products(x: Float[Array, "M K"], weights: Sequence[Float[Array, "K _"]]) -> list[Float[Array, "M _"]]:
-    """Returns the `product` of x and each of the weights; those of one instruction are one kernel's."""
+    """Returns the `product` of x and each of the weights; one kernel computes those with the same instruction."""
     kernels: dict[int, list[int]] = {}
     for i, w in enumerate(weights):
         kernels.setdefault(tiles_of(len(x), w.shape[1]).columns, []).append(i)
@@ -82,7 +82,7 @@ def products(x: Float[Array, "M K"], weights: Sequence[Float[Array, "K _"]]) -> 
 
 
 def _joined(x: jax.Array, weights: Sequence[jax.Array], tiles: Tiles, turned: bool) -> list[jax.Array]:
-    """Returns the products of x and each of the weights by one kernel; rows, depth and columns are filled up to whole tiles."""
+    """Returns the products of x and each of the weights by one kernel; rows, depth and columns are padded to whole tiles."""
     (rows, width), columns = x.shape, [w.shape[0 if turned else 1] for w in weights]
     deeper = 0, -width % tiles.depth
     x = jnp.pad(x, ((0, -rows % tiles.block), deeper))
@@ -114,7 +114,7 @@ def linears(x: Float[Array, "*rows D"], weights: Sequence[Float[Array, "D ..."]]
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(x: Float[Array, "*rows D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*rows D"]:
-    """Returns scale x / sqrt(mean(x^2) + epsilon) over the last axis, in float32 and then the dtype of `x`."""
+    """Returns scale x / sqrt(mean(x^2) + epsilon) over the last axis, computed in float32, in the dtype of `x`."""
     return _norms(x.reshape(-1, x.shape[-1]), scale, epsilon).reshape(x.shape)
 
 
@@ -160,7 +160,7 @@ def added_norm(
     epsilon: float,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*rows D"], Float[Array, "*rows D"]]:
-    """Returns x + y, rounded to their dtype, and its `rms_norm`, which have the bits of two operations; it has no gradient."""
+    """Returns x + y, rounded to their dtype, and its `rms_norm`, with the same bits as two separate operations; it has no gradient."""
 
     def body(x: Any, y: Any, scale: Any, total: Any, out: Any, *, at: "_Rows") -> None:
         def added(part: Any) -> Any:
@@ -187,7 +187,7 @@ def added_norm(
 def chosen_logits(
     hidden: Float[Array, "T D"], head: Float[Array, "V D"], targets: Int[Array, " T"], *, interpret: bool = False
 ) -> Float[Array, " T"]:
-    """Returns h . w of each token's target in float32; of a target outside V that of an entry inside."""
+    """Returns h . w of each token's target in float32; for a target outside V, that of some entry inside."""
 
     def body(hidden: Any, head: Any, targets: Any, out: Any, *, at: "_Rows") -> None:
         own = jnp.clip(triton.load(targets.at[at.row]), 0, head.shape[0] - 1)
@@ -205,7 +205,7 @@ def chosen_logits(
 
 
 class _Rows:
-    """The rows of one Triton program, and the pieces of their columns; rows beyond the last repeat it."""
+    """The rows of one Triton program, and the pieces of their columns; rows beyond the last repeat the last."""
 
     def __init__(self, rows: int, width: int, block: int, columns: int) -> None:
         self.width, self.shape = width, (block, columns)
@@ -215,7 +215,7 @@ class _Rows:
         self.parts = [place + first for first in range(0, width, columns)]
 
     def summed(self, of: Any) -> Any:
-        """Sums of the rows of `of(part)` over all parts."""
+        """Returns the row sums of `of(part)` over all parts."""
         total = jnp.zeros(self.shape, jnp.float32)
         for part in self.parts:
             total = total + of(part)

@@ -1,6 +1,6 @@
 """Computes the divergence of a teacher's next-token distribution from the policy's in tiles of tokens, by XLA on any device.
 
-A tile's float32 logits of both models, and its gradient, are the working memory, whatever T; the backward computes each tile anew.
+The working memory is a tile's float32 logits of both models and its gradient, whatever T; the backward pass recomputes each tile.
 """
 
 import math
@@ -18,7 +18,7 @@ from jaxrl_llm.kernels.token_stats.definition import product
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, TOKEN_AXES, VOCABULARY_AXIS
 from jaxrl_llm.kernels.token_stats.xla import BUDGETS
 
-Pair = tuple[jax.Array, jax.Array]  # hidden states [T, D] and head [V, D] of one model, whose D and V may be its own
+Pair = tuple[jax.Array, jax.Array]  # hidden states [T, D] and head [V, D] of one model, with its own D and V
 
 
 def teacher_divergence(
@@ -31,23 +31,23 @@ def teacher_divergence(
     tile: int | None = None,
     mesh: Mesh | None = None,
 ) -> Float[Array, " T"]:
-    """Computes the divergence of the teacher's softmax from the policy's over the whole vocabulary; `reference` states it.
+    """Computes the divergence of the teacher's softmax from the policy's over the whole vocabulary, as defined in `reference`.
 
-    Differentiable in the policy's hidden states and head. The models' widths may differ; of heads of different lengths, the entries
-    that one of them lacks are left out of both.
+    Differentiable in the policy's hidden states and head. The models' widths may differ; where the heads have different lengths,
+    entries that one of them lacks are left out of both.
 
     Args:
       policy: final hidden states [T, D] and output embedding [V, D].
-      teacher: the same of the teacher, [T, E] and [V, E]; they get no gradient.
+      teacher: those of the teacher, [T, E] and [V, E], which get no gradient.
       targets: -1 skips the row: exact zeros, zero gradients; other values do not matter.
-      mixture: 0 is the forward KL divergence, 1 the reverse one; what lies between is the generalised Jensen-Shannon divergence.
-      temperature: divides the logits of both, > 0.
-      tile: tokens of a tile; None chooses.
+      mixture: 0 is the forward KL divergence, 1 the reverse one; values between are the generalised Jensen-Shannon divergence.
+      temperature: divisor of both models' logits, > 0.
+      tile: tokens of a tile; None chooses automatically.
       mesh: splits tokens over the axes data, fsdp and context and the heads over tensor; None, or a mesh of one device, runs on one
         device.
 
     Raises:
-      ValueError: shapes or values that do not fit.
+      ValueError: shapes or values do not fit.
     """
     _check(policy, teacher, targets, mixture, temperature)
     mesh = None if mesh is not None and mesh.size == 1 else mesh
@@ -92,7 +92,7 @@ def _check(policy: Pair, teacher: Pair, targets: jax.Array, mixture: float, temp
 
 
 def _padded(x: jax.Array, more: int, fill: int = 0) -> jax.Array:
-    """Returns `x` with `more` rows of `fill`."""
+    """Appends `more` rows of `fill` to `x`."""
     return jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)), constant_values=fill) if more else x
 
 
@@ -130,7 +130,7 @@ def _of_shard(
 
 
 def _log_softmax(z: jax.Array, known: jax.Array, temperature: float, over: str | None) -> jax.Array:
-    """Returns the log-probs of a tile's own entries, float32 [b, V], where the other entries lie on the shards of the axis `over`."""
+    """Returns the log-probs of a tile's own entries, float32 [b, V]; the other entries are on the shards of the axis `over`."""
     z = jnp.where(known, z, FLOOR)
     most = jax.lax.stop_gradient(z).max(axis=1)
     if over is not None:

@@ -1,4 +1,4 @@
-"""teacher_divergence in plain jnp, the specification: all logits in memory, gradients by automatic differentiation.
+"""teacher_divergence in plain jnp, as the specification: all logits are in memory, gradients are by automatic differentiation.
 
 With p the teacher's distribution, q the policy's, each softmax(h . w_v / temperature), and b the mixture:
 
@@ -16,7 +16,7 @@ from jaxrl_llm.kernels.token_stats.definition import product
 
 
 def of_log_probs(teacher: Float[Array, "T V"], policy: Float[Array, "T V"], mixture: float) -> Float[Array, "T V"]:
-    """Returns each entry's summand of the divergence, from the log-probs of both."""
+    """Returns each entry's summand of the divergence, from the log-probs of both models."""
     if mixture == 0:
         return jnp.exp(teacher) * (teacher - policy)
     if mixture == 1:

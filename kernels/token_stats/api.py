@@ -1,4 +1,4 @@
-"""Computes per-token statistics of the next-token distribution from hidden states and head: one function has several backends."""
+"""Computes per-token statistics of the next-token distribution from hidden states and head: one function with several backends."""
 
 import math
 from collections.abc import Sequence
@@ -32,33 +32,33 @@ def token_stats(
     mesh: jax.sharding.Mesh | None = None,
     checked: bool = False,
 ) -> dict[str, Float[Array, " T"]]:
-    """Computes statistics of softmax((cap(hidden @ head.T) + bias) / temperature); `reference` states each one.
+    """Computes statistics of softmax((cap(hidden @ head.T) + bias) / temperature); each as defined in `reference`.
 
-    Differentiable in hidden, head and bias by every output. Sums are float32; products are taken in the dtype of
-    `hidden`. The logprob of a target outside V is NaN.
+    Differentiable in hidden, head and bias by every output. Sums are float32; products are computed in the dtype of `hidden`. The
+    log-prob of a target outside V is NaN.
 
     Args:
       hidden: final hidden states, bfloat16 or float32.
       head: output embedding, bfloat16 or float32.
       targets: token ids in [0, V); -1 skips the row: exact zeros, zero gradients.
-      temperature: divides the logits, > 0.
-      outputs: which of OUTPUTS to return.
-      bias: added to the (capped) logits; -inf takes an entry out of the softmax.
-      soft_cap: bounds the logits by soft_cap * tanh(z / soft_cap).
-      noise_key: key of the noise; needed by "noise_logprob" alone.
-      chunk: vocabulary entries of a tile, where the backend has tiles; None chooses.
+      temperature: divisor of the logits, > 0.
+      outputs: the members of OUTPUTS to return.
+      bias: added to the (capped) logits; -inf excludes an entry from the softmax.
+      soft_cap: bound of the logits, by soft_cap * tanh(z / soft_cap).
+      noise_key: key of the noise; only "noise_logprob" needs it.
+      chunk: vocabulary entries of a tile, where the backend has tiles; None chooses automatically.
       backend: one of BACKENDS, or None for the first that supports the call.
       mesh: splits tokens over the axes data, fsdp and context and the head over tensor; None, or a mesh of one
         device, runs on one device.
       checked: whether a target outside V is an error under `checkify` (user checks). JAX numbers such checks in the order in which a
-        process traces them, so a compiled program with one is not found again by a process that traces others before it.
+        process traces them, so a process that traces others before it does not find a cached program with one again.
 
     Returns:
       {name: float32 [T]} in the order of `outputs`.
 
     Raises:
-      ValueError: shapes, dtypes or values that do not fit, an unknown output or backend, a missing key, or a named
-        backend that does not support the call.
+      ValueError: shapes, dtypes or values do not fit, an output or the backend is unknown, the key is missing, or the named backend
+        does not support the call.
     """
     _check(hidden, head, targets, bias)
     _check_options(tuple(outputs), temperature, soft_cap, chunk, noise_key)
@@ -94,7 +94,7 @@ def call_of(
     chunk: int | None = None,
     mesh: jax.sharding.Mesh | None = None,
 ) -> Call:
-    """Returns what backends are asked about: the static description of a call of token_stats."""
+    """Returns the static description of a call of token_stats, by which backends accept or refuse it."""
     return Call(
         platform=dispatch.device().platform if mesh is None else mesh.devices.flat[0].platform,
         dtype=hidden.dtype.name,

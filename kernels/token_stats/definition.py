@@ -1,9 +1,9 @@
-"""What all backends of token_stats agree on: the static description of a call, the logits, and the noise.
+"""The shared definitions of all backends of token_stats: the static description of a call, the logits, and the noise.
 
     z_v = cap(h . w_v) + bias_v,   cap(x) = x, or soft_cap tanh(x / soft_cap),   p = softmax(z / temperature)
 
-A bias of -inf takes an entry out of the softmax. Differences of logits are taken before they are divided by the
-temperature: the quotients of large logits are rounded too coarsely for it.
+A bias of -inf excludes an entry from the softmax. Differences of logits are taken before the division by the temperature, since
+quotients of large logits are rounded too coarsely.
 """
 
 from dataclasses import dataclass
@@ -19,22 +19,22 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """What a backend may look at to accept or refuse a call: all static.
+    """The static description of a call, by which a backend accepts or refuses it.
 
     Attributes:
-      platform: "cpu", "gpu" or "tpu", where the call will run.
-      dtype: name of the dtype of the hidden states, in which the products are taken.
-      tokens: rows of the hidden states.
-      width: columns of the hidden states.
-      vocabulary: rows of the head.
-      outputs: the statistics asked for, members of OUTPUTS.
-      temperature: divides the logits.
+      platform: platform on which the call runs, "cpu", "gpu" or "tpu".
+      dtype: name of the dtype of the hidden states, in which products are computed.
+      tokens: number of rows of the hidden states.
+      width: number of columns of the hidden states.
+      vocabulary: number of rows of the head.
+      outputs: the requested statistics, members of OUTPUTS.
+      temperature: divisor of the logits.
       soft_cap: bound of the logits, or None.
-      biased: a bias is given.
+      biased: whether there is a bias.
       chunk: vocabulary entries of a tile, or None for the backend's own choice.
-      shards: devices that the call is split over.
-      parts: shares of a device's tokens that are taken one after another.
-      turned: the head's gradient is put down as [D, V], as TPUs scatter it over a mesh.
+      shards: number of devices over which the call is split.
+      parts: number of shares of a device's tokens, which are processed one after another.
+      turned: whether the head's gradient is stored as [D, V], as TPUs scatter it over a mesh.
     """
 
     platform: str
@@ -65,7 +65,7 @@ def logits(raw: Float[Array, "T V"], bias: Float[Array, " V"] | None, call: Call
 
 
 def noise(words: UInt32[Array, "2"], tokens: Int[Array, " T"], entries: Int[Array, " V"]) -> Float[Array, "T V"]:
-    """Returns uniform numbers in (0, 1), a function of the words, the token's index and the vocabulary entry alone.
+    """Returns uniform numbers in (0, 1) that depend on the words, the token's index and the vocabulary entry alone.
 
     Tiles, shards and the backward pass therefore see the same numbers (Threefry, Salmon et al. 2011).
     """

@@ -1,15 +1,14 @@
-"""token_stats from running sums over the vocabulary, with its gradient by hand: what the tiled backends share.
+"""token_stats from running sums over the vocabulary, with its gradient by hand: the shared part of the tiled backends.
 
 With the statistics of `reference`, cotangents g of logprob (l), entropy (H), sum_p2 (S), uniform (U) and noise (N):
 
     dz_v = p_v (a + b log p_v + c p_v) + g_l [v = y] + g_U [v in F] / |F| + g_N n_v
     a = -g_l - g_U - g_N - g_H H - 2 g_S S,   b = -g_H,   c = 2 g_S
 
-so the forward keeps a few numbers a token and the backward makes each tile of logits again. A backend has
-`forward(inputs, call) -> (sums, saved)` and `backward(inputs, rows, saved, call, dhead) -> (dhidden, dhead, dbias)`,
-which puts the head's gradient into `dhead` by `put`; both see one shard, and of many tokens a share at a time, so that
-the float32 sum of the hidden states' gradient is bounded (SHARE). Over a mesh, only the maximum and the sums of the
-tokens cross the vocabulary's shards.
+so the forward pass keeps a few numbers per token and the backward pass recomputes each tile of logits. A backend has `forward(inputs, call) ->
+(sums, saved)` and `backward(inputs, rows, saved, call, dhead) -> (dhidden, dhead, dbias)`, which writes the head's gradient into
+`dhead` by `put`; both see one shard, and where there are many tokens one share of them at a time, so that the float32 sum of the hidden
+states' gradient is bounded (SHARE). Over a mesh, only the tokens' maximum and sums are exchanged between the vocabulary's shards.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,24 +28,24 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 
 TOKEN_AXES = ("data", "fsdp", "expert", "context")
 VOCABULARY_AXIS = "tensor"
-# Splits the head's width too where it lies, so its gradient is scattered over this axis.
+# Also splits the head's stored width, so that its gradient is scattered over this axis.
 WIDTH_AXIS = "fsdp"
-# A sum that a mesh scatters has a multiple of so many entries: of fewer, TPU's compiler makes a sum that all devices hold whole.
+# A sum that a mesh scatters has a multiple of this many entries; otherwise TPU's compiler makes a sum that every device holds whole.
 ENTRIES = 2048
-OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")  # of kernels: they draw no noise
-# Stands for -inf where a difference or a product with 0 must not become NaN.
+OUTPUTS = ("logprob", "entropy", "sum_p2", "uniform_logprob")  # outputs of kernels, which have no noise
+# Replaces -inf where a difference or a product with 0 must not become NaN.
 FLOOR = -1e30
 
 Tree = Mapping[str, jax.Array]
 
 
 class Share(NamedTuple):
-    """Bounds of the tokens that a backend takes at once.
+    """Bounds of the tokens that a backend processes at once.
 
     Attributes:
       tokens: most tokens; with more, a buffer of logits would hold few entries of the vocabulary.
       elements: most elements of the hidden states, whose gradient is summed in float32.
-      unit: several shares are multiples of so many tokens.
+      unit: number of tokens of which shares are multiples where there are several.
     """
 
     tokens: int
@@ -62,7 +61,7 @@ class Inputs(NamedTuple):
     """One shard's part of a call.
 
     Attributes:
-      hidden: [T, D]; skipped rows are 0 in what a backend sees.
+      hidden: [T, D]; a backend sees zeros in skipped rows.
       head: [V, D].
       bias: float32 [V], not below FLOOR, or None.
       finite: bool [V], False where the bias is -inf, or None for all True.
@@ -90,7 +89,7 @@ def compute(
     call: Call,
     mesh: Mesh | None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics of hidden, head and targets (`arrays`) by the backend's tiles, over `mesh` where it is given."""
+    """Returns the statistics of hidden, head and targets (`arrays`) by the backend's tiles, over a mesh where there is one."""
     hidden, head, targets = arrays
     if mesh is not None:
         tokens, entries = _ways(mesh, TOKEN_AXES), _ways(mesh, (VOCABULARY_AXIS,))
@@ -138,12 +137,12 @@ def _stats_forward(
 
 
 def _exchanged(head: jax.Array, hidden: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Returns the head as its products take it: in their dtype, which may be half as wide, and on TPU gathered over WIDTH_AXIS."""
+    """Returns the head for its products: in their dtype, which may be half as wide, and on TPU gathered over WIDTH_AXIS."""
     if mesh is None:
         return head
     entries, split = _axes(mesh)[1], WIDTH_AXIS if _scattered(head, mesh) else None
     if head.dtype != hidden.dtype:
-        # Cast where it lies, before it is gathered.
+        # Cast before it is gathered.
         head = jax.lax.with_sharding_constraint(head.astype(hidden.dtype), NamedSharding(mesh, P(entries, split)))
     if split is None or not scatter.by_hand(mesh):
         return head
@@ -181,7 +180,7 @@ _stats.defvjp(_stats_forward, _stats_backward)
 
 
 def _axes(mesh: Mesh | None) -> tuple[tuple[str, ...] | None, str | None]:
-    """Returns the mesh axes that split tokens and vocabulary, None where nothing does."""
+    """Returns the mesh axes that split tokens and vocabulary, None where no axis does."""
     if mesh is None:
         return None, None
     tokens = tuple(axis for axis in TOKEN_AXES if mesh.shape.get(axis, 1) > 1)
@@ -209,7 +208,7 @@ def _inputs(arrays: tuple[Any, ...], tokens: Any, entries: Any) -> Inputs:
 
 
 def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays: Any) -> tuple[Any, Any, Any]:
-    """Returns the outputs, the statistics that the backward needs, and what the backend saved, of one shard."""
+    """Returns one shard's outputs, the statistics that the backward pass needs, and the backend's residuals."""
     inputs = _inputs(arrays, tokens, entries)
     vocabulary, local_entries = arrays[1].shape[0], arrays[1].shape[0]
     sums, saved = _sums(backend, inputs, call)
@@ -237,14 +236,14 @@ def _local_forward(backend: Any, call: Call, tokens: Any, entries: Any, *arrays:
 
 
 def _shares(call: Call) -> tuple[int, int]:
-    """Returns (number, tokens) of the even shares of a call; where they do not divide it, the last begins before its turn."""
+    """Returns (number, tokens) of the even shares of a call; where they do not divide it, the last one overlaps the one before."""
     most = max(min(SHARE.tokens, SHARE.elements // call.width) // SHARE.unit, 1) * SHARE.unit
     number = -(-call.tokens // most)
     return number, call.tokens if number == 1 else -(-call.tokens // (number * SHARE.unit)) * SHARE.unit
 
 
 def _share(inputs: Inputs, first: Any, call: Call) -> tuple[Inputs, Call]:
-    """Returns the call of the share from `first` on; skipped rows of the hidden states are made 0, whatever they hold."""
+    """Returns the call of the share from `first` on; skipped rows of the hidden states are set to 0."""
     parts, size = _shares(call)
     hidden, targets = (jax.lax.dynamic_slice_in_dim(x, first, size) for x in (inputs.hidden, inputs.targets))
     hidden = jnp.where((targets != -1)[:, None], hidden, 0)
@@ -253,7 +252,7 @@ def _share(inputs: Inputs, first: Any, call: Call) -> tuple[Inputs, Call]:
 
 
 def _sums(backend: Any, inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], Any]:
-    """Returns the backend's sums of each token, and what it saved of a call of one share."""
+    """Returns the backend's sums of each token, and its residuals for a call of one share."""
     parts, size = _shares(call)
     if parts == 1:
         return backend.forward(*_share(inputs, 0, call))
@@ -269,7 +268,7 @@ def _local_backward(
     """Returns the gradients of hidden, head and bias of one shard, summed over the shards that share them.
 
     Args:
-      axes: those that split the tokens, that which splits the entries, and the mesh where the head's gradient is scattered.
+      axes: the axes that split the tokens, the axis that splits the entries, and the mesh where the head's gradient is scattered.
     """
     tokens, entries, mesh = axes
     inputs = _inputs(arrays, tokens, entries)
@@ -312,7 +311,7 @@ def _local_backward(
 
 
 def _buffer(head: jax.Array, call: Call, dtype: Any) -> jax.Array:
-    """Where the head's gradient is put: zeros, or on TPU whatever memory holds, as one share of tokens writes every entry."""
+    """Returns the buffer of the head's gradient: zeros, or on TPU uninitialised memory where one share of tokens writes every entry."""
     shape = (head.shape[1], head.shape[0] + -head.shape[0] % ENTRIES) if call.turned else head.shape
     return jax.lax.empty(shape, dtype) if call.platform == "tpu" and call.parts == 1 else jnp.zeros(shape, dtype)
 
@@ -341,7 +340,7 @@ def _outputs(sums: Tree, count: jax.Array, call: Call) -> dict[str, jax.Array]:
 
 
 def _log_total(sums: Tree) -> jax.Array:
-    """The logarithm of the sum of exponentials, where a backend does not give it as one of its sums."""
+    """Returns the logarithm of the sum of exponentials, computed here unless it is one of a backend's sums."""
     return sums["log_total"] if "log_total" in sums else jnp.log(sums["total"])
 
 
@@ -370,7 +369,7 @@ def _rows(inputs: Inputs, stats: Tree, cotangents: Tree, call: Call) -> dict[str
 
 
 def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, jax.Array]:
-    """Returns the sums that were taken relative to their own maximum, relative to a larger one."""
+    """Rescales sums that are relative to their own maximum to a larger maximum."""
     shift = (sums["maximum"] - maximum) / call.temperature
     scale = jnp.exp(shift)
     out = {**sums, "maximum": maximum, "total": sums["total"] * scale}
@@ -382,14 +381,14 @@ def rescale(sums: Tree, maximum: Float[Array, " T"], call: Call) -> dict[str, ja
 
 
 def merge(a: Tree, b: Tree, call: Call) -> dict[str, jax.Array]:
-    """Returns the sums of the entries of `a` and of `b` together, of those that both have."""
+    """Merges the sums over the entries of `a` and of `b`, for those sums that both have."""
     maximum = jnp.maximum(a["maximum"], b["maximum"])
     a, b = rescale(a, maximum, call), rescale(b, maximum, call)
     return {name: maximum if name == "maximum" else a[name] + b[name] for name in a if name in b}
 
 
 def refusal(call: Call) -> str | None:
-    """Returns the reason why no kernel in the accelerator's own memory takes the call, whatever its shapes, or None."""
+    """Returns the reason why no accelerator kernel takes the call, whatever its shapes, or None."""
     if call.dtype != "bfloat16":
         return f"it takes bfloat16 (got {call.dtype})"
     if call.biased or call.soft_cap is not None or call.chunk is not None:
@@ -400,7 +399,7 @@ def refusal(call: Call) -> str | None:
 
 
 def target_logits(inputs: Inputs, entries: int) -> Float[Array, " T"]:
-    """Returns h . w of each token's target among the shard's first `entries`, in float32; 0 where it is not there."""
+    """Returns h . w of each token's target among the shard's first `entries`, in float32; 0 where the target is not among them."""
     index = inputs.targets - inputs.first_entry
     here = (index >= 0) & (index < entries)
     rows = inputs.head[jnp.where(here, index, 0)].astype(inputs.hidden.dtype)
@@ -415,7 +414,7 @@ def logit_sums(hidden: Float[Array, "T D"], head: Float[Array, "V D"]) -> Float[
 
 
 def put(dhead: jax.Array, part: jax.Array, first: Any, call: Call) -> jax.Array:
-    """Returns `dhead` with the gradient `part` of the entries from `first` on, added where other shares of tokens have theirs."""
+    """Writes the gradient `part` of the entries from `first` on into `dhead`, added to that of other shares of tokens."""
     part, axis = (part.T, 1) if call.turned else (part, 0)
     if call.parts > 1:
         part = part + jax.lax.dynamic_slice_in_dim(dhead, first, part.shape[axis], axis)
@@ -424,7 +423,7 @@ def put(dhead: jax.Array, part: jax.Array, first: Any, call: Call) -> jax.Array:
 
 
 def over_buffers(add: Callable[..., Any], carry: Any, entries: int, unit: int, most: int) -> Any:
-    """Calls `add(first, number, carry)` over even shares of the entries, whole units of them, of at most `most` if a unit is."""
+    """Calls `add(first, number, carry)` over even shares of the entries, in whole units, of at most `most` entries if a unit is smaller."""
     units = -(-entries // unit)
     size = -(-units // -(-units // max(most // unit, 1))) * unit
     full, rest = divmod(entries, size)

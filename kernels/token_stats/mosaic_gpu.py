@@ -1,17 +1,17 @@
 """token_stats on Hopper by two Pallas Mosaic GPU kernels: running sums, and the logits' gradient tile by tile.
 
-Both are one stream of products: grid = clusters of `Tiles.cluster` blocks, as many as the chip holds at once. Work is
-cut in items of (cluster * 2 * rows) tokens times a share of the vocabulary; clusters take items in turn. In a block one
-warpgroup moves tiles of hidden states and head to shared memory by TMA (the head's once for a cluster), two take
-products by wgmma, rows x columns float32 in registers each, and finish a tile while the next ones are on their way.
+Both are one stream of products: grid = clusters of `Tiles.cluster` blocks, as many as the chip holds at once. Work is divided into
+items of (cluster * 2 * rows) tokens times a share of the vocabulary; clusters take items in turn. In a block one warpgroup copies tiles
+of hidden states and head to shared memory by TMA (the head's once per cluster), and two compute products by wgmma, rows x columns
+float32 in registers each, and finish a tile while the next ones arrive.
 
     sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x: registers of a token's row
-    gradients  z -> dz of `fused`, bfloat16, to a buffer of some tiles of the vocabulary; cuBLAS then takes dz @ head
-               into a float32 sum and dz.T @ hidden, and the buffer is used again
+    gradients  z -> dz of `fused`, bfloat16, to a buffer of some tiles of the vocabulary; cuBLAS then adds dz @ head
+               to a float32 sum and computes dz.T @ hidden, and the buffer is reused
 
-FLOPs: 2 T D V forward, 6 T D V backward. Device memory: the head is read once a group of tokens whose hidden states
-stay in the L2 cache; dz is written once and read twice. Exponentials are base 2. The vocabulary's last entries that fill
-no tile, with the -inf bias of a mesh's padding, are left to the `xla` backend. No atomics: sums have a fixed order.
+FLOPs: 2 T D V forward, 6 T D V backward. Device memory: the head is read once per group of tokens whose hidden states stay in the L2
+cache; dz is written once and read twice. Exponentials are base 2. The vocabulary's last entries that do not fill a tile, with the -inf
+bias of a mesh's padding, are left to the `xla` backend. There are no atomics, so sums have a fixed order.
 """
 
 import functools
@@ -34,8 +34,8 @@ from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
 LOG2E = math.log2(math.e)
 RUNS_ON = ("gpu", "NVIDIA Hopper GPUs")
-SHARED_BYTES = 232448  # of one block on Hopper
-# Rows of the backward's coefficients, where the call has them.
+SHARED_BYTES = 232448  # shared memory of one block on Hopper
+# Rows of the backward pass's coefficients, those that a call has.
 COEFFICIENTS = ("maximum", "log_total", "constant", "slope", "square", "uniform", "target")
 
 
@@ -44,16 +44,16 @@ class Tiles:
     """Sizes of the kernels' tiles.
 
     Attributes:
-      rows: tokens of a warpgroup's tile; a block has two, one above the other.
+      rows: tokens of a warpgroup's tile; a block has two tiles, one above the other.
       columns: vocabulary entries of a tile.
-      depth: columns of the hidden states and the head that are moved and multiplied at once.
-      stages: pieces of `depth` on their way or in use.
-      cluster: blocks that share the head's tiles, 1 or 2.
-      slice: columns that the end of a tile works on at once.
-      cached: bytes of hidden states that the L2 cache keeps while the head goes by.
+      depth: columns of the hidden states and the head that are copied and multiplied at once.
+      stages: number of pieces of `depth` in flight or in use.
+      cluster: number of blocks that share the head's tiles, 1 or 2.
+      slice: columns of a finished tile that are processed at once.
+      cached: bytes of hidden states that the L2 cache keeps while the head is streamed.
       buffer: bytes of the logits' gradient in memory.
-      multiprocessors: of the chip; None asks the device.
-      head_columns: the head is given as [D, V].
+      multiprocessors: number of the chip's multiprocessors; None asks the device.
+      head_columns: whether the head is passed as [D, V].
     """
 
     rows: int = 64
@@ -68,7 +68,7 @@ class Tiles:
     head_columns: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses tiles that wgmma cannot take or shared memory cannot hold."""
+        """Refuses tiles that wgmma cannot take or that exceed shared memory."""
         if self.rows % 64 or self.columns % self.slice or self.columns > 256 or self.rows * self.columns > 2**14:
             raise ValueError(f"rows must be a multiple of 64, columns <= 256, rows * columns <= 16384 (got {self})")
         if self.cluster not in (1, 2) or self.depth % 32 or self.slice not in (16, 32, 64):
@@ -79,23 +79,23 @@ class Tiles:
             raise ValueError(f"{self} needs {used} bytes of shared memory of {SHARED_BYTES}: use fewer stages")
 
 
-# Chosen when Tiles are not named.
+# The default tiles.
 TILES = Tiles()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a product of tokens and vocabulary tiles is cut into items.
+    """The division of a product of tokens and vocabulary tiles into items.
 
     Attributes:
       tiles: sizes of the tiles.
-      blocks: blocks of cluster * 2 * rows tokens.
-      group: such blocks whose hidden states are in the L2 cache together.
-      count: tiles of the vocabulary.
-      splits: shares of the vocabulary's tiles; an item is a block and a share.
-      clusters: clusters of the grid.
-      steps: pieces of `depth` in the width.
-      last: first entry of the last tile, where that begins within the one before; None where tiles follow each other.
+      blocks: number of blocks of cluster * 2 * rows tokens.
+      group: number of blocks whose hidden states are in the L2 cache together.
+      count: number of tiles of the vocabulary.
+      splits: number of shares of the vocabulary's tiles; an item is a block and a share.
+      clusters: number of clusters of the grid.
+      steps: number of pieces of `depth` in the width.
+      last: first entry of the last tile, where it overlaps the tile before; None where tiles do not overlap.
     """
 
     tiles: Tiles
@@ -108,7 +108,7 @@ class Plan:
     last: int | None = None
 
     def item(self, index: Any) -> tuple[Any, Any, Any, Any]:
-        """(block, split, first tile, end of tiles) of the item: blocks of a group first, then shares, then groups."""
+        """Returns (block, split, first tile, end of tiles) of the item: blocks of a group first, then shares, then groups."""
         group = lax.div(index, self.group * self.splits)
         within = index - group * (self.group * self.splits)
         size = jnp.minimum(self.group, self.blocks - group * self.group)
@@ -117,7 +117,7 @@ class Plan:
         return group * self.group + lax.rem(within, size), split, first, end
 
     def first_entry(self, n: Any) -> Any:
-        """First entry of the vocabulary's tile `n`."""
+        """Returns the first entry of the vocabulary's tile `n`."""
         first = n * self.tiles.columns
         return first if self.last is None else jnp.minimum(first, self.last)
 
@@ -169,7 +169,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as defined in `reference`."""
     return fused.compute(Kernels(tiles=TILES), (hidden, head, targets), bias, words, call, mesh)
 
 
@@ -202,13 +202,13 @@ class Kernels:
     def backward(
         self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (float32; of a mesh's padding)."""
+        """Returns the gradients of hidden (float32), head (written into `dhead`) and bias (float32, for a mesh's padding)."""
         covered = _covered(inputs, call, self.tiles)
         hidden, head = operands(inputs, self.tiles)
         coefficients, targets = _coefficients(inputs, rows, hidden.shape[0])
 
         def add(first: Any, entries: int, carry: Any) -> Any:
-            # The gradients of logits wait for the last buffer to be free.
+            # The gradients of logits wait until the previous buffer is free.
             (dhidden, dhead), start = lax.optimization_barrier((carry, lax.div(first, jnp.int32(self.tiles.columns))))
             work = plan(self.tiles, hidden.shape[0], call.width, entries // self.tiles.columns)
             weights = lax.dynamic_slice_in_dim(head, first, entries)
@@ -223,9 +223,9 @@ class Kernels:
 
         dbias = None if inputs.bias is None else jnp.zeros(call.vocabulary, jnp.float32)
         if covered < call.vocabulary:
-            # First, so that its gradient of the hidden states is the sum's own memory.
+            # These come first, so that their gradient of the hidden states is the sum's own memory.
             rest, rest_call = _rest(inputs, call, covered)
-            # A chunk that is named keeps xla from expecting the products of the forward.
+            # An explicit chunk keeps xla from expecting the products of the forward pass.
             rest_call = replace(rest_call, chunk=call.vocabulary, parts=1)
             dx, dw, db = xla.backward(rest, rows, None, rest_call, jnp.zeros(rest.head.shape, jnp.float32))
             dhidden = jnp.pad(dx, ((0, hidden.shape[0] - call.tokens), (0, 0)))
@@ -234,7 +234,7 @@ class Kernels:
                 dbias = lax.dynamic_update_slice(dbias, db, (covered,))
         else:
             dhidden = jnp.zeros(hidden.shape, jnp.float32)
-        # A wide head's part, which may be copied once, takes at most half as much as its logits' gradient may.
+        # A wide head's part, which may be copied once, takes at most half of the memory of its logits' gradient.
         most = self.tiles.buffer // max(hidden.shape[0] * 2, call.width * 4)
         dhidden, dhead = fused.over_buffers(add, (dhidden, dhead), covered, self.tiles.columns, most)
         dhidden = dhidden[: call.tokens]
@@ -242,13 +242,13 @@ class Kernels:
 
 
 def _covered(inputs: Inputs, call: Call, tiles: Tiles) -> int:
-    """Vocabulary entries that the kernels take: whole tiles, before the entries that a mesh may have padded."""
+    """Returns the number of vocabulary entries that the kernels process: whole tiles, before the entries that a mesh may have padded."""
     padding = 0 if inputs.bias is None else call.shards - 1
     return (call.vocabulary - padding) // tiles.columns * tiles.columns
 
 
 def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
-    """Returns the entries from `covered` on."""
+    """Returns the call of the entries from `covered` on."""
     part = inputs._replace(
         head=inputs.head[covered:],
         bias=None if inputs.bias is None else inputs.bias[covered:],
@@ -259,19 +259,19 @@ def _rest(inputs: Inputs, call: Call, covered: int) -> tuple[Inputs, Call]:
 
 
 def _ragged(head: jax.Array) -> bool:
-    """Returns whether TMA cannot take the whole head: it moves groups of 8 rows."""
+    """Returns whether TMA cannot copy the whole head, since it copies groups of 8 rows."""
     return head.shape[0] % 8 > 0
 
 
 def operands(inputs: Inputs, tiles: Tiles) -> tuple[jax.Array, jax.Array]:
-    """Hidden states padded to whole blocks, and the head in their dtype."""
+    """Returns the hidden states padded to whole blocks, and the head in their dtype."""
     hidden, head = inputs.hidden, inputs.head.astype(inputs.hidden.dtype)
     more = -hidden.shape[0] % (tiles.cluster * 2 * tiles.rows)
     return jnp.pad(hidden, ((0, more), (0, 0))), head
 
 
 def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Returns the rows of COEFFICIENTS, in units of base 2, and the targets' places in the shard, both of `tokens` rows."""
+    """Returns the rows of COEFFICIENTS, in units of base 2, and the targets' columns in the shard, both of `tokens` rows."""
     scaled = {"log_total": LOG2E, "slope": 1 / LOG2E}
     found = {name: rows[name] * scaled.get(name, 1.0) for name in COEFFICIENTS if name in rows}
     more = (0, tokens - inputs.targets.shape[0])
@@ -280,7 +280,7 @@ def _coefficients(inputs: Inputs, rows: Tree, tokens: int) -> tuple[dict[str, ja
 
 
 def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[str, jax.Array]:
-    """Returns the sums over the plan's tiles by the kernel, from one row of partial sums a share of the vocabulary."""
+    """Returns the sums over the plan's tiles by the kernel, from one row of partial sums per share of the vocabulary."""
     names = ["maximum", "total", "first", *(["square"] if "sum_p2" in call.outputs else [])]
     rows, tokens = work.tiles.rows, hidden.shape[0]
     scale = LOG2E / call.temperature
@@ -314,16 +314,16 @@ def _sums(hidden: jax.Array, head: jax.Array, call: Call, work: Plan) -> dict[st
 
 
 def _reduced(sums: Tree, call: Call) -> dict[str, jax.Array]:
-    """Returns the sums [splits, T] over the first axis."""
+    """Merges the sums [splits, T] over the first axis."""
     maximum = sums["maximum"].max(axis=0)
     summed = fused.rescale(sums, maximum, call)
     return {name: maximum if name == "maximum" else x.sum(axis=0) for name, x in summed.items()}
 
 
 def add_tile(z: Any, carry: Any, scale: Any, width: int) -> Any:
-    """Returns the running sums with a tile of logits, taken a slice at a time so that few registers are live.
+    """Adds a tile of logits to the running sums, a slice at a time so that few registers are live.
 
-    `scale`, the inverse temperature in units of base 2, is a number or one a row.
+    `scale`, the inverse temperature in units of base 2, is one number, or one per row.
     """
     before, *sums = carry
     maximum = jnp.maximum(before, z.max(axis=1))
@@ -355,7 +355,7 @@ def _logit_gradients(
     call: Call,
     work: Plan,
 ) -> jax.Array:
-    """Returns dz [T, count * columns] in the dtype of `hidden`, of the tiles from `start` on."""
+    """Returns dz [T, count * columns] in the dtype of `hidden`, for the tiles from `start` on."""
     names = tuple(coefficients)
     tiles, rows = work.tiles, work.tiles.rows
     scale = LOG2E / call.temperature
@@ -400,7 +400,7 @@ def _logit_gradients(
 
 
 def _gradient(z: Any, c: Tree, place: Any, scale: float) -> Any:
-    """Returns dz of `fused` of some columns of logits; `place` is the target's column among them."""
+    """Returns dz of `fused` for some columns of logits; `place` is the target's column among them."""
 
     def row(name: str) -> Any:
         return _across(c[name], z.shape[1])
@@ -426,7 +426,7 @@ def turned(head: jax.Array, tiles: Tiles) -> jax.Array:
 
 
 def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the layout of wgmma's operands and of TMA."""
+    """Returns shared memory in the layout of wgmma's operands and of TMA."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
@@ -438,7 +438,7 @@ def kernel_of(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], 
     tiles = work.tiles
     shared = tiles.cluster > 1
     head_tile = (tiles.depth, tiles.columns) if tiles.head_columns else (tiles.columns, tiles.depth)
-    # A tile of the head is free when both blocks of the cluster are done with it.
+    # A tile of the head is free when both blocks of the cluster have used it.
     cluster_barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     free: Callable[..., Any] = cluster_barrier if shared else plgpu.Barrier
     stream = [
@@ -465,7 +465,7 @@ def kernel_of(body: Callable[..., None], out_type: Any, scratch: Sequence[Any], 
 def stream_of(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: Any) -> None:
     """Runs `start(row)`, `tile(z, n, row, carry)` for each tile and `finish(carry, split, row)` for each item.
 
-    The three of `of_item` run in both warpgroups that compute, each on its own rows; the third warpgroup moves tiles.
+    These three functions of `of_item` run in both computing warpgroups, each on its own rows; the third warpgroup copies tiles.
     """
     tiles = work.tiles
     start, tile, finish = of_item
@@ -508,14 +508,14 @@ def stream_of(arrays: Any, first_tile: Any, work: Plan, stream: Any, of_item: An
             return lax.fori_loop(of[2], of[3], one, step)
 
         end = work.over_items(cluster, item, jnp.int32(0))
-        # The other block of the cluster may not arrive at the barriers of a block that has left.
+        # The other block of the cluster must not arrive at the barriers of a block that has exited.
         free = stream[3]
         begin = jnp.maximum(end - tiles.stages, 0)
         lax.fori_loop(begin, end, lambda s, _: plgpu.barrier_wait(free.at[lax.rem(s, tiles.stages)]), None)
 
 
 def _multiply(step: Any, wg: Any, work: Plan, stream: Any) -> Any:
-    """Returns the logits [rows, columns] of one tile for the warpgroup, from the pieces `step` and on."""
+    """Returns the logits [rows, columns] of one tile for the warpgroup, computed from the pieces of `step` and the following ones."""
     hidden, head, full, free = stream
     tiles = work.tiles
 
@@ -528,7 +528,7 @@ def _multiply(step: Any, wg: Any, work: Plan, stream: Any) -> Any:
             plgpu.barrier_wait(full.at[here])
             weights = head.at[here] if tiles.head_columns else head.at[here].transpose((1, 0))
             plgpu.wgmma(sums, hidden.at[here, pl.ds(wg * tiles.rows, tiles.rows)], weights)
-            # One product stays under way; the piece before it is free.
+            # One product stays in flight; the piece before it is free.
             plgpu.wgmma_wait(1)
 
             @pl.when(k > 0)
@@ -544,7 +544,7 @@ def _multiply(step: Any, wg: Any, work: Plan, stream: Any) -> Any:
 
 
 def _load(step: Any, row: Any, n: Any, arrays: Any, work: Plan, stream: Any) -> Any:
-    """Moves the pieces of the tokens from `row` and of the vocabulary's tile `n`; returns the next step."""
+    """Copies the pieces of the tokens from `row` on and of the vocabulary's tile `n`; returns the next step."""
     hidden, head, full, free = stream
     tiles = work.tiles
 

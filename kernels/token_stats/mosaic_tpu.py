@@ -1,17 +1,17 @@
 """token_stats on TPU by two Pallas kernels: running sums, and the logits' gradient a buffer at a time.
 
-Grid: blocks of tokens (independent) and blocks of the vocabulary; a block holds the whole width. Logits are made as
-z.T = head @ hidden.T, a chunk of entries at a time, so that entries lie along the sublanes and what is known of a token is one
-number a lane: nothing is reduced or broadcast across lanes. A step of the grid is one straight line of code in which
-the compiler puts the arithmetic of a chunk beneath the products of the next. A chunk ends in one of
+Grid: blocks of tokens (independent) and blocks of the vocabulary; a block holds the whole width. Logits are computed as z.T = head @
+hidden.T, a chunk of entries at a time, so that entries are along the sublanes and each number of a token is in one lane: nothing is
+reduced or broadcast across lanes. A step of the grid is straight-line code in which the compiler overlaps the arithmetic of a chunk
+with the products of the next. A chunk ends in one of
 
-    sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x; 8 running sums a token, one a
+    sums       z -> max z, sum e, sum e x, (sum e^2), x = (z - max) / temperature, e = exp x; 8 running sums per token, one per
                sublane, which XLA merges after the last block
     gradients  z -> dz.T of `fused`, bfloat16, to a buffer of some blocks of the vocabulary; XLA then takes dz @ head into a
-               float32 sum and dz.T @ hidden, and the buffer is used again
+               float32 sum and dz.T @ hidden, and the buffer is reused
 
-FLOPs: 2 T D V forward, 6 T D V backward. HBM: the head is read once a block of tokens; dz is written once and read twice.
-Tested in interpret mode and compiled for TPUs without one (`kernels.tpu_cycles`); not run on TPU hardware.
+FLOPs: 2 T D V forward, 6 T D V backward. HBM: the head is read once per block of tokens; dz is written once and read twice. It is
+tested in interpret mode and compiled for TPUs without one (`kernels.tpu_cycles`), and was not run on TPU hardware.
 """
 
 import functools
@@ -34,16 +34,16 @@ from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs, Tree
 
 RUNS_ON = ("tpu", "TPUs")
 LANES, SUBLANES = 128, 8
-# Most entries and tokens of one product of the sums, and entries of one of the gradients, which takes all tokens of the block:
-# what the compiler overlaps best, by its own estimate.
+# Most entries and tokens of one product of the sums, and entries of one of the gradients, which takes all tokens of the block: sizes
+# that the compiler overlaps best, by its own estimate.
 CHUNK, GROUP = 256, 256
 GRADIENT_CHUNK = 512
 STRIP = 32  # entries whose gradients are in registers at once
 LOG2E, LN2 = 1.4426950408889634, 0.6931471805599453
 MIB = 2**20
-# By the beginning of a device's kind: bytes of VMEM for a kernel (the chips have 128, 64, 64, 128 and, any other, at least
-# 16 MiB; XLA keeps arrays in the rest), and the most tokens of a block. A head's entry is read once a block of
-# tokens: v6e multiplies 560 FLOP in the time of a byte, the others at most 240.
+# By the beginning of a device's kind: bytes of VMEM for a kernel (the chips have 128, 64, 64, 128 and, any other, at least 16 MiB; XLA
+# keeps arrays in the rest), and the most tokens of a block. A head's entry is read once per block of tokens: v6e computes 560 FLOP in
+# the time of a byte, the others at most 240.
 CHIPS = {
     "TPU v6": (48 * MIB, 1024),
     "TPU v5p": (24 * MIB, 512),
@@ -51,7 +51,7 @@ CHIPS = {
     "TPU v5 lite": (48 * MIB, 512),
 }
 OTHER_CHIP = (10 * MIB, 512)
-# Most elements of a block of the head: the straight line of code, and the time to compile it, grow with them.
+# Most elements of a block of the head, since the straight-line code, and the time to compile it, grow with them.
 ELEMENTS = 2816 * 1024
 
 
@@ -78,7 +78,7 @@ class Tiles:
 
     @classmethod
     def of(cls, kind: str, tokens: int, width: int) -> "Tiles | None":
-        """The largest blocks of the chip `kind` that hold the whole width, or None where none does."""
+        """Returns the largest blocks of the chip `kind` that hold the whole width, or None where none does."""
         name = max((name for name in CHIPS if kind.startswith(name)), key=len, default=None)
         memory, most = CHIPS[name] if name else OTHER_CHIP
         most = min(most, -(-tokens // LANES) * LANES)
@@ -91,7 +91,7 @@ class Tiles:
         return None
 
     def taken(self, width: int) -> int:
-        """Bytes of VMEM of both kernels' blocks, of those on their way, and of logits with as much for registers laid aside."""
+        """Returns the bytes of VMEM of both kernels' blocks, of those in flight, and of logits with as much again for spilled registers."""
         blocks = 2 * (self.rows + self.columns) * width + 2 * self.columns * self.rows
         return 2 * blocks + 3 * 4 * min(GRADIENT_CHUNK, self.columns) * self.rows
 
@@ -114,7 +114,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as defined in `reference`."""
     tiles = Tiles.of(dispatch.device().device_kind, call.tokens, call.width)
     if tiles is None:
         raise ValueError(refusal(call))
@@ -127,7 +127,7 @@ class Kernels:
 
     Attributes:
       tiles: sizes of the kernels' blocks.
-      interpret: run the kernels on a CPU.
+      interpret: whether the kernels run in interpret mode, on a CPU.
     """
 
     tiles: Tiles
@@ -145,7 +145,7 @@ class Kernels:
         if "logprob" in call.outputs:
             sums["target"] = fused.target_logits(inputs, call.vocabulary)
         if "uniform_logprob" in call.outputs:
-            # A bias is 0, or the -inf of a mesh's padding.
+            # A bias is 0, or -inf in a mesh's padding.
             head = inputs.head if inputs.finite is None else jnp.where(inputs.finite[:, None], inputs.head, 0)
             sums["logit_sum"] = fused.logit_sums(inputs.hidden, head)
         return sums, None
@@ -153,7 +153,7 @@ class Kernels:
     def backward(
         self, inputs: Inputs, rows: Tree, saved: None, call: Call, dhead: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (0: a mesh's padding)."""
+        """Returns the gradients of hidden (float32), head (written into `dhead`) and bias (0, in a mesh's padding)."""
         names = tuple(rows)
         targets = (inputs.targets - inputs.first_entry)[None]
         numbers = jnp.stack([rows[name] for name in names]), targets
@@ -179,7 +179,7 @@ class Kernels:
         part: tuple[Any, int] | None = None,
         numbers: tuple[jax.Array, ...] = (),
     ) -> Any:
-        """The kernel of the sums `names`, [8, T] each, or of dz.T of `part` = (first entry, entries) by the `numbers` named so."""
+        """Runs the kernel of the sums `names`, [8, T] each, or of dz.T of `part` = (first entry, entries) by the `numbers` with these names."""
         tiles, rows, columns = self.tiles, self.tiles.rows, self.tiles.columns
         hidden = jnp.pad(inputs.hidden, ((0, -call.tokens % rows), (0, 0)))
         numbers = tuple(jnp.pad(x, ((0, 0), (0, hidden.shape[0] - x.shape[1]))) for x in numbers)
@@ -222,7 +222,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Step:
-    """One step of the grid: the chunks of logits that it makes; the arguments are the kernel's references."""
+    """One step of the grid, with the chunks of logits that it computes; the arguments are the kernel's references."""
 
     scalars: Any
     hidden: Any
@@ -237,9 +237,9 @@ class _Step:
         """Calls `take(z, first column, first token, first entry)` for each chunk and 128 tokens.
 
         Args:
-          take: gets the reference of a chunk's logits [entries, tokens].
+          take: receives the reference of a chunk's logits [entries, tokens].
           group: tokens of one product.
-          floor: puts FLOOR where the vocabulary has ended.
+          floor: whether entries beyond the vocabulary are set to FLOOR.
         """
         rows, columns, chunk = self.tiles.rows, self.tiles.columns, self.logits[0].shape[0]
         block = self.scalars[0] + pl.program_id(1)
@@ -266,9 +266,9 @@ class _Step:
 
 
 def _after(earlier: list[Any], x: Any) -> Any:
-    """`x`, which the compiler takes to depend on `earlier`, numbers that are never negative.
+    """Returns `x`, such that the compiler sees a dependency on `earlier`, numbers that are never negative.
 
-    Else it begins the arithmetic of all tokens at once, and has no registers for it.
+    Otherwise it begins the arithmetic of all tokens at once, for which there are not enough registers.
     """
     return jnp.where(earlier[-1] < -1.0, earlier[-1], x) if earlier else x
 

@@ -1,7 +1,7 @@
-"""token_stats whose log-prob of a token is the same bits in every batch, and that of a sampler that has the logits (`logprobs`).
+"""token_stats whose log-prob of a token has the same bits in every batch, and in a sampler that has the logits (`logprobs`).
 
-On CPUs logits are taken in tiles of rows with the whole vocabulary, and the gradient is that of the backend `xla`; on Hopper GPUs both
-are the kernels' of `ordered_gpu`.
+On CPUs logits are computed in tiles of rows with the whole vocabulary, and the gradient is that of the backend `xla`; on Hopper GPUs
+both are computed by the kernels of `ordered_gpu`.
 """
 
 import sys
@@ -44,7 +44,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics named by `call.outputs`, as `reference` states them; `mesh` divides tokens alone.
+    """Returns the statistics named by `call.outputs`, as defined in `reference`; `mesh` divides tokens alone.
 
     Raises:
       ValueError: `mesh` divides the vocabulary, whose sums would then be sums of parts.
@@ -62,7 +62,7 @@ backward = xla.backward
 
 
 def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
-    """Returns the sums over the vocabulary of each token; nothing is kept for the backward."""
+    """Returns the sums over the vocabulary of each token; there are no residuals for the backward pass."""
     head = arithmetic.widened(inputs.head, inputs.hidden.dtype)
 
     def of_tile(hidden: jax.Array, targets: jax.Array, first: jax.Array) -> dict[str, jax.Array]:
@@ -78,10 +78,10 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
     return arithmetic.over_tiles(of_tile, inputs.hidden, inputs.targets, jnp.arange(call.tokens)), None
 
 
-# Both take the inverse of the temperature: a quotient by a number that the program knows is a product with its inverse, and one by a
-# number that it is given is not.
+# Both take the inverse of the temperature, since a division by a constant of the program is a product with its inverse, and one by an
+# argument is not.
 def _log_total(logits: jax.Array, maximum: jax.Array, inverse: Any) -> jax.Array:
-    """log sum_v exp((z_v - maximum) inverse) of each row."""
+    """Computes log sum_v exp((z_v - maximum) inverse) of each row."""
     centred = arithmetic.pin((logits - maximum[:, None]) * inverse)
     return arithmetic.log(arithmetic.totals(arithmetic.exp(centred)))
 
@@ -91,11 +91,11 @@ def _logprob(chosen: jax.Array, maximum: jax.Array, inverse: Any, log_total: jax
 
 
 class Read(NamedTuple):
-    """What a sampler reads of its hidden states before it chooses tokens, or how a mesh divides it.
+    """A sampler's logits of its hidden states, or the specs by which a mesh divides them.
 
     Attributes:
-      logits: float32 [S, V].
-      shares: on GPUs, what its kernel summed over each share of the vocabulary.
+      logits: the logits, float32 [S, V].
+      shares: on GPUs, the kernel's sums over each share of the vocabulary.
     """
 
     logits: Any
@@ -103,14 +103,14 @@ class Read(NamedTuple):
 
 
 def read(hidden: Float[Array, "S D"], head: Float[Array, "V D"], temperature: Float[Array, " S"]) -> Read:
-    """Returns h . w_v in the dtype of `hidden`, in the order of `forward`, and what else `logprobs` takes."""
+    """Returns h . w_v in the dtype of `hidden`, in the order of `forward`, and the sums that `logprobs` needs."""
     rows, found = _split(len(hidden))
     out: Read = arithmetic.by_rows(_read, (rows, arithmetic.WHOLE, rows), found)(hidden, head, temperature)
     return out
 
 
 def _split(slots: int) -> tuple[PartitionSpec, Read]:
-    """How a mesh divides what a sampler has of so many slots, and what it reads of them."""
+    """Returns how a mesh divides a sampler's arrays of `slots` slots, and their `Read`."""
     rows = arithmetic.split(slots)
     return rows, Read(rows, PartitionSpec(None, None, *rows))
 
@@ -131,7 +131,7 @@ def logprobs(
     tokens: Int[Array, " S"],
     temperature: Float[Array, " S"],
 ) -> Float[Array, " S"]:
-    """Returns the log-prob of a token a row under softmax(logits / temperature): the bits that `compute` gives."""
+    """Returns the log-prob of one token per row under softmax(logits / temperature), with the same bits as `compute`."""
     rows, read = _split(len(hidden))
     given = (read, rows, arithmetic.WHOLE, rows, rows)
     out: jax.Array = arithmetic.by_rows(_logprobs, given, rows)(found, hidden, head, tokens, temperature)

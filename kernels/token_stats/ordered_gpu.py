@@ -1,8 +1,8 @@
-"""token_stats in one order on Hopper: the kernel of running sums with fixed shares of the vocabulary, their sum, and the target's logit.
+"""token_stats in one order on Hopper: the kernel of running sums over fixed shares of the vocabulary, the sum of these, and the target's logit.
 
-A share's tiles, and their columns, follow each other in one order, and the shares go by the vocabulary and the chip alone; so the
-sums of a row are the same bits in every company. The last tile may begin within the one before, whose entries it leaves out. Every
-row has a temperature of its own, as a sampler's slots have; the target's logit is a sum of its own over the width.
+A share's tiles, and their columns, are summed in one order, and the shares depend on the vocabulary and the chip alone, so the sums of
+a row have the same bits whatever other rows there are. The last tile may overlap the one before, whose entries it leaves out. Every row
+has its own temperature, as a sampler's slots have; the target's logit is a separate sum over the width.
 """
 
 import functools
@@ -23,8 +23,8 @@ from jaxrl_llm.kernels.token_stats.definition import Call
 from jaxrl_llm.kernels.token_stats.fused import FLOOR, Inputs
 from jaxrl_llm.kernels.token_stats.mosaic_gpu import LOG2E, TILES, Plan, Tiles
 
-UNIT = 16  # entries of which the vocabulary must have a multiple, for TMA
-SLAB = 16  # entries of a tile's logits that leave at once
+UNIT = 16  # entries of which the vocabulary must be a multiple, for TMA
+SLAB = 16  # entries of a tile's logits that are written at once
 BLOCK = 64  # tokens whose shares one program sums
 
 backward = mosaic_gpu.Kernels(tiles=TILES).backward
@@ -41,7 +41,7 @@ def refusal(call: Call) -> str | None:
 
 
 def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], None]:
-    """Returns the sums over the vocabulary of each token; nothing is kept for the backward."""
+    """Returns the sums over the vocabulary of each token; there are no residuals for the backward pass."""
     temperature = jnp.full(call.tokens, call.temperature, jnp.float32)
     found = sums(inputs.hidden, inputs.head, inputs.targets, temperature, square="sum_p2" in call.outputs)
     if "uniform_logprob" in call.outputs:
@@ -57,7 +57,7 @@ def sums(
     *,
     square: bool = False,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns maximum, total, first, (square), log_total and logprob of each row, as `fused` names them."""
+    """Returns maximum, total, first, (square), log_total and logprob of each row, by their names in `fused`."""
     shares, _ = read(hidden, head, temperature, 4 if square else 3)
     found = logprobs(shares, hidden, head, targets, temperature)
     names = ("maximum", "total", "first", *(["square"] if square else []), "log_total", "logprob")
@@ -73,9 +73,9 @@ def read(
     logits: bool = False,
     tiles: Tiles = TILES,
 ) -> tuple[Float[Array, "count splits T_filled"], Float[Array, "T V"] | None]:
-    """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, in base 2, and the logits if asked.
+    """Returns the first `count` of maximum, total, first and square of each share of the vocabulary, in base 2, and the logits if requested.
 
-    Rows are filled up to whole tiles.
+    Rows are padded to whole tiles.
     """
     tokens, (vocabulary, width) = hidden.shape[0], head.shape
     more = (0, -tokens % (tiles.cluster * 2 * tiles.rows))
@@ -94,7 +94,7 @@ def logprobs(
     targets: Int[Array, " T"],
     temperature: Float[Array, " T"],
 ) -> tuple[Float[Array, " T"], ...]:
-    """Returns maximum, total, first, (square), log_total and the targets' logprob from what `read` returns."""
+    """Returns maximum, total, first, (square), log_total and the targets' logprob from the results of `read`."""
     more = (0, shares.shape[2] - len(hidden))
     chosen = hopper.chosen_logits(hidden, head.astype(hidden.dtype), targets)
     found = _summed(shares, jnp.pad(chosen, more), jnp.pad(temperature, more, constant_values=1.0))
@@ -104,7 +104,7 @@ def logprobs(
 def _shares(
     hidden: jax.Array, head: jax.Array, temperature: jax.Array, work: Plan, count: int, logits: bool
 ) -> list[jax.Array]:
-    """Returns what `read` does, of whole tiles of rows."""
+    """Returns the results of `read` for whole tiles of rows."""
     tiles, rows, kept = work.tiles, work.tiles.rows, 1 + logits
 
     def body(hidden: Any, head: Any, temperature: Any, out: Any, *rest: Any) -> None:
@@ -164,7 +164,7 @@ def _summed(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, " T"], ...]:
-    """Returns maximum, total, first, (square), log_total and logprob from those of the shares, taken in their order."""
+    """Returns maximum, total, first, (square), log_total and logprob from those of the shares, merged in their order."""
     count, splits, tokens = shares.shape
     run = pl.pallas_call(
         functools.partial(_add_shares, splits=splits),

@@ -1,4 +1,4 @@
-"""token_stats in plain jnp, the specification: all logits in memory, gradients by automatic differentiation.
+"""token_stats in plain jnp, as the specification: all logits are in memory, gradients are by automatic differentiation.
 
 With z of `definition`, p = softmax(z / temperature), y the target, F the entries with a finite bias:
 

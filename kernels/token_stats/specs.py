@@ -1,4 +1,4 @@
-"""Shapes of real models at which token_stats is tested and measured."""
+"""Shapes of real models at which token_stats is tested and benchmarked."""
 
 from dataclasses import dataclass
 
@@ -8,9 +8,9 @@ class Spec:
     """One shape of a call.
 
     Attributes:
-      tokens: rows of the hidden states, T.
+      tokens: number of rows of the hidden states, T.
       width: width of the hidden states, D.
-      vocabulary: entries of the head, V.
+      vocabulary: number of entries of the head, V.
       soft_cap: bound of the logits, or None.
     """
 

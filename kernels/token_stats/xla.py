@@ -1,7 +1,7 @@
-"""token_stats in tiles of tokens and vocabulary by XLA alone, for any device.
+"""token_stats in tiles of tokens and vocabulary by XLA alone, on any device.
 
-A tile of float32 logits, its gradient in the dtype of `hidden` and the products of one tile are the working memory,
-whatever T and V; BUDGETS bounds it. Small calls are one tile, whose products are kept for the backward.
+The working memory is a tile of float32 logits, its gradient in the dtype of `hidden` and the products of one tile, whatever T and V;
+BUDGETS bounds it. Small calls are one tile, whose products are kept for the backward pass.
 """
 
 import sys
@@ -22,7 +22,7 @@ class Budget(NamedTuple):
     Attributes:
       tokens: most tokens of a tile.
       elements: most logits of a tile, 4 bytes each.
-      kept: a call of at most this many logits is one tile, and nothing is computed twice.
+      kept: most logits of a call that is one tile, in which nothing is computed twice.
     """
 
     tokens: int
@@ -30,14 +30,14 @@ class Budget(NamedTuple):
     kept: int
 
 
-# Accelerators: 128 MiB of logits keep the products large. CPU: tiles of 4 MiB stay in the cache, which halves
-# the time of a forward and backward of 2048 x 192 x 4000 on two cores against one tile.
+# Accelerators: 128 MiB of logits keep the products large. CPU: tiles of 4 MiB stay in the cache, which halves the time of a forward and
+# backward pass of 2048 x 192 x 4000 on two cores compared with one tile.
 ACCELERATOR = Budget(tokens=8192, elements=2**25, kept=2**25)
 BUDGETS = {"cpu": Budget(tokens=1024, elements=2**20, kept=2**21), "gpu": ACCELERATOR, "tpu": ACCELERATOR}
 
 
 def refusal(call: Call) -> str | None:
-    """Returns None: every call is supported."""
+    """Returns None, since every call is supported."""
     return None
 
 
@@ -50,7 +50,7 @@ def compute(
     call: Call,
     mesh: jax.sharding.Mesh | None = None,
 ) -> dict[str, Float[Array, " T"]]:
-    """Returns the statistics named by `call.outputs`, as `reference` states them."""
+    """Returns the statistics named by `call.outputs`, as defined in `reference`."""
     return fused.compute(sys.modules[__name__], (hidden, head, targets), bias, words, call, mesh)
 
 
@@ -60,7 +60,7 @@ def one_tile(call: Call) -> bool:
 
 
 def tile_sizes(call: Call) -> tuple[int, int]:
-    """Returns the tokens and vocabulary entries of a tile: even shares, so that no tile is nearly empty."""
+    """Returns the tokens and vocabulary entries of a tile, in even shares, so that no tile is nearly empty."""
     budget = BUDGETS[call.platform]
     blocks = -(-call.tokens // budget.tokens)
     tokens = -(-call.tokens // blocks)
@@ -93,7 +93,7 @@ def forward(inputs: Inputs, call: Call) -> tuple[dict[str, jax.Array], jax.Array
 def backward(
     inputs: Inputs, rows: Tree, saved: jax.Array | None, call: Call, dhead: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the gradients of hidden (float32), head (put into `dhead`) and bias (float32)."""
+    """Returns the gradients of hidden (float32), head (written into `dhead`) and bias (float32)."""
     if saved is not None:
         dhidden, dw, dbias = _gradients(saved, inputs, rows, call)
         return dhidden, fused.put(dhead, dw, 0, call), dbias
@@ -128,7 +128,7 @@ def backward(
 
 
 def _over_vocabulary(add: Any, carry: Any, call: Call) -> Any:
-    """`add(start, entries, carry)` for each tile of the vocabulary; the ragged last one has a size of its own."""
+    """Calls `add(start, entries, carry)` for each tile of the vocabulary; the ragged last one has its own size."""
     entries = tile_sizes(call)[1]
     full, rest = divmod(call.vocabulary, entries)
     carry = jax.lax.fori_loop(0, full, lambda i, c: add(i * entries, entries, c), carry)
@@ -136,7 +136,7 @@ def _over_vocabulary(add: Any, carry: Any, call: Call) -> Any:
 
 
 def _split(x: jax.Array, size: int, fill: Any = 0) -> jax.Array:
-    """[T, ...] as [blocks, size, ...], padded with `fill`."""
+    """Reshapes [T, ...] to [blocks, size, ...], padded with `fill`."""
     more = -x.shape[0] % size
     if more:
         x = jnp.pad(x, ((0, more), *((0, 0),) * (x.ndim - 1)), constant_values=fill)
@@ -166,7 +166,7 @@ def _entries(inputs: Inputs, start: Any, entries: int) -> Inputs:
 
 
 def _noise(inputs: Inputs) -> jax.Array:
-    """Returns the noise of a tile before its normalisation: 0 at the target and at entries out of the softmax."""
+    """Returns the noise of a tile before its normalisation: 0 at the target and at entries outside the softmax."""
     tokens = jnp.arange(inputs.hidden.shape[0]) + inputs.first_token
     entries = jnp.arange(inputs.head.shape[0]) + inputs.first_entry
     used = entries != inputs.targets[:, None]
@@ -208,7 +208,7 @@ def tile_sums(raw: jax.Array, inputs: Inputs, call: Call) -> dict[str, jax.Array
 
 
 def _gradients(raw: jax.Array, inputs: Inputs, rows: Tree, call: Call) -> tuple[Any, Any, Any]:
-    """Float32 gradients of hidden, head and bias from one tile."""
+    """Returns float32 gradients of hidden, head and bias from one tile."""
     z = logits(raw, inputs.bias, call)
     logp = (z - rows["maximum"][:, None]) / call.temperature - rows["log_total"][:, None]
     p = jnp.exp(logp)

@@ -1,4 +1,4 @@
-"""The blocks of a version that relays pass on, and where the learner wrote them (no jax).
+"""The blocks of a version that relays pass on, and the source where the learner wrote them (no jax).
 
 The learner lists the objects of a version with a digest for each block of 4 MiB (`object_store.BLOCKS`).
 """
@@ -16,7 +16,7 @@ import tensorstore as ts
 
 from jaxrl_llm.publication.object_store import BLOCK_BYTES, RETRIES, digest, folder_of, spec
 
-_AHEAD_BYTES = 1 << 29  # of objects that a relay holds of a store
+_AHEAD_BYTES = 1 << 29  # most bytes of objects of a store that a relay holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,10 @@ class Block:
     """A part of an object, of at most 4 MiB.
 
     Attributes:
-      key: the object.
-      first: its first byte there.
-      nbytes: its length.
-      digest: what the function `digest` gives of it.
+      key: key of the object.
+      first: position of its first byte in the object.
+      nbytes: length in bytes.
+      digest: digest by the function `digest`.
     """
 
     key: str
@@ -36,7 +36,7 @@ class Block:
     digest: str
 
     def read(self, folder: Path) -> bytes:
-        """Returns it from a version that lies in a folder; OSError where it is not all there."""
+        """Reads the block from a version in a folder; raises OSError where the file is shorter."""
         with (folder / self.key).open("rb") as file:
             content = os.pread(file.fileno(), self.nbytes, self.first)
         if len(content) != self.nbytes:
@@ -44,14 +44,14 @@ class Block:
         return content
 
     def write(self, folder: Path, content: bytes) -> None:
-        """Puts it into a file that is there already; OSError where the disk is full."""
+        """Writes the block into an existing file; raises OSError where the disk is full."""
         with (folder / self.key).open("r+b") as file:
             file.seek(self.first)
             file.write(content)
 
 
 def blocks_of(text: bytes) -> list[Block]:
-    """Reads the list of a version's blocks; ValueError where it is none, or names a place outside the version."""
+    """Parses the list of a version's blocks; raises ValueError where it is not such a list, or names a place outside the version."""
     try:
         objects = {str(key): (int(size), str(digests)) for key, (size, digests) in json.loads(text)["objects"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as wrong:
@@ -72,10 +72,10 @@ def _of_object(key: str, size: int, digests: str) -> Iterator[Block]:
 
 
 class Source:
-    """The objects of a version where the learner wrote it, for a relay that reads them block by block.
+    """The objects of a version as the learner wrote it, for a relay that reads them block by block.
 
-    An object of a store comes whole, and those that follow are asked for ahead, of which memory holds half a gigabyte at least one; of a
-    folder a block is read alone.
+    An object of a store is read whole, and the next ones are read ahead, up to half a gigabyte and at least one object; from a folder
+    single blocks are read.
     """
 
     def __init__(self, address: str, blocks: Sequence[Block] = ()) -> None:
@@ -89,7 +89,7 @@ class Source:
         self._reading: dict[str, asyncio.Task[bytes]] = {}
 
     async def object(self, key: str) -> bytes:
-        """Returns a whole object; OSError where it cannot be read."""
+        """Returns a whole object; raises OSError where it cannot be read."""
         try:
             if self._store is None:
                 self._store = await ts.KvStore.open(spec(self.address), context=ts.Context(dict(RETRIES)))
@@ -102,7 +102,7 @@ class Source:
         return found.value
 
     async def block(self, block: Block) -> bytes:
-        """Returns a block; OSError where it cannot be read."""
+        """Returns a block; raises OSError where it cannot be read."""
         if self._folder is not None:
             return await asyncio.to_thread(block.read, self._folder)
         self._read_ahead(block.key)
@@ -118,14 +118,14 @@ class Source:
                 self._reading[following] = asyncio.create_task(self.object(following))
 
     def done(self, block: Block) -> None:
-        """Notes that a block is there, whoever gave it: an object of which all are is held no longer."""
+        """Records that a block has arrived, from whatever source; an object whose blocks have all arrived is freed."""
         self._left[block.key] -= 1
         if not self._left[block.key]:
             del self._left[block.key]
             self._reading.pop(block.key, None)
 
     def close(self) -> None:
-        """Gives up what is under way."""
+        """Cancels the reads in progress."""
         for task in self._reading.values():
             if not task.cancel() and not task.cancelled():
-                task.exception()  # nobody asked for what failed ahead
+                task.exception()  # nobody waits for a failed read ahead

@@ -1,6 +1,6 @@
-"""The learner's side of relays: it tells the relay of each sampler host of a version, and waits until the host has it.
+"""The learner's side of relays: announces a version to the relay of each sampler host, and waits until the host has it.
 
-Relays stand in the order of the fleet's servers, behind the one on the learner's host where there is one. A server whose relay is of no use
+Relays are in the order of the fleet's servers, after the one on the learner's host where there is one. A server whose relay fails
 stages from where the learner wrote the version.
 """
 
@@ -22,7 +22,7 @@ _ANSWER_S = 10.0
 
 
 class Useless(Exception):
-    """A relay does not give a version."""
+    """Raised where a relay does not provide a version."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -30,12 +30,12 @@ class Relays:
     """The relays of a fleet's hosts.
 
     Attributes:
-      port: at which each listens.
-      token: that they ask for.
+      port: port on which each listens.
+      token: token that they require.
       first: address of the relay on the learner's host; empty for none.
-      bypassed: relays that others by-passed, and that gave their own host nothing, since `metrics` was called last.
-      seconds: until the last host had the newest version.
-      source_bytes: of the newest version that relays read where the learner wrote it.
+      bypassed: number of relays that others by-passed, or that failed their own host, since the last call of `metrics`.
+      seconds: seconds until the last host had the newest version.
+      source_bytes: bytes of the newest version that relays read from the learner's publication.
     """
 
     port: int
@@ -55,16 +55,16 @@ class Relays:
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def before(self, relay: str, urls: Sequence[str]) -> list[str]:
-        """Returns the relays before one of a fleet's, the nearest first; `urls` are its servers."""
+        """Returns the relays before a relay of the fleet, the nearest first; `urls` are the fleet's servers."""
         order = list(dict.fromkeys([*filter(None, [self.first.rstrip("/")]), *map(self.of, urls)]))
         place = order.index(relay) if relay in order else len(order)
         return order[:place][::-1]
 
     async def path(self, url: str, urls: Sequence[str], announced: Announcement) -> str:
-        """Returns the folder on the host of the server `url` in which it finds a version, once it is whole; `urls` are the fleet's servers.
+        """Returns the folder of a version on the host of the server `url`, once it is complete; `urls` are the fleet's servers.
 
         Raises:
-          Useless: its relay cannot be had, or cannot have the version.
+          Useless: its relay cannot be reached, or cannot get the version.
         """
         relay = self.of(url)
         self._begin(announced.version)
@@ -93,7 +93,7 @@ class Relays:
             self._newest, self._begun, self.source_bytes = version, time.perf_counter(), 0
 
     def _note(self, relay: str, said: Announcement, status: Mapping[str, Any]) -> None:
-        """Counts what a relay says of a version, once, though several servers of its host ask."""
+        """Counts a relay's status of a version once, even where several servers of its host ask."""
         if said.version != self._newest or (said.version, relay) in self._seen:
             return
         self._seen = {(version, one) for version, one in self._seen if version == said.version} | {
@@ -105,14 +105,14 @@ class Relays:
             self.count(peer, f"{relay} by-passes it: {why}")
 
     def count(self, relay: str, why: str) -> None:
-        """Counts a relay that was of no use, and says so the first time."""
+        """Counts a relay that failed, and logs a warning the first time."""
         self.bypassed += 1
         level = logging.DEBUG if relay in self._told else logging.WARNING
         self._told.add(relay)
         _log.log(level, "the relay %s is of no use: %s (sampler/relay_bypassed counts on)", relay, why)
 
     def metrics(self) -> dict[str, float]:
-        """Returns counts since the last call, and what is known of the newest version."""
+        """Returns counts since the last call, and the times and bytes of the newest version."""
         bypassed, self.bypassed = self.bypassed, 0
         return {
             "sampler/relay_bypassed": float(bypassed), "publish/relay_s": self.seconds,

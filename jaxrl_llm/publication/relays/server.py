@@ -1,13 +1,13 @@
-"""A relay of published weights: one for each sampler host, from which the host's servers and the relay of the next host take a version.
+"""A relay of published weights: one for each sampler host, from which the host's servers and the relay of the next host get a version.
 
     JAXRL_LLM_TOKEN=... python -m jaxrl_llm.publication.relays.server --folder /dev/shm/relay --host 10.0.0.5 --port 9100
 
-It fetches each version once, from the relay before it or from where the learner wrote it, checks each block, and lays it into the folder,
-from which the host's vLLM servers stage it. Each request carries `Authorization: Bearer TOKEN`, over plain HTTP: between hosts, use a
-network that is private. Needs numpy, tensorstore and aiohttp, which are beside vLLM.
+It fetches each version once, from the relay before it or from where the learner wrote it, checks each block, and writes it into the
+folder, from which the host's vLLM servers stage it. Each request carries `Authorization: Bearer TOKEN`, over plain HTTP: between hosts,
+use a private network. It needs numpy, tensorstore and aiohttp, which vLLM's environment has.
 
     POST /announce {"version", "source", "blocks", "before"} -> {"id", "state", "path", ...}     GET /ID -> the same
-    GET /ID/blocks, GET /ID/NUMBER -> bytes, or the status 202: not here yet
+    GET /ID/blocks, GET /ID/NUMBER -> bytes, or the status 202 where it has not arrived yet
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from jaxrl_llm.publication.object_store import folder_of
 from jaxrl_llm.publication.relays.version import Announcement, Patience, RelayedVersion
 
 _ID = re.compile("[0-9a-f]{32}")
-_SENDING = 32  # blocks that are sent at a time
+_SENDING = 32  # most blocks that are sent at a time
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -38,12 +38,12 @@ class Relay:
     """The relay of one host.
 
     Attributes:
-      folder: of its own, where versions lie; what an earlier relay left there is removed.
-      token: what a request must carry, at least 16 characters.
-      own: folder that the learner publishes to on this very host: its versions are handed on from there; None for none.
-      keep: newest versions kept.
-      patience: with other relays.
-      slow_clients: with connections that do not get a request through.
+      folder: the relay's own folder of versions; those that an earlier relay left there are removed.
+      token: token that a request must carry, of at least 16 characters.
+      own: folder to which the learner on this host publishes, from which its versions are passed on; None for none.
+      keep: number of newest versions that are kept.
+      patience: limits of waiting for other relays.
+      slow_clients: limits of connections that do not complete a request.
     """
 
     folder: Path
@@ -59,7 +59,7 @@ class Relay:
             raise ValueError(f"--keep must be 1 or more versions (got {self.keep})")
 
     def application(self) -> web.Application:
-        """Returns the routes, each behind the token."""
+        """Returns the application, whose routes all require the token."""
         app = web.Application(
             middlewares=[
                 serving.middleware(self.slow_clients),
@@ -88,7 +88,7 @@ class Relay:
                 await self._drop(version)
 
     async def _announce(self, request: web.Request) -> web.Response:
-        """Begins to fetch a version, unless it is there, or under way; one that failed is begun anew."""
+        """Begins to fetch a version, unless it is complete or in progress; one that failed is fetched anew."""
         try:
             announced = Announcement.of(json.loads(await serving.body(request, self.slow_clients.body_s)))
         except (ValueError, RecursionError) as wrong:
@@ -145,7 +145,7 @@ class Relay:
 
 
 async def _sent(request: web.Request, file: Path, first: int, nbytes: int, limit_s: float) -> web.StreamResponse:
-    """Sends a part of a file, which the kernel copies: a third of the time that the bytes would take through this process."""
+    """Sends a part of a file by the kernel's copy, in a third of the time that copying through this process takes."""
     answer = web.StreamResponse(headers={"Content-Length": str(nbytes)})
     with file.open("rb") as content:
         await answer.prepare(request)
@@ -156,7 +156,7 @@ async def _sent(request: web.Request, file: Path, first: int, nbytes: int, limit
             await answer.write_eof()
         except (OSError, RuntimeError):  # the client is gone, or hangs
             if request.transport is not None:
-                request.transport.abort()  # a connection that breaks says that the rest is missing
+                request.transport.abort()  # only a broken connection shows that the rest is missing
     return answer
 
 
@@ -166,7 +166,7 @@ _SENDERS = web.AppKey("senders", asyncio.Semaphore)
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Serves until the process is ended."""
     parser = command_line.parser("publication.relays.server", (__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--folder", required=True, type=Path, help="folder of its own for versions: /dev/shm/relay, or a disk"

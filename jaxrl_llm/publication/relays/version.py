@@ -1,8 +1,9 @@
-"""A version on its way through the relays of a site: whom each block is fetched from (no jax).
+"""Fetches a version through the relays of a site: chooses the peer or source of each block (no jax).
 
-The learner announces the digest of the list of all blocks, so that a relay can check every block whoever sends it. A relay asks the one
-before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, the one before that, and at the end
-the source. All fetch in one order, so that a block is passed on as soon as it is there: a chain takes hardly longer than one host.
+The learner announces the digest of the list of all blocks, so that a relay can check every block from any sender. A relay asks the one
+before it in the order of the announcement; where that one is dead, hangs, is slow or sends wrong bytes, it asks the one before that,
+and finally the source. All fetch in one order, so that a block is passed on as soon as it arrives: a chain takes hardly longer than one
+host.
 """
 
 import asyncio
@@ -26,23 +27,23 @@ from jaxrl_llm.publication.relays.blocks import Block, Source, blocks_of
 
 _LOG = logging.getLogger(__name__)
 SOURCES = (*object_store.SCHEMES, "file://")
-HOLD_S = 1.0  # that a relay keeps a request for a block that it does not have yet, before it says so
-_AT_ONCE = 8  # blocks that are fetched at a time
+HOLD_S = 1.0  # seconds for which a relay holds a request for a block that has not arrived, before it answers so
+_AT_ONCE = 8  # most blocks that are fetched at a time
 _CONNECT_S = 2.0
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
 class _Bypassed(Exception):
-    """Why a peer is asked for nothing more of a version."""
+    """The reason why a peer is asked for nothing more of a version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Announcement:
-    """What a learner, or another relay, tells a relay of a version.
+    """The announcement of a version to a relay, by a learner or another relay.
 
     Attributes:
-      version: its number.
-      source: where the learner wrote it: "gs://...", "s3://..." or "file://...".
+      version: number of the version.
+      source: address at which the learner wrote it: "gs://...", "s3://..." or "file://...".
       blocks: SHA-256 of the list of its blocks, 64 hexadecimal digits.
       before: addresses of the relays before this one, the nearest first.
     """
@@ -58,12 +59,12 @@ class Announcement:
         return hashlib.sha256(f"{self.version}\n{self.source}\n{self.blocks}".encode()).hexdigest()[:32]
 
     def content(self) -> dict[str, Any]:
-        """Returns what `of` reads."""
+        """Returns the JSON object that `of` parses."""
         return asdict(self) | {"before": list(self.before)}
 
     @staticmethod
     def of(content: Any) -> "Announcement":
-        """Reads the JSON object of an announcement; ValueError where it is none."""
+        """Parses the JSON object of an announcement; raises ValueError where it is not one."""
         try:
             before = tuple(str(url).rstrip("/") for url in content["before"])
             found = Announcement(
@@ -82,12 +83,12 @@ class Announcement:
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a relay waits for a peer.
+    """The limits of a relay's waiting for a peer.
 
     Attributes:
-      silent_s: seconds without an answer after which a peer hangs; a peer that has not got a block yet says so after a second.
-      least_rate: bytes a second below which a peer is slow.
-      block_s: seconds in which a peer that answers must have a block.
+      silent_s: seconds without an answer after which a peer counts as hung; a peer without a block answers so after a second.
+      least_rate: bytes per second below which a peer counts as slow.
+      block_s: seconds within which a peer that answers must get a block.
     """
 
     silent_s: float = 5.0
@@ -96,24 +97,24 @@ class Patience:
 
     @property
     def body_s(self) -> float:
-        """Seconds of one block, of those that are fetched at a time, at the least rate."""
+        """The seconds that one block takes at the least rate, among those that are fetched at a time."""
         return _AT_ONCE * BLOCK_BYTES / self.least_rate
 
 
 @dataclass(eq=False, kw_only=True)
 class RelayedVersion:
-    """A version that a relay fetches and hands on.
+    """A version that a relay fetches and passes on.
 
     Attributes:
-      announced: what it was told.
-      folder: where it lies on this host; the learner's own folder where `own`.
-      own: it lies there already.
-      session: asks peers, with the token.
-      patience: with peers.
-      state: fetching, whole or failed.
-      error: why it failed.
-      seconds: that it took.
-      bypassed: {peer: why nothing more is asked of it}.
+      announced: the announcement.
+      folder: its folder on this host; the learner's own folder where `own`.
+      own: whether it is already complete in that folder.
+      session: HTTP session to peers, with the token.
+      patience: limits of waiting for peers.
+      state: "fetching", "whole" or "failed".
+      error: the error where it failed.
+      seconds: seconds that it took.
+      bypassed: {peer: why it is asked for nothing more}.
       nbytes: {peer, or "source": bytes that it sent}.
     """
 
@@ -130,13 +131,13 @@ class RelayedVersion:
 
     def __post_init__(self) -> None:
         self._began, self._text, self._blocks = time.perf_counter(), b"", []  # type: tuple[float, bytes, list[Block]]
-        self._there: dict[int, asyncio.Event] = {}  # of blocks that are awaited, or there
+        self._there: dict[int, asyncio.Event] = {}  # by number of a block that is awaited, or has arrived
         self._listed, self._introduced = asyncio.Event(), set[str]()
         self._source = Source(self.announced.source)
         self.task = asyncio.create_task(self._fetch())
 
     def status(self) -> dict[str, Any]:
-        """Returns state, error, seconds, bytes by whom they came from, peers that were by-passed and why, and the folder."""
+        """Returns state, error, seconds, bytes by their sender, by-passed peers with the reasons, and the folder."""
         return {
             "version": self.announced.version, "state": self.state, "error": self.error, "seconds": self.seconds,
             "bytes": dict(self.nbytes), "bypassed": dict(self.bypassed), "path": str(self.folder),
@@ -145,15 +146,15 @@ class RelayedVersion:
     # -- what others are given -----------------------------------------------------------------------------------------
 
     async def listing(self) -> bytes | None:
-        """Returns the list of blocks; None where it is not there within a second."""
+        """Returns the list of blocks; None where it does not arrive within a second."""
         return self._text if await self._within(self._listed) else None
 
     async def has(self, number: int) -> bool:
-        """Returns whether a block is there, or comes within a second; IndexError where there is none of that number."""
+        """Returns whether a block has arrived, or arrives within a second; raises IndexError where there is none of that number."""
         return await self._within(self._listed) and await self._within(self._event(number))
 
     def place(self, number: int) -> tuple[Path, int, int]:
-        """Returns where a block lies that is there: the file, its first byte and its length."""
+        """Returns the place of an arrived block: the file, its first byte and its length."""
         block = self._blocks[number]
         return self.folder / block.key, block.first, block.nbytes
 
@@ -216,10 +217,10 @@ class RelayedVersion:
         return digest(content) == block.digest
 
     async def _given(self, name: str, block: Block | None) -> bytes:
-        """Returns a block, or the list of all for None, from a peer or from the source.
+        """Fetches a block, or the list of all for None, from a peer or from the source.
 
         Raises:
-          OSError: the source cannot be read, or what it gives is not what was announced.
+          OSError: the source cannot be read, or its bytes do not fit the announced digest.
         """
         for peer in () if self.own else self.announced.before:
             if peer in self.bypassed:
@@ -241,13 +242,13 @@ class RelayedVersion:
         return content
 
     def _bypass(self, peer: str, why: str) -> None:
-        """Says once why a peer is asked for nothing more of the version."""
+        """Records and logs, once, why a peer is asked for nothing more of the version."""
         if peer not in self.bypassed:
             self.bypassed[peer] = why
             _LOG.warning("version %d: %s is by-passed: %s", self.announced.version, peer, why)
 
     async def _asked(self, peer: str, name: str) -> bytes:
-        """Returns what a peer has under a name, once it has it; raises _Bypassed where it is of no use."""
+        """Returns a peer's bytes of a name, once it has them; raises _Bypassed where the peer fails."""
         until, url = time.monotonic() + self.patience.block_s, f"{peer}/{self.announced.id}/{name}"
         limit = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
         while time.monotonic() < until and peer not in self.bypassed:
@@ -269,7 +270,7 @@ class RelayedVersion:
         raise _Bypassed(f"it has not had a block for {self.patience.block_s:g} s")
 
     async def _introduce(self, peer: str) -> None:
-        """Tells a peer of the version that the learner has not told it of yet, or that it forgot."""
+        """Announces the version to a peer to which the learner has not announced it yet, or that has dropped it."""
         self._introduced.add(peer)
         before = self.announced.before
         said = replace(self.announced, before=before[before.index(peer) + 1 :]).content()
@@ -282,7 +283,7 @@ class RelayedVersion:
 
 
 def _lay_out(folder: Path, text: bytes) -> None:
-    """Makes the files of a version, as long as they will be."""
+    """Creates the files of a version at their final sizes."""
     shutil.rmtree(folder, ignore_errors=True)
     sizes: Mapping[str, Any] = json.loads(text)["objects"]
     needed, free = sum(int(size) for size, _ in sizes.values()), shutil.disk_usage(folder.parent).free

@@ -1,10 +1,11 @@
-"""How the embedded sampler chooses a token of each slot: penalty, temperature, filters, one draw.
+"""Samples the next token of each slot of the embedded sampler: penalty, temperature, filters, one draw.
 
-A token is chosen in this order, each step on what the step before left: repetition penalty (https://arxiv.org/abs/1909.05858),
+The steps are, in this order, each on the result of the one before: repetition penalty (https://arxiv.org/abs/1909.05858),
 temperature, top-k, top-p (https://arxiv.org/abs/1904.09751), min-p (https://arxiv.org/abs/2407.01082), then one draw by the Gumbel
-maximum; of a wide vocabulary first among blocks of entries by their sums, then among the entries of one, which needs noise for
-hundreds of numbers where one draw among all needs it for each entry, and has the same distribution. The penalty counts the prompt's tokens too. Entries whose logit equals the last one kept are kept as well. A greedy row
-(temperature 0) takes the largest logit after the penalty and reports its log-prob under the untempered, unfiltered softmax.
+maximum. A wide vocabulary is drawn from in two stages, first a block of entries by the blocks' sums, then an entry of that block: the
+distribution is the same, and the noise is hundreds of numbers instead of one for each entry. The penalty counts the prompt's tokens
+too. Entries whose logit equals the last one kept are kept as well. A greedy row (temperature 0) takes the largest logit after the
+penalty and reports its log-prob under the untempered, unfiltered softmax.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +18,13 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from jaxrl_llm.experience import SamplingParams
 from jaxrl_llm.kernels import dispatch
 
-HostOrDevice = Any  # a NumPy array, and under jit its tracer
-WIDE = 2**14  # entries of a vocabulary whose tokens are drawn in two stages
+HostOrDevice = Any  # a NumPy array, or its tracer under jit
+WIDE = 2**14  # entries of a vocabulary from which on tokens are drawn in two stages
 BLOCKS = (512, 256, 128, 64)
 
 
 class Choice(NamedTuple):
-    """How each slot draws: arrays [S], traced, so that other values compile nothing."""
+    """The settings of each slot's draws: arrays [S], traced, so that other values compile nothing."""
 
     temperature: HostOrDevice  # float32, 0 is greedy
     top_k: HostOrDevice  # int32, 0 keeps all
@@ -44,12 +45,12 @@ class Choice(NamedTuple):
 
 
 def filters(settings: SamplingParams) -> bool:
-    """Returns whether `settings` cut the distribution's support, which costs a sort of the logits in each step."""
+    """Returns whether `settings` restrict the distribution's support, which costs a sort of the logits in each step."""
     return settings.temperature > 0 and (settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0)
 
 
 def plain(choice: Choice) -> Bool[Array, " S"]:
-    """Returns where a token is drawn from the whole softmax, or is its largest."""
+    """Returns in which slots a token is drawn from the whole softmax, or is its largest entry."""
     cut = (choice.top_k > 0) | (choice.top_p < 1) | (choice.min_p > 0)
     return jnp.asarray((choice.repetition_penalty == 1) & ((choice.temperature == 0) | ~cut))
 
@@ -67,7 +68,7 @@ def penalise(logits: Float[Array, "S V"], seen: Bool[Array, "S V"], penalty: Flo
 
 
 def tempered(logits: Float[Array, "S V"], temperature: Float[Array, " S"]) -> Float[Array, "S V"]:
-    """Divides the logits by the temperature; greedy rows stay as they are."""
+    """Divides the logits by the temperature; greedy rows are unchanged."""
     return logits / jnp.where(temperature > 0, temperature, 1.0)[:, None]
 
 
@@ -81,9 +82,7 @@ def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]
     probability = jax.nn.softmax(ordered, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     top_p = jnp.asarray(choice.top_p)[:, None]
-    kept &= (
-        (before < top_p) | (top_p >= 1) | (rank == 0)
-    )  # a rounded sum may reach 1 early: top_p = 1 keeps all the same
+    kept &= (before < top_p) | (top_p >= 1) | (rank == 0)  # a rounded sum may reach 1 early: top_p = 1 still keeps all
     kept &= probability >= jnp.asarray(choice.min_p)[:, None] * probability[:, :1]
     last = jnp.take_along_axis(ordered, jnp.sum(kept, axis=-1, keepdims=True) - 1, axis=-1)
     greedy = (jnp.asarray(choice.temperature) == 0)[:, None]
@@ -91,10 +90,11 @@ def filtered(logits: Float[Array, "S V"], choice: Choice) -> Float[Array, "S V"]
 
 
 def block_of(vocabulary: int) -> int | None:
-    """Returns the entries of a block in which a token of a wide vocabulary is drawn; None where one draw is among all entries.
+    """Returns the number of entries of a block for a draw in two stages; None where one draw is among all entries.
 
-    Blocks are the largest power of two of BLOCKS that divides the vocabulary. TPUs draw among all: their compiler turns the logits into
-    another layout for the sums of blocks, which takes longer than the noise (5.4 ms against 4.6 a step by its estimate, 1.5B with 256 slots on v6e).
+    Blocks have the largest size of BLOCKS that divides the vocabulary. TPUs draw among all entries: their compiler changes the logits'
+    layout for the sums of blocks, which takes longer than the noise (5.4 ms against 4.6 a step by its estimate, 1.5B with 256 slots on
+    v6e).
     """
     if vocabulary < WIDE or dispatch.device().platform == "tpu":
         return None
@@ -102,9 +102,9 @@ def block_of(vocabulary: int) -> int | None:
 
 
 def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> Float[Array, "S N"]:
-    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on its neighbours.
+    """Returns Gumbel noise of draw number `drawn` of each slot's own key, so no draw depends on other slots.
 
-    N is the vocabulary, or of a wide one its blocks and then a block's entries.
+    N is the size of the vocabulary, or for a wide one the number of blocks plus the entries of a block.
     """
     block = block_of(vocabulary)
     count = vocabulary if block is None else vocabulary // block + block
@@ -114,7 +114,7 @@ def noise(keys: Key[Array, " S"], drawn: Int[Array, " S"], vocabulary: int) -> F
 def drawn_at_once(
     logits: Float[Array, "S V"], gumbel: Float[Array, "S V"], greedy: Bool[Array, " S"]
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
-    """Draws one of all entries; returns it and its log-prob."""
+    """Draws one of all entries; returns the token and its log-prob."""
     token = jnp.argmax(jnp.where(greedy[:, None], logits, logits + gumbel), axis=-1)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
     return token.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)

@@ -1,4 +1,4 @@
-"""What the embedded sampler did since it was last asked."""
+"""Counters of the embedded sampler's work since the last call of `metrics`."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ class Counters:
     seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """Returns them by their names; occupancy is the share of slot-steps that gave a kept token."""
+        """Returns the counters by name; occupancy is the share of slot-steps that gave a kept token."""
         return {
             "sampler/generated_tokens": float(self.generated),
             "sampler/prefill_tokens": float(self.prefilled),

@@ -29,9 +29,9 @@ NO_TOKEN = -1
 
 
 class Slots(NamedTuple):
-    """What the host knows of each slot: arrays [S], and [S, E] stop ids.
+    """The host's state of each slot: arrays [S], and [S, E] stop ids.
 
-    `last` is the token to feed next, `position` its place; `drawn` counts the response's tokens, `limit` bounds them.
+    `last` is the token to feed next, `position` its position; `drawn` counts the response's tokens, `limit` bounds them.
     """
 
     last: HostOrDevice
@@ -59,15 +59,15 @@ class Slots(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The weights that decoding reads: the policy's, and where it is given the layers' from `apart` in their place."""
+    """The weights that decoding reads: the policy's, and where `apart` is given, the layers' from there in their place."""
 
     params: Params
     apart: Apart | None = None
 
 
 class Chunk(NamedTuple):
-    """What a chunk of steps drew: tokens and log-probs [S, steps], then draws so far and the finished slots [S]; where experts are
-    recorded, those that the token fed at each step went to, [S, steps, L, k]; and where its slots stand, so that another chunk may follow
+    """The results of a chunk of steps: tokens and log-probs [S, steps], draws so far and finished slots [S]; where recorded, the
+    experts of the token fed at each step, [S, steps, L, k]; and its slots' last tokens and positions, so that another chunk may start
     before the host has seen this one."""
 
     tokens: jax.Array
@@ -99,9 +99,9 @@ def prefill(
     dtype: str | None = None,
     record: bool = False,
 ) -> tuple[Cache, jax.Array | None]:
-    """Returns what a cache keeps of right-padded prompts; with `record`, the experts that their tokens went to, [N, T, L, k].
+    """Computes the cache of right-padded prompts; with `record`, also the experts of their tokens, [N, T, L, k].
 
-    `counts` are the tokens of each prompt that enter a state, all but its last, which is fed once more (`decode`); None where no layer
+    `counts` are the tokens of each prompt that enter a state, all but its last, which `decode` feeds once more; None where no layer
     holds a state.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
@@ -147,7 +147,7 @@ def place(
 def resized(
     cache: Cache, seen: Bool[Array, "S W"], source: Int[Array, " N"], *, policy: Policy
 ) -> tuple[Cache, Bool[Array, "N W"]]:
-    """Returns a cache and a table of N slots, which hold what the slots source[n] held; every part of a cache has its slots in axis 1."""
+    """Returns a cache and a table of N slots that hold the contents of the slots source[n]; every part of a cache has its slots in axis 1."""
     seen = policy.partitioner.constrain(seen[source], ("batch", "vocabulary"))
     return policy.constrained({name: entries[:, source] for name, entries in cache.items()}), seen
 
@@ -164,8 +164,8 @@ def decode(
     cut: bool,
     record: bool = False,
 ) -> tuple[Cache, Bool[Array, "S W"], Chunk]:
-    """Draws up to `steps` tokens of each slot that is not done; ends early where all are, but on GPUs, whose host would have to wait for
-    each step to know that.
+    """Draws up to `steps` tokens of each slot that is not done; ends early where all are, except on GPUs, whose host would have to wait
+    for each step to know that.
 
     The first step feeds a prompt's last token once more, so that every draw of a response is made by this one program.
     """
@@ -173,7 +173,7 @@ def decode(
     keys = sample_keys(jnp.asarray(slots.seed), jnp.asarray(slots.sample))
     params, apart = served
     head = policy.head(params).astype(policy.compute_dtype)
-    if policy.bitwise:  # gathered once, and not at every step
+    if policy.bitwise:  # gathered once instead of at every step
         head = policy.partitioner.constrain(head, (None, None))
     rows = jnp.arange(count)
 
@@ -221,12 +221,13 @@ def decode(
 
 @partial(jax.jit, static_argnames=("policy",))
 def layers_apart(params: Params, *, policy: Policy) -> Apart:
-    """Returns the parameters of each layer by itself: products read them in place, and would copy a layer's out of its stack for each token."""
+    """Returns the parameters of each layer as separate arrays: products read them in place, and need not copy a layer out of its stack
+    for each token."""
     return policy.apart(params, (policy.partitioner.batch_shards, 1))
 
 
 def _before(slots: Slots, steps: int, policy: Policy, record: bool) -> Chunk:
-    """A chunk of which nothing is drawn yet."""
+    """Returns a chunk in which nothing is drawn yet."""
     shape = (len(slots.last), steps)
     routes = _no_routes(policy, shape) if record else None
     drawn, done = jnp.asarray(slots.drawn), jnp.asarray(slots.done)
@@ -234,12 +235,12 @@ def _before(slots: Slots, steps: int, policy: Policy, record: bool) -> Chunk:
 
 
 def _chosen(report: Report) -> jax.Array:
-    """The experts that each token went to, [S, T, L, k]."""
+    """Returns the experts of each token, [S, T, L, k]."""
     return jnp.moveaxis(report.chosen, 0, 2)
 
 
 def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
-    """Recorded experts [*shape, L, k] of tokens without any; None for a policy without experts."""
+    """Returns recorded experts [*shape, L, k] of tokens that have none; None for a policy without experts."""
     size = policy.architecture.experts
     if size is None:
         return None
@@ -248,7 +249,7 @@ def _no_routes(policy: Policy, shape: tuple[int, ...]) -> jax.Array | None:
 
 
 def shapes(policy: Policy, slots: int, length: int, dtype: str | None = None) -> tuple[Any, Any, Slots]:
-    """Returns what `decode` takes beside the parameters, as shapes, with caches of so many slots and tokens."""
+    """Returns the shapes of what `decode` takes beside the parameters, with caches of so many slots and tokens."""
     seen = jax.ShapeDtypeStruct((slots, 0), bool, sharding=policy.partitioner.sharding(("batch", None), (slots, 0)))
     return policy.cache_shapes(slots, length, dtype), seen, Slots.empty(slots, 4)
 
@@ -285,24 +286,24 @@ def check_shapes(policy: Policy, params: Params) -> None:
 
 
 def adapter_axes(axes: Axes, x: Adapted) -> tuple[Axes, Axes]:
-    """The logical axes of an adapter's two parts beside a weight with `axes`."""
+    """Returns the logical axes of an adapter's two parts beside a weight with `axes`."""
     inner = x.a.ndim - 1  # layers and inputs
     return (*axes[:inner], None), (axes[0], None, *axes[inner:])
 
 
 def served(policy: Policy, params: Params, *, share: bool, gather: bool, weights: str | None = None) -> dict[str, Any]:
-    """Returns `params` in the policy's compute dtype, laid out for decoding.
+    """Returns `params` in the policy's compute dtype, with the layout for decoding.
 
     Norm scales and routers stay float32, as the layers use them. A leaf that already has the dtype and the layout is the learner's
     own array if `share`, and a copy otherwise; every other leaf is a new array that shares no memory with the learner's,
-    so that the sampler may delete it. An adapter lies as its weight does, but for its rank, which no mesh axis splits.
+    so that the sampler may delete it. An adapter has its weight's layout, except for its rank, which no mesh axis splits.
 
     Args:
-      policy: whose parameters they are.
+      policy: the policy of the parameters.
       params: the learner's parameters; an `Adapted` in the place of a weight that has an adapter beside it.
       share: whether the learner's own arrays may be served.
       gather: whether weights are whole over the fsdp axis, which saves each decode step their gathering.
-      weights: dtype of the layers' matrices with scales beside them (`narrow`); None leaves them in the compute dtype.
+      weights: dtype of the layers' matrices, which then have scales (`narrow`); None leaves them in the compute dtype.
 
     Raises:
       ValueError: where `params` are not those of `policy`.

@@ -27,8 +27,8 @@ from jaxrl_llm.samplers.embedded.slots import Capacity, Prefix, SlotBatch, bytes
 from jaxrl_llm.samplers.requests import Request, check
 
 PromptCompletions = tuple[int, list[Completion]]
-FEWEST = 64  # slots of a shard that a batch shrinks to: with fewer, a step costs what its launches cost
-_TURNS = 16  # of the event loop, in which an environment's answer becomes the next request; it takes four
+FEWEST = 64  # fewest slots of a shard that a batch shrinks to: with fewer, launches alone take the time of a step
+_TURNS = 16  # turns of the event loop in which an environment's answer becomes the next request; it takes four
 
 
 def deleted(params: Params) -> bool:
@@ -40,25 +40,26 @@ def deleted(params: Params) -> bool:
 class Engine:
     """A running embedded sampler; see EmbeddedSampler for the fields.
 
-    The keys and values of a conversation's turn stay in its slot, while none is needed, until the conversation ends or other weights are
-    published: its next turn goes on from there.
+    The keys and values of a conversation's turn stay in its slot for the next turn, until the slot is needed, the conversation ends or
+    other weights are published.
 
-    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger one takes its place. A call
-    that nobody listens to any more frees its slots at the next chunk. Slots that a device's memory does not hold are left out, which is announced.
+    A call joins the running batch if the batch's shapes hold it; else it waits until the batch is empty and a larger one takes its
+    place. A call whose caller has gone frees its slots at the next chunk. A batch has only as many slots as
+    fit in a device's memory; a warning says where these are fewer than requested.
 
     Attributes:
       policy: the model.
-      serve: the learner's parameters -> those to decode with.
-      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+      serve: converts the learner's parameters to those that decoding reads.
+      tokenizer: decodes token ids to the text that is searched for stop strings; None where there are none.
       max_length: most tokens of a prefix and its completion together.
       slots: most sequences decoded at a time.
-      decode_chunk: decode steps between two looks of the host.
+      decode_chunk: decode steps of a chunk, after which the host reads the tokens.
       prefill_tokens: most tokens of a block of prompts, padding included.
       cache: dtype of cached keys and values; None is the policy's.
-      record: whether completions have the experts of each token.
+      record: whether completions record the experts of each token.
       keep: whether the slots of conversations are kept between their turns.
-      shrink: factor by which a batch shrinks where no more sequences are left, and nothing waits; 0 for never.
-      adapted: whether it is given adapters beside their base, and not their sum.
+      shrink: factor by which a batch shrinks where its last sequences need no more slots and nothing waits; 0 for never.
+      adapted: whether it gets adapters beside their base instead of their sum.
       version: the policy version it serves; -1 before the first publication.
     """
 
@@ -76,31 +77,31 @@ class Engine:
     adapted: bool = False
     version: int = field(default=-1, init=False)
 
-    everywhere = True  # all processes of a run ask it alike, and decode together
+    everywhere = True  # all processes of a run call it alike, and decode together
     converses = True
 
     def __post_init__(self) -> None:
         self._params: dict[str, Any] | None = None
-        self._own: list[jax.Array] = []  # those of them that are not the learner's
+        self._own: list[jax.Array] = []  # the arrays of `_params` that are not the learner's
         self._apart: Apart | None = None
-        self._splits: bool | None = None  # whether there is room for that; known from the first publication on
+        self._splits: bool | None = None  # whether there is room for `_apart`; known from the first publication on
         self._waiting: deque[Prefix] = deque()
         self._requests: set[Request] = set()
         self._task: asyncio.Task | None = None
         self._batch: SlotBatch | None = None
         # A chunk that follows the one before on the device, and its version.
         self._queued: tuple[Chunk, int] | None = None
-        self._stirred = asyncio.Event()  # what waits for the next turn of a conversation looks again
+        self._stirred = asyncio.Event()  # wakes the task that waits for the next turn of a conversation
         self._programs: set[tuple] = set()
         self._counters = Counters()
         self._closed = False
-        self._free: int | None = None  # bytes of a device without a cache; None where they are not known
+        self._free: int | None = None  # free bytes of a device without a cache; None where they are unknown
         self._announced: set[Capacity] = set()
         self._fitted: dict[Capacity, Capacity] = {}
 
     @property
     def compilations(self) -> int:
-        """Programs compiled so far: one for each bucket of shapes that was met."""
+        """The number of programs compiled so far, one for each bucket of shapes."""
         return len(self._programs)
 
     def sample(
@@ -117,7 +118,8 @@ class Engine:
           n: completions of each prefix.
           settings: how tokens are drawn; other values compile nothing new.
           seeds: one for each prefix, 0 <= seed < 2^64.
-          conversation: what the prefixes are turns of; the batch is made for its longest turn and for the turns of all.
+          conversation: the conversation of which the prefixes are turns; the batch has room for its longest turn, and slots for all
+            conversations.
 
         Raises:
           ValueError: where an argument is not as described; nothing is sampled then.
@@ -135,13 +137,13 @@ class Engine:
         return self._stream(request)
 
     async def publish(self, params: Params, version: int) -> None:
-        """Serves `params` as `version`, from the next chunk that starts; what is in flight goes on with the cache that it has.
+        """Serves `params` as `version`, from the next chunk that starts; sequences in flight keep their cache.
 
-        The arrays of the version before are deleted before those of the new one are made, where they are the sampler's own,
-        so that two served copies never lie on a device; a chunk that is running keeps what it reads until it ends.
+        The sampler's own arrays of the version before are deleted before those of the new one are made, so that a device never holds
+        two served copies; a running chunk keeps what it reads until it ends.
 
         Raises:
-          ValueError: where `params` are not those of the policy; the version before is served on.
+          ValueError: where `params` are not those of the policy; the version before stays served.
         """
         check_shapes(self.policy, params)
         self.retire()
@@ -155,11 +157,11 @@ class Engine:
         self._params, self.version = new, version
 
     def forget(self, conversation: str) -> None:
-        """Frees what is kept of a conversation, which has ended; with the last one the cache is freed."""
+        """Frees the slots kept for a conversation that has ended; with the last one the cache is freed."""
         self._parted(conversation)
 
     def retire(self) -> None:
-        """Frees the weights that are served; the next ones are about to be made, and nothing is sampled until they are published."""
+        """Frees the served weights before the next ones are made; nothing is sampled until those are published."""
         self._params = self._apart = None
         for array in self._own:
             array.delete()
@@ -167,7 +169,7 @@ class Engine:
         self._parted()
 
     async def close(self) -> None:
-        """Ends what is running: its listeners get a RuntimeError. Frees the weights."""
+        """Ends all requests, whose callers get a RuntimeError, and frees the weights."""
         self._closed, self._params, self._apart = True, None, None
         if self._task is not None:
             self._task.cancel()
@@ -196,7 +198,7 @@ class Engine:
             self._requests.discard(request)
 
     async def _run(self) -> None:
-        """Serves all requests, then ends, and with it the cache; turns that may come keep it until their conversations end."""
+        """Serves all requests, then ends and frees the cache, which conversations that may have further turns keep until they end."""
         self._stirred = asyncio.Event()  # of this event loop
         try:
             await self._look_at_memory()
@@ -222,8 +224,8 @@ class Engine:
             self._task = None
 
     def _begin(self) -> None:
-        """Makes a batch of slots for what waits."""
-        self._drop()  # its cache goes before the next one comes
+        """Makes a batch of slots for the waiting requests."""
+        self._drop()  # the old cache is freed before the next one is made
         wanted = self._capacity({request for request, _ in self._waiting})
         given = self._fitting(wanted)
         if given != wanted and wanted not in self._announced:
@@ -240,7 +242,7 @@ class Engine:
             self._batch = self._queued = None
 
     def _parted(self, conversation: str | None = None) -> None:
-        """Frees the parked slots of a conversation, or of all, and the cache where it is not in use any more."""
+        """Frees the parked slots of a conversation, or of all, and the cache where it is no longer used."""
         batch = self._batch
         if batch is not None and batch.parking:
             batch.parking.clear() if conversation is None else batch.parking.forget(conversation)
@@ -254,7 +256,7 @@ class Engine:
             self._batch.parking.evicted = 0
 
     async def _advance(self, batch: SlotBatch) -> None:
-        """Refills the slots, runs one chunk and hands on what finished."""
+        """Refills the slots, runs one chunk and delivers finished sequences."""
         started, params, version = time.perf_counter(), self._params, self.version
         if params is None or deleted(params):
             raise RuntimeError(
@@ -272,7 +274,7 @@ class Engine:
         self._counters.seconds += time.perf_counter() - started
 
     def _refilled(self, batch: SlotBatch, params: Params, version: int) -> Chunk:
-        """Refills the slots and starts a chunk."""
+        """Refills the slots and starts a chunk of decode steps."""
         self._grown(batch)
         self._resume(batch, params, version)
         while not batch.place(params, version) and batch.room and (block := self._next_block(batch)):
@@ -283,15 +285,16 @@ class Engine:
         return batch.step(Served(params, self._apart), self.decode_chunk)
 
     def _settled(self, batch: SlotBatch) -> bool:
-        """Returns whether the batch goes on as it is after the chunk that runs, so that the next one need not wait for the host."""
+        """Returns whether the batch stays unchanged after the running chunk, so that the next one need not wait for the host."""
         if jax.process_count() > 1 or self._waiting or batch.read or not batch.left(self.decode_chunk):
             return False
         return self._fewer(batch, self.decode_chunk) == batch.capacity.slots
 
     def _fewer(self, batch: SlotBatch, steps: int = 0) -> int:
-        """Returns to how many slots the last sequences move, by factors of `shrink`, where a device has room for both caches meanwhile.
+        """Returns the number of slots to which the last sequences move, by factors of `shrink`, where a device has room for both caches
+        meanwhile.
 
-        They are those that have more than `steps` tokens to draw.
+        The last sequences are those with more than `steps` tokens to draw.
         """
         live, slots = batch.left(steps), batch.capacity.slots
         if not self.shrink or not live or self._waiting:
@@ -307,12 +310,12 @@ class Engine:
         return slots if fits else batch.capacity.slots
 
     def _grown(self, batch: SlotBatch) -> None:
-        """Gives a batch that has shrunk its slots back where something waits."""
+        """Restores the slots of a batch that has shrunk where requests wait."""
         if batch.capacity != batch.whole and self._waiting:
             batch.resize(batch.whole.slots)
 
     def _resume(self, batch: SlotBatch, params: Params, version: int) -> None:
-        """Lets the turns go on whose conversations are parked, some at a time: their slots' entries are copied as often as a block's."""
+        """Continues the waiting turns whose conversations are parked, some at a time, since their slots' entries are copied as a block's are."""
         found: dict[int, Request] = {}
         for request, _ in self._waiting if batch.parking else ():
             slot = batch.parked(request, version) if request.open else None
@@ -327,7 +330,7 @@ class Engine:
             self._counters.prefilled += prefilled
 
     def _next_block(self, batch: SlotBatch) -> list[Prefix]:
-        """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that the batch does not hold."""
+        """Returns the next waiting prefixes, up to `prefill_tokens` and up to the first that does not fit in the batch."""
         block: list[Prefix] = []
         longest, rows = 0, set[bytes]()
         while self._waiting:
@@ -346,7 +349,7 @@ class Engine:
         return Capacity.of(list(requests), max_slots=self.slots, shards=self.policy.partitioner.batch_shards)
 
     async def _look_at_memory(self) -> None:
-        """Asks what is free, while there is no cache and what made the weights has given back its memory."""
+        """Measures the free memory, while there is no cache and the making of the weights has freed its memory."""
         params = self._params
         if params is not None and not deleted(params):
             try:
@@ -358,17 +361,17 @@ class Engine:
         self._free = free_bytes(self.policy.partitioner.mesh.local_devices)
 
     def _fitting(self, wanted: Capacity) -> Capacity:
-        """Returns the capacity with as many slots as a device has room for."""
+        """Returns the capacity with as many slots as fit on a device."""
         if wanted not in self._fitted:
             self._fitted[wanted] = fitting(self.policy, wanted, self._free, self.cache)
         return self._fitted[wanted]
 
     def _fits(self, batch: SlotBatch) -> bool:
-        """Returns whether the batch holds the request at the head of the queue."""
+        """Returns whether the request at the head of the queue fits in the batch."""
         return bool(self._waiting) and self._holds(batch, self._waiting[0][0])
 
     def _holds(self, batch: SlotBatch, request: Request) -> bool:
-        """Returns whether the batch holds a request, with the slots that there is room for at its length."""
+        """Returns whether a request fits in the batch, with the slots that a device has room for at its length."""
         held, wanted = batch.whole, self._capacity({request})
         if wanted.length <= held.length and wanted.penalised <= held.penalised:
             wanted = self._fitting(replace(wanted, length=held.length, penalised=held.penalised))
@@ -384,9 +387,9 @@ class Engine:
 
 
 async def _finished(chunk: Any) -> None:
-    """Waits for a chunk; several processes, which all run the engine, look at what to start next at the same point.
+    """Waits for a chunk, such that several processes, which all run the engine, choose the next programs at the same point.
 
-    A thread's end comes sooner or later on one of them than on another, and so would requests that follow on an answer.
+    A thread would end at different times on each of them, and so would requests that follow an answer come at different times.
     """
     if jax.process_count() == 1:
         await asyncio.to_thread(jax.block_until_ready, chunk)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits for sampling: the matrices of the layers, rounded where the sampler is given a version of the policy.
+"""Weights of 8 bits for sampling: the matrices of the layers, rounded when a version of the policy is published to the sampler.
 
     w ~ values * scale,   scale = max |w| / 448 over the inputs of each output channel,   values = float8_e4m3fn(w / scale)
 
@@ -25,7 +25,7 @@ _PATHS = frozenset(path[1:] for path in LINEAR.values())
 
 
 def inputs_of(path: tuple[Any, ...], axes: Axes) -> int:
-    """The number of input axes of the matrix at a path of the parameters; 0 where the leaf keeps its dtype."""
+    """Returns the number of input axes of the matrix at a path of the parameters; 0 where the leaf keeps its dtype."""
     keys = tuple(key.key for key in path)
     if stack_of(keys[0]) is None or keys[1:] not in _PATHS or "experts" in axes:
         return 0
@@ -34,7 +34,7 @@ def inputs_of(path: tuple[Any, ...], axes: Axes) -> int:
 
 @partial(jax.jit, static_argnames=("inputs", "dtype", "sharding"))
 def quantized(x: jax.Array, inputs: int, dtype: str, sharding: NamedSharding) -> Quantized:
-    """Rounds the matrices [L, *in, *out] of a leaf to `dtype`; the values lie as `sharding` says, and the scales [L, *out] beside them."""
+    """Rounds the matrices [L, *in, *out] of a leaf to `dtype`; the values have the layout `sharding`, and the scales [L, *out] a matching one."""
     wide = x.astype(jnp.float32)
     most = jnp.max(jnp.abs(wide), axis=tuple(range(1, 1 + inputs)), keepdims=True)
     scale = jnp.where(most > 0, most / MOST, 1.0)
@@ -45,7 +45,7 @@ def quantized(x: jax.Array, inputs: int, dtype: str, sharding: NamedSharding) ->
 
 
 def shapes(policy: Policy, params: Any, dtype: str) -> Any:
-    """Shapes and shardings of what is served in place of `params`, shapes with shardings, with matrices in `dtype`."""
+    """Returns shapes and shardings of what is served in the place of `params`, itself shapes with shardings, with matrices in `dtype`."""
 
     def leaf(path: tuple[Any, ...], x: jax.ShapeDtypeStruct, axes: Axes) -> Any:
         if not (inputs := inputs_of(path, axes)):
@@ -60,6 +60,6 @@ def shapes(policy: Policy, params: Any, dtype: str) -> Any:
 
 
 def _beside(sharding: NamedSharding, ndim: int, inputs: int) -> NamedSharding:
-    """Where the scales of values that lie as `sharding` says lie."""
+    """Returns the sharding of the scales that matches the values' `sharding`."""
     spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
     return NamedSharding(sharding.mesh, PartitionSpec(spec[0], *spec[1 + inputs :]))

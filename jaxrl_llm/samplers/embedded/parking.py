@@ -1,7 +1,7 @@
-"""Slots whose conversation may go on: they keep the keys and values of what was said, for its next turn.
+"""Parked slots keep the keys and values of a conversation for its next turn.
 
-A turn whose prompt begins with exactly the tokens of a parked slot takes that slot, and the rest of the prompt alone is prefilled. Where
-a slot is needed, the one that was parked first is given away.
+A turn whose prompt begins with exactly the tokens of a parked slot takes that slot, and only the rest of the prompt is prefilled. Where
+a slot is needed, the one that was parked first is evicted.
 """
 
 from dataclasses import dataclass
@@ -15,17 +15,17 @@ from jaxtyping import Array, Int
 from jaxrl_llm.models.policy import Params, Policy
 from jaxrl_llm.models.transformer import Cache
 
-KEPT = frozenset({"k", "v"})  # what a cache consists of where its first entries can be gone on from
+KEPT = frozenset({"k", "v"})  # parts of a cache of which a prefix can be reused
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parked:
-    """What a parked slot holds.
+    """The contents of a parked slot.
 
     Attributes:
       conversation: the id of its conversation.
       tokens: int32 [T], the tokens of the slot's first T entries.
-      version: of the weights by which all of them were computed.
+      version: version of the weights that computed all of the entries.
     """
 
     conversation: str
@@ -37,7 +37,7 @@ class Parking:
     """The parked slots of a batch, in the order in which they were parked.
 
     Attributes:
-      evicted: tokens of slots that were given away while their conversations went on.
+      evicted: tokens of slots that were evicted while their conversations went on.
     """
 
     def __init__(self) -> None:
@@ -52,12 +52,12 @@ class Parking:
         return slot in self._slots
 
     def park(self, slot: int, parked: Parked) -> None:
-        """Keeps a slot."""
+        """Parks a slot."""
         self._slots[slot] = parked
         self._of.setdefault(parked.conversation, []).append(slot)
 
     def find(self, conversation: str, prompt: np.ndarray, version: int) -> int | None:
-        """The slot that holds most of the beginning of a prompt, int32 [P], by the weights of `version`; None for no slot."""
+        """Returns the slot that holds the longest beginning of a prompt, int32 [P], by the weights of `version`; None for no slot."""
         held = [(len(self._slots[slot].tokens), slot) for slot in self._of.get(conversation, ())]
         for length, slot in sorted(held, reverse=True):
             parked = self._slots[slot]
@@ -66,7 +66,7 @@ class Parking:
         return None
 
     def take(self, slot: int) -> Parked:
-        """Parks a slot no longer; returns what it holds."""
+        """Ends the parking of a slot; returns its contents."""
         parked = self._slots.pop(slot)
         others = self._of[parked.conversation]
         others.remove(slot)
@@ -75,7 +75,7 @@ class Parking:
         return parked
 
     def evict(self) -> int:
-        """Gives away the slot that was parked first, and returns it."""
+        """Evicts the slot that was parked first, and returns its number."""
         slot = next(iter(self._slots))
         self.evicted += len(self.take(slot).tokens)
         return slot
@@ -86,7 +86,7 @@ class Parking:
             self.take(slot)
 
     def clear(self) -> None:
-        """Gives all slots away."""
+        """Evicts all slots."""
         while self._slots:
             self.evict()
 
@@ -103,8 +103,8 @@ def lengthen(
 ) -> Cache:
     """Writes the keys and values of right-padded `tokens` after the first `starts` entries of `slots`.
 
-    A row whose slot is beyond the last one is padding. Entries of padding lie behind those of the tokens, where they are written over
-    before they are seen, or beyond the end of the slot, where they are dropped.
+    A row whose slot is beyond the last one is padding. Entries of padding lie behind those of the tokens, where they are overwritten
+    before they are read, or beyond the end of the slot, where they are dropped.
     """
     rows = {name: jnp.take(entries, slots, axis=1, mode="clip") for name, entries in cache.items()}
     positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)

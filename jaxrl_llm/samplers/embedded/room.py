@@ -1,4 +1,4 @@
-"""How many slots a device has room for.
+"""Computes how many slots fit in a device's memory.
 
     taken = keys and values, or states + table of seen tokens + COPIES x float32 logits,  at most SHARE x (limit - in use)
 
@@ -20,7 +20,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.samplers.embedded.slots import Capacity, bucket
 
 SHARE = 0.9
-COPIES = 4  # of a step's logits: as they are, noise, and sorted where a choice is cut
+COPIES = 4  # copies of a step's logits: the logits, noise, and sorted logits where a filter is set
 APART = 0.1
 MIB, GIB = 2**20, 2**30
 
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 def free_bytes(devices: Sequence[Any]) -> int | None:
-    """Returns the bytes that the fullest device of all processes has left; None where the backend keeps no account, as a CPU's."""
+    """Returns the bytes that the fullest device of all processes has left; None where the backend does not report memory, as a CPU's."""
     stats = [device.memory_stats() or {} for device in devices]
     known = [found["bytes_limit"] - found.get("bytes_in_use", 0) for found in stats if found.get("bytes_limit")]
     if not known:
@@ -56,7 +56,7 @@ def taken_bytes(policy: Policy, capacity: Capacity, dtype: str | None = None) ->
 
 
 def room_apart(policy: Policy, params: Any) -> bool:
-    """Returns whether a GPU has room for its layers' weights once more, each by itself: at most APART of what is free."""
+    """Returns whether a GPU has room for a second copy of its layers' weights as separate arrays: at most APART of what is free."""
     if dispatch.device().platform != "gpu":
         return False
     free = free_bytes(policy.partitioner.mesh.local_devices)
@@ -66,7 +66,7 @@ def room_apart(policy: Policy, params: Any) -> bool:
 
 
 def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | None = None) -> Capacity:
-    """Returns `wanted`, with fewer slots where so many do not fit: the most of shards x 2^k that do.
+    """Returns `wanted`, with fewer slots where so many do not fit: the largest shards x 2^k that does.
 
     Raises:
       MemoryError: not even one slot a shard fits.
@@ -88,7 +88,7 @@ def fitting(policy: Policy, wanted: Capacity, free: int | None, dtype: str | Non
 
 
 def announce(policy: Policy, wanted: Capacity, given: Capacity, free: int, dtype: str | None = None) -> None:
-    """Says that fewer slots are had than were wanted, and why."""
+    """Logs that there are fewer slots than were wanted, and why."""
     _log.warning(
         "%d slots of %d tokens take %s on a device, where %s may be taken: sampling with %d slots, %s. Set "
         "embedded.EmbeddedSampler.slots to that, shorten prompts or responses, or give JAX more by "

@@ -14,35 +14,38 @@ from jaxrl_llm.samplers.embedded.engine import Engine
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddedSampler:
-    """A batch of slots that is refilled as sequences end; each prompt is prefilled once for all its samples.
+    """The sampler on the learner's devices: a batch of slots that is refilled as sequences end; each prompt is prefilled once for all
+    its samples.
 
-    Shapes come in powers of two, so a run compiles few programs. The cache lives only while something is sampled, or a
-    conversation may go on in it.
+    Shapes come in powers of two, so a run compiles few programs. The cache exists only while something is sampled, or a conversation
+    may continue in it.
 
     Attributes:
-      slots: most sequences decoded at a time; a smaller request takes the smallest power of two that holds it. Where a device
-        has no room for the cache of so many, there are as many as it has room for, which is said.
-      decode_chunk: decode steps between two looks of the host, which refills slots and searches for stop strings.
-      prefill_tokens: most tokens of the prompts that are prefilled together, padding included; one prompt always is.
-      share_weights: True serves the learner's own arrays where they have the decode dtype and layout; right where
-        nothing samples between the start of an update, which donates them, and the next publication. False copies.
-      gather_weights: True keeps the weights whole over the fsdp axis while sampling: no gathering in each step, for
-        the memory of a copy.
-      cache: dtype of cached keys and values; None is the policy's compute dtype. "float8_e4m3fn" takes half the memory and
-        half the reading of bfloat16, without scales: values beyond 448 become 448. Log-probs of samples are then those of
-        such a cache, and `gap/*` says how far they are from the learner's.
+      slots: most sequences decoded at a time; a smaller request takes the smallest power of two that holds it. Where the cache of so
+        many does not fit on a device, there are as many as fit, which is logged.
+      decode_chunk: decode steps of a chunk, after which the host refills slots and searches for stop strings.
+      prefill_tokens: most tokens of the prompts that are prefilled together, padding included; a single prompt may be longer.
+      share_weights: True serves the learner's own arrays where they have the decode dtype and layout; this is right where nothing
+        samples between the start of an update, which donates them, and the next publication. False copies them.
+      gather_weights: True keeps the weights whole over the fsdp axis while sampling: no step gathers them, at the cost of a copy's
+        memory.
+      cache: dtype of cached keys and values; None is the policy's compute dtype. "float8_e4m3fn" takes half the memory and bandwidth of
+        bfloat16, without scales: values beyond 448 become 448. Log-probs of samples are then those with such a cache, and `gap/*`
+        measures how far they are from the learner's.
       record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`.
-      keep_turns: keep the keys and values of an environment's or agent's rollout between its turns while no other sequence needs the slot, so
-        that a turn prefills only what is new; not where experts are recorded, or layers hold a state in place of keys and values.
-      shrink: where a batch's last sequences fill no more than 1/shrink of its slots and nothing waits, they move to a cache of that many slots, and
-        so on, down to 64 a shard: a step then costs what the slots that are left cost, for a program that is compiled at each size. 0 keeps
-        all slots to the end.
-      adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is made, rounded or
-        held, and where the base rests in the compute dtype it is not copied either. Each product of an adapted weight then takes two small
-        ones more. False serves the sum.
-      weights: dtype of the layers' matrices; None is the policy's compute dtype. "float8_e4m3fn" holds them in 8 bits with a scale for each
-        output channel, rounded anew at each publication: half the memory of bfloat16, beside the learner's own weights. Samples are then of
-        that policy: `gap/*` says how far it is from the learner's, and an algorithm's `correction` weighs tokens by it.
+      keep_turns: keep the keys and values of an environment's or agent's rollout between its turns while no other sequence needs the
+        slot, so that a turn prefills only its new tokens. This does not apply where experts are recorded, or layers hold a state in
+        place of keys and values.
+      shrink: where a batch's last sequences fill no more than 1/shrink of its slots and nothing waits, they move to a cache of that
+        many slots, and so on, down to 64 a shard: a step then costs what the remaining slots cost, and each size compiles a program. 0
+        keeps all slots to the end.
+      adapters: True serves LoRA adapters beside their frozen base, as the learner computes with them: no sum of the two is computed,
+        rounded or stored, and a base in the compute dtype is not copied either. Each product of an adapted weight then takes two more
+        small ones. False serves the sum.
+      weights: dtype of the layers' matrices; None is the policy's compute dtype. "float8_e4m3fn" stores them in 8 bits with a scale for
+        each output channel, rounded anew at each publication: half the memory of bfloat16, in addition to the learner's own weights.
+        Samples are then those of the rounded policy: `gap/*` measures how far it is from the learner's, and an algorithm's `correction`
+        weights tokens by it.
     """
 
     slots: int = 512
@@ -73,11 +76,11 @@ class EmbeddedSampler:
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path | None = None) -> Engine:
         """Returns the running sampler, without weights until the first `publish`; it writes nothing to `run_dir`.
 
-        With `adapters`, one of a policy with adapters is given `AdaptedPolicy.joined`, else the parameters of `policy.plain`.
+        With `adapters`, the sampler of a policy with adapters is published `AdaptedPolicy.joined`, else the parameters of `policy.plain`.
 
         Raises:
-          ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions, or the policy's mode
-            does not go with the cache.
+          ValueError: where `max_length`, in tokens of a prompt and its response, is not within 2..max_positions, or the policy's
+            bitwise mode excludes the dtype of cache or weights.
         """
         if not 2 <= max_length <= policy.architecture.max_positions:
             raise ValueError(

@@ -16,14 +16,14 @@ from jaxrl_llm.samplers.requests import Decode, Draft, Request
 
 Prefix = tuple[Request, int]  # a request and the index of one of its prefixes
 
-_SHORTEST = 16  # tokens: shorter buckets would compile more and save nothing
-_STOP_IDS = 4  # room for stop ids in every batch
-_STATE = ("last", "position", "drawn", "done")  # of the slots: what a chunk changes
-_TOLD = 64  # tokens: what is told between two turns is seldom much longer, and shorter buckets would compile more
+_SHORTEST = 16  # tokens of the shortest bucket: shorter ones would compile more programs and save nothing
+_STOP_IDS = 4  # fewest stop ids that a batch has room for
+_STATE = ("last", "position", "drawn", "done")  # the fields of Slots that a chunk changes
+_TOLD = 64  # tokens of the shortest bucket between two turns: messages are seldom much longer
 
 
 def _shortest() -> int:
-    """The shortest cache of a slot, tokens."""
+    """Returns the shortest cache of a slot, in tokens."""
     return max(_SHORTEST, caches.page())
 
 
@@ -33,7 +33,7 @@ def bucket(size: int, unit: int = 1) -> int:
 
 
 def bytes_of(prefix: Prefix) -> bytes:
-    """The token ids of a prefix, by which equal ones are found."""
+    """Returns the token ids of a prefix as bytes, by which equal prefixes are found."""
     request, index = prefix
     return np.asarray(request.prefixes[index], np.int32).tobytes()
 
@@ -46,7 +46,7 @@ class Capacity:
       slots: sequences at a time.
       length: tokens of a slot's cache.
       stop_ids: stop ids of a slot.
-      penalised: whether seen tokens are kept, for a repetition penalty.
+      penalised: whether seen tokens are recorded, for a repetition penalty.
     """
 
     slots: int
@@ -79,7 +79,7 @@ class Capacity:
 
 @dataclass(eq=False)
 class Recorded:
-    """The experts that the prompts of a block went to, [N, T, L, k], read from the device once something wants them."""
+    """The experts of the tokens of a block's prompts, [N, T, L, k], copied from the device at the first use."""
 
     device: jax.Array
 
@@ -90,7 +90,7 @@ class Recorded:
 
 @dataclass(kw_only=True)
 class Block:
-    """Prefilled prompts: rows of `cache` and `tokens` (padded with -1), and the sequences that still want a copy."""
+    """Prefilled prompts: rows of `cache` and `tokens` (padded with -1), and the sequences that are still to be copied into slots."""
 
     cache: Cache
     tokens: np.ndarray
@@ -100,7 +100,7 @@ class Block:
 
 
 class SlotBatch:
-    """Sequences that are decoded together, and the prompts prefilled for those that follow."""
+    """Sequences that are decoded together, and the prompts prefilled for the next ones."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class SlotBatch:
         record: bool = False,
         keep: bool = False,
     ):
-        """`programs` collects the shapes that were compiled; `dtype` is the cache's, or None for the policy's; `record` keeps the
+        """Creates empty slots; `programs` collects the compiled shapes; `dtype` is the cache's, or None for the policy's; `record` keeps the
         experts of each token; `keep` parks slots whose conversation may go on."""
         self.policy, self.capacity, self._programs, self._dtype, self._record = (
             policy,
@@ -127,7 +127,7 @@ class SlotBatch:
         self._cache, self._seen = decode.empty(
             policy=policy, slots=capacity.slots, length=capacity.length, penalised=capacity.penalised, dtype=dtype
         )
-        self.whole = capacity  # what `capacity` is where the batch was not resized
+        self.whole = capacity  # the capacity of the batch before it is resized
         self.parking: parking.Parking | None = None  # until a slot is parked
         self._keeps = keep and not (record or capacity.penalised) and self._cache.keys() == parking.KEPT
 
@@ -136,7 +136,8 @@ class SlotBatch:
         return self._block is not None or any(draft is not None for draft in self._drafts)
 
     def left(self, steps: int = 0) -> int | None:
-        """Sequences with more than so many tokens to draw, unless they stop before; None where others may come of the block, or next turns."""
+        """Returns the number of sequences with more than `steps` tokens to draw, as if none stopped earlier; None where a block or
+        turns may add others."""
         live = [slot for slot, draft in enumerate(self._drafts) if draft is not None and draft.request.open]
         turns = any(self._drafts[slot].request.conversation for slot in live)  # type: ignore[union-attr]
         if self._block is not None or self.parking or turns:
@@ -145,11 +146,11 @@ class SlotBatch:
 
     @property
     def read(self) -> bool:
-        """Whether the host ends sequences itself, by their text."""
+        """Whether the host ends sequences itself, by searching their text."""
         return any(draft is not None and draft.request.settings.stop_strings for draft in self._drafts)
 
     def resize(self, slots: int) -> None:
-        """Moves the live sequences, in their order, to a batch of so many slots; the free ones stay behind."""
+        """Moves the live sequences, in their order, to a batch of `slots` slots."""
         gone = set(self.free())
         live = [slot for slot in range(self.capacity.slots) if slot not in gone]
         source = np.zeros(slots, np.int32)
@@ -163,7 +164,7 @@ class SlotBatch:
         self.capacity = replace(self.capacity, slots=slots)
 
     def free(self) -> list[int]:
-        """Returns the free slots; those whose request was given up are freed here."""
+        """Returns the free slots, among them those of requests that were given up, which it frees."""
         for slot, draft in enumerate(self._drafts):
             if draft is not None and not draft.request.open:
                 self._release(slot)
@@ -172,7 +173,7 @@ class SlotBatch:
 
     @property
     def room(self) -> bool:
-        """Whether there is a slot that is free or parked."""
+        """Whether any slot is free or parked."""
         return bool(self.free() or self.parking)
 
     def block_shape(self, rows: int, longest: int) -> tuple[int, int]:
@@ -181,7 +182,7 @@ class SlotBatch:
         return bucket(rows, self.policy.partitioner.batch_shards), length
 
     def prefill(self, prefixes: Sequence[Prefix], params: Params, version: int) -> int:
-        """Prefills prompts, one block at a time, equal ones once; their sequences take slots at the next `place`.
+        """Prefills a block of prompts, equal ones once; their sequences take slots at the next `place`.
 
         Returns the tokens that were prefilled, without padding.
         """
@@ -199,7 +200,7 @@ class SlotBatch:
         return int((tokens != decode.NO_TOKEN).sum())
 
     def place(self, params: Params, version: int) -> bool:
-        """Gives free slots to sequences of the block; False where there is none left to place."""
+        """Copies sequences of the block into free slots; returns whether some are left."""
         block, free = self._block, self.free()
         wanted = 0 if block is None else sum(draft.request.open for _, draft in block.drafts)
         while len(free) < wanted and self.parking:
@@ -224,13 +225,13 @@ class SlotBatch:
         return self._block is not None
 
     def parked(self, request: Request, version: int) -> int | None:
-        """Returns the parked slot in which a turn of a conversation goes on; None where it is prefilled."""
+        """Returns the parked slot in which a turn of a conversation continues; None where the turn is to be prefilled."""
         if self.parking is None or request.conversation is None or request.sequences != 1:
             return None
         return self.parking.find(request.conversation.id, np.asarray(request.prefixes[0], np.int32), version)
 
     def resume(self, turns: Mapping[int, Request], params: Params) -> tuple[int, int]:
-        """Goes on in parked slots, {slot: its next turn}; returns the tokens that were kept, and those that were prefilled."""
+        """Continues in parked slots, {slot: its next turn}; returns the numbers of kept and of prefilled tokens."""
         assert self.parking is not None  # `parked` found the slots
         held = {slot: len(self.parking.take(slot).tokens) for slot in turns}
         new = [np.asarray(request.prefixes[0][held[slot] :], np.int32) for slot, request in turns.items()]
@@ -246,11 +247,11 @@ class SlotBatch:
         return sum(held.values()), sum(map(len, new))
 
     def step(self, served: decode.Served, steps: int, after: decode.Chunk | None = None) -> decode.Chunk:
-        """Starts a chunk of decode steps on the device, where the slots are or where the chunk `after` leaves them."""
+        """Starts a chunk of decode steps on the device, from the slots' state or from the end of the chunk `after`."""
         cut = any(draft is not None and choose.filters(draft.request.settings) for draft in self._drafts)
         self._programs.add(("decode", self.capacity, steps, cut))
         at = self._slots
-        # What a chunk leaves and what the host has lie alike, so that one program takes both.
+        # The state that a chunk leaves and the host's have the same layout, so that one program takes both.
         if jax.process_count() == 1:
             place, state = self.policy.partitioner.replicated, at if after is None else after
             at = at._replace(**{name: jax.device_put(getattr(state, name), place) for name in _STATE})
@@ -260,7 +261,7 @@ class SlotBatch:
         return chunk
 
     def collect(self, chunk: decode.Chunk, version: int, text: Decode) -> tuple[int, int]:
-        """Takes a chunk's draws and hands on what finished; returns the tokens kept and the steps run."""
+        """Reads a chunk's draws and delivers finished sequences; returns the numbers of tokens kept and of steps run."""
         tokens, logprobs, drawn, done, routes = jax.device_get(chunk[:5])
         slots = self._slots
         new = drawn - slots.drawn
@@ -306,9 +307,9 @@ class SlotBatch:
         self._slots.done[slot], self._drafts[slot] = True, None
 
     def _park(self, slot: int, draft: Draft) -> None:
-        """Keeps a slot whose sequence has ended for the next turn of its conversation.
+        """Parks a slot whose sequence has ended for the next turn of its conversation.
 
-        The last token drawn was not fed. A slot that is done is fed its last token at one place again and again, behind what is kept.
+        The last token drawn has not been fed. A slot that is done is fed its last token at one position at every step, after the kept entries.
         """
         conversation, version = draft.request.conversation, draft.version
         if not self._keeps or conversation is None or version is None or not draft.request.open:

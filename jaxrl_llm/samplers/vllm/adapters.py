@@ -1,15 +1,15 @@
-"""Adapters alone, on vLLM servers: each version is loaded under a name of its own, beside those before it, while the server generates.
+"""Publishes adapters alone to vLLM servers: each version is loaded under a name of its own, beside earlier ones, while the server generates.
 
-A request names the adapters that it asks for and keeps them to its end, so nothing is paused, nothing in flight changes, and all tokens of a
-request are of one version. No name is given twice: a server that has it has its weights, and no mark of a commit is asked for. One that was
-started anew does not know the name, answers 404, and is brought to the newest version again. Learners that name their adapters apart may
+A request names its adapters and keeps them to its end, so nothing is paused, nothing in flight changes, and all tokens of a request are
+of one version. No name is used twice: a server that knows it has its weights, and no mark of a commit is needed. A restarted server
+does not know the name, answers 404, and is updated to the newest version again. Learners with different names for their adapters may
 share a server and its base.
 
-The server holds the base from its start. It needs --enable-lora, --max-lora-rank, --max-loras 2 or more, and the environment variable
+The server loads the base at its start. It needs --enable-lora, --max-lora-rank, --max-loras 2 or more, and the environment variable
 VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
 
-FOLDER/v00000012/ holds adapter_config.json, adapter_model.safetensors and manifest.json (version and canary); it appears whole or not at
-all. One program lays all adapters out on the devices, and process 0 writes them: they are a few hundredths of the weights.
+FOLDER/v00000012/ holds adapter_config.json, adapter_model.safetensors and manifest.json (version and canary); it appears complete or
+not at all. One program converts all adapters on the devices, and process 0 writes them: they are a few hundredths of the weights.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from jaxrl_llm.samplers.vllm.server_api import LOAD, VllmHttp
 
 UNLOAD, MODELS = "/v1/unload_lora_adapter", "/v1/models"
 RUNTIME = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of --max-lora-rank
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of --max-lora-rank
 
 
 def arguments(rank: int) -> tuple[str, ...]:
-    """The options of a server for adapters of a rank: two versions are in one batch while the older one's requests end.
+    """Returns a server's options for adapters of a rank; two versions share a batch while the older one's requests end.
 
     Raises:
       ValueError: vLLM takes no adapters of that rank.
@@ -59,10 +59,10 @@ def arguments(rank: int) -> tuple[str, ...]:
 
 
 def named(learner: str, version: int, publication: int) -> str:
-    """The name of a version's adapters.
+    """Returns the name of a version's adapters.
 
     Args:
-      learner: hexadecimal digits of the learner's own.
+      learner: the learner's own hexadecimal digits.
       version: the number.
       publication: counts the learner's publications, of which one version may take several.
     """
@@ -70,15 +70,15 @@ def named(learner: str, version: int, publication: int) -> str:
 
 
 def version_named(name: str) -> int:
-    """The version of adapters of this name."""
+    """Returns the version in a name of adapters."""
     return int(name.split("-")[1])
 
 
 async def load(http: VllmHttp, name: str, path: str) -> None:
-    """Has a server load the adapters of a folder under a name; does nothing where it has them.
+    """Has a server load the adapters of a folder under a name; does nothing where it has loaded them.
 
     Raises:
-      ServerFault, Refused: it cannot; what it had stays.
+      ServerFault, Refused: the server cannot; its earlier adapters stay.
     """
     if name in await _held(http):
         return
@@ -92,19 +92,19 @@ async def load(http: VllmHttp, name: str, path: str) -> None:
 
 
 async def unload_idle(http: VllmHttp) -> None:
-    """Has a server forget the learner's adapters but the newest, where nothing that asked for them is in flight."""
+    """Has a server unload the learner's adapters except the newest, where no request for them is in flight."""
     mine, _, _ = http.adapter.partition("-")
     busy = {name for name, flights in http.flying.items() if flights} | {http.adapter}
     for name in await _held(http):
         if name.partition("-")[0] == mine and name not in busy:
-            with contextlib.suppress(Refused):  # it has forgotten them by itself
+            with contextlib.suppress(Refused):  # the server has unloaded them already
                 await http.ask("POST", UNLOAD, {"lora_name": name})
     for name in [name for name, flights in http.flying.items() if not flights]:
         del http.flying[name]
 
 
 async def _held(http: VllmHttp) -> set[str]:
-    """The names that a server answers to."""
+    """Returns the names of models and adapters that a server answers to."""
     text = await http.ask("GET", MODELS)
     try:
         return {str(model["id"]) for model in json.loads(text)["data"]}
@@ -117,12 +117,12 @@ async def _held(http: VllmHttp) -> set[str]:
 
 @dataclass(eq=False, kw_only=True)
 class AdapterPublisher(Publisher):
-    """Writes versions of a policy's adapters.
+    """Publishes versions of a policy's adapters as folders.
 
     Attributes:
-      adapted: the policy with its adapters; `policy` is its plain one.
-      base: folder that the base is written to before the first version, for servers that start from it; None where servers have it.
-      tokenizer: written beside the base.
+      adapted: the policy with its adapters; `policy` is the plain one.
+      base: folder to which the base is written before the first version, for servers that start from it; None where servers have the base.
+      tokenizer: the tokenizer that is written beside the base.
     """
 
     adapted: AdaptedPolicy
@@ -136,10 +136,10 @@ class AdapterPublisher(Publisher):
         self._manifest_text = ""
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
-        """Copies the adapters off the devices, where they are beside their base (`AdaptedPolicy.joined`), and before the first version writes the base.
+        """Copies the adapters of `AdaptedPolicy.joined` parameters off the devices, and writes the base before the first version.
 
         Raises:
-          OSError: a folder cannot be written, or is full; earlier versions are whole.
+          OSError: a folder cannot be written, or is full; earlier versions stay complete.
         """
         self._begin, path = time.perf_counter(), self._path(version)
         adapters, base = taken_apart(params)
@@ -162,7 +162,7 @@ class AdapterPublisher(Publisher):
         return path, manifest
 
     async def finish(self, version: int) -> None:
-        """Returns when the version is whole on disk; raises as `start` does."""
+        """Returns when the version is complete on disk; raises as `start` does."""
         if jax.process_index() == 0:
             try:
                 await asyncio.to_thread(self._write, self._path(version))
@@ -175,13 +175,13 @@ class AdapterPublisher(Publisher):
         return named(self._learner, version, self._count)
 
     def close(self, *, remove: bool) -> None:
-        """Ends as of any publisher; with `remove`, the base does not stay either."""
+        """Closes the publisher; with `remove`, removes the base too."""
         super().close(remove=remove)
         if remove and self.base is not None and jax.process_index() == 0:
             shutil.rmtree(self.base, ignore_errors=True)
 
     def _clear(self, base: Params) -> None:
-        """Removes versions of an earlier run, and writes the base anew where servers start from it."""
+        """Removes versions of an earlier run, and writes the base where servers start from it."""
         first = jax.process_index() == 0
         for path in (*self._versions(), *([self.base] if self.base else [])) if first else ():
             shutil.rmtree(path, ignore_errors=True)
@@ -200,7 +200,7 @@ class AdapterPublisher(Publisher):
 
 
 def taken_apart(params: Params) -> tuple[Params, Params]:
-    """Returns adapters, a tree like Params with {"a", "b"} in the place of each adapted weight, and their base."""
+    """Splits parameters into adapters, a tree like Params with {"a", "b"} in the place of each adapted weight, and their base."""
     adapted = lambda x: isinstance(x, Adapted)  # noqa: E731
     base = jax.tree.map(lambda x: x.weights if adapted(x) else x, params, is_leaf=adapted)
     low: Params = {}

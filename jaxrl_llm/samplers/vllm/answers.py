@@ -1,4 +1,4 @@
-"""What is asked of a server, what it answers, and what goes wrong on the way."""
+"""Requests to a vLLM server, its answers, and the errors between."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,26 +11,26 @@ from jaxrl_llm.publication.vllm_route import LEAVING
 
 
 class ServerFault(ConnectionError):
-    """A server failed; the message names it and the cause, and another server may be asked."""
+    """Raised where a server failed; the message names it and the cause, and another server may be asked."""
 
 
 class Unreached(ServerFault):
-    """No connection, or one that broke."""
+    """Raised where there is no connection, or it broke."""
 
 
 class Leaving(ServerFault):
-    """A server takes no more requests, and gives those in flight back with the tokens that they have."""
+    """Raised where a server takes no more requests, and returns those in flight with the tokens that they have."""
 
 
 class TooSlow(Unreached):
-    """A server did not answer within its limit."""
+    """Raised where a server did not answer within its limit."""
 
 
 class Refused(ValueError):
-    """A server answered 4xx: the request or the server's set-up is wrong, and no other server would do better.
+    """Raised where a server answered 4xx: the request or the server's set-up is wrong, and another server would not help.
 
     Attributes:
-      status: of the answer; 0 where there was none.
+      status: HTTP status of the answer; 0 where there was none.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -39,7 +39,7 @@ class Refused(ValueError):
 
 
 def fault_of(what: str, status: int, text: str) -> Exception:
-    """Returns the exception that an answer other than 200 is, by its status and text."""
+    """Returns the exception for an answer other than 200, by its status and text."""
     said = f"{what}: {text}"
     if 400 <= status < 500:
         return Refused(said, status)
@@ -48,13 +48,13 @@ def fault_of(what: str, status: int, text: str) -> Exception:
 
 @dataclass(eq=False, kw_only=True)
 class Piece:
-    """What one request drew for one sample, so far.
+    """The tokens that one request has drawn for one sample so far.
 
     Attributes:
       tokens: token ids.
-      logprobs: log-prob of each under the distribution it was drawn from, nats.
-      versions: policy version that drew each.
-      finish: "stop", "length", "abort" (ended by the server before its time), or None while it is being drawn.
+      logprobs: log-prob of each token under the distribution it was drawn from, nats.
+      versions: policy version that drew each token.
+      finish: "stop", "length", "abort" (ended early by the server), or None while it is being drawn.
       routes: experts of the tokens from `Ask.routed` on, uint [T, L, k], or None.
     """
 
@@ -65,7 +65,7 @@ class Piece:
     routes: np.ndarray | None = None
 
     def cut(self, suspect: int | None) -> int:
-        """Ends a piece where its server failed, without tokens of a suspect version; returns the number of tokens left."""
+        """Ends a piece whose server failed, without tokens of a suspect version; returns the number of tokens kept."""
         kept = next((i for i, version in enumerate(self.versions) if version == suspect), len(self.tokens))
         if self.finish is None or kept < len(self.tokens):
             self.finish = "abort"
@@ -73,16 +73,16 @@ class Piece:
         return kept
 
     def take(self, choice: Mapping[str, Any], ask: "Ask", vocabulary: int, version: int) -> None:
-        """Adds what a server says: an answer to the request, or one event of a stream.
+        """Adds a server's tokens: those of an answer to the request, or of one event of a stream.
 
         Args:
-          choice: the sample in the words of one of the routes.
-          ask: what was asked.
+          choice: the sample in the form of one of the routes.
+          ask: the request.
           vocabulary: token ids are below it.
-          version: of tokens that the server does not tell the version of.
+          version: version of tokens for which the server gives none.
 
         Raises:
-          ValueError: it is not what was asked for. KeyError, TypeError or AttributeError: it is no sample.
+          ValueError: the sample does not fit the request. KeyError, TypeError or AttributeError: the choice is not a sample.
           ServerFault: the server ended the request for a reason of its own.
         """
         tokens, logprobs = choice.get("token_ids") or [], choice.get("logprobs") or {}
@@ -114,8 +114,8 @@ class Ask:
     Attributes:
       tokens: the prefix.
       sampling: vLLM's sampling parameters; "n" and "max_tokens" are among them.
-      stream: take the tokens as they are drawn.
-      routed: number of first tokens whose experts are known already.
+      stream: whether the tokens come as they are drawn.
+      routed: number of first tokens whose experts are already recorded.
     """
 
     tokens: Sequence[int]
@@ -129,7 +129,7 @@ class Ask:
 
 
 def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: int) -> list[int]:
-    """Returns the version of each of the last `count` tokens of a sample: a stream's spans reach back to its first token."""
+    """Returns the version of each of the last `count` tokens of a sample: the spans of a stream begin at its first token."""
     if not spans:
         return [version] * count
     found = [int(span["version"]) for span in spans for _ in range(span["start"], span["end"])]
@@ -139,7 +139,7 @@ def _versions(spans: Sequence[Mapping[str, Any]] | None, count: int, version: in
 
 
 def release(url: str, text: str) -> tuple[int, int]:
-    """Returns (major, minor) of what a server's /version says; Refused where it is no vLLM."""
+    """Reads (major, minor) from a server's /version; raises Refused where it is not vLLM."""
     try:
         major, minor = str(json.loads(text)["version"]).split(".")[:2]
         return int(major), int(minor)
@@ -148,7 +148,7 @@ def release(url: str, text: str) -> tuple[int, int]:
 
 
 def check_quantization(url: str, held: Sequence[Mapping[str, Any]], wanted: str) -> None:
-    """Refuses a server that quantizes where that is not expected, or the other way round: its canary's limit would be another's."""
+    """Refuses a server that quantizes where that is not expected, or the reverse, since the limit of its canary would be wrong."""
     if all(bool(rank.get("quantized")) == bool(wanted) for rank in held):
         return
     if wanted:

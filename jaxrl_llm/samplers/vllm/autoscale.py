@@ -1,15 +1,16 @@
-"""How many samplers a learner should have, by how long it waits for them; what starts and stops them is a command of the launcher.
+"""Decides how many samplers a learner should have, by how long it waits for them; a command of the launcher starts and stops them.
 
-Of a step that took T seconds, with n samplers: the learner waited w T for samples, and the samplers were at work for b T. So it has work of its own
-for (1 - w) T, and one sampler alone would need n b T.
+In a step of T seconds with n samplers, the learner waited w T for samples, and the samplers worked for b T. So the learner's own work
+takes (1 - w) T, and one sampler alone would need n b T.
 
-- More: where w is above `high`, as many as make their part as short as the learner's own, n b / (1 - w), at most twice as many at a time.
-- Fewer: where w is below `low`, as few as leave their part `slack` shorter than the learner's own, n b / ((1 - w) (1 - slack)), where those are
+- More: where w is above `high`, as many as make the samplers' part as short as the learner's own, n b / (1 - w), at most twice as many at a time.
+- Fewer: where w is below `low`, as few as leave the samplers' part `slack` shorter than the learner's own, n b / ((1 - w) (1 - slack)),
+where those are
   fewer by half of `slack` at least; by halves at most.
 - Else, and within `steps` steps after a change, as many as now.
 
-Between the two there is a gap, so a change is not taken back: after fewer, the samplers' part is shorter than the learner's by `slack`, so it does
-not wait; after more, the learner's own part is as long as theirs, so none is spare.
+The gap between the two keeps a change from being reversed: after fewer, the samplers' part is shorter than the learner's by `slack`, so
+the learner does not wait; after more, the learner's own part is as long as the samplers', so none is idle.
 """
 
 import asyncio
@@ -24,11 +25,11 @@ from typing import NamedTuple
 from jaxrl_llm import components, serving
 
 _log = logging.getLogger(__name__)
-_TEXT = 400  # characters of a failed command's output that are shown
+_TEXT = 400  # characters of a failed command's output that are logged
 
 
 class Load(NamedTuple):
-    """One step, as parts of its time: the learner waited for samples, and samplers had requests."""
+    """One step, as parts of its time: in which the learner waited for samples, and in which samplers had requests."""
 
     waiting: float
     busy: float
@@ -36,18 +37,18 @@ class Load(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Autoscale:
-    """Asks the launcher for more samplers or fewer while a run goes on; `Discovery` finds those that come and go.
+    """Has the launcher start or stop samplers during a run; `Discovery` finds those that come and go.
 
     Attributes:
-      command: what brings the number of samplers to {samplers}, such as "launch/gke.sh scale {samplers}", run without a shell in the folder of
-        the launch; empty for a fleet that stays as it is.
+      command: command that sets the number of samplers to {samplers}, such as "launch/gke.sh scale {samplers}", run without a shell in
+        the folder of the launch; empty for a fleet that does not change.
       least: fewest samplers.
       most: most samplers.
-      low: part of a step that the learner waits for samples below which there may be fewer.
-      high: part above which there should be more.
-      slack: part of the learner's own time that samplers are idle for, before there are fewer.
-      steps: steps that are looked at together; so many pass after a change before the next one.
-      start_s: most seconds until the samplers that were asked for serve, before they are asked for again.
+      low: part of a step waiting for samples, below which there may be fewer samplers.
+      high: part of a step waiting for samples, above which there should be more samplers.
+      slack: part of the learner's own time for which samplers are to stay idle after a reduction.
+      steps: steps over which the parts are averaged; so many pass after a change before the next one.
+      start_s: most seconds for requested samplers to serve, before the command runs again.
       command_s: most seconds of the command.
     """
 
@@ -78,10 +79,10 @@ class Autoscale:
         return bool(self.command)
 
     def wanted(self, now: int, loads: Sequence[Load]) -> int:
-        """Returns how many samplers there should be, `least` to `most`.
+        """Returns the number of samplers that there should be, `least` to `most`.
 
         Args:
-          now: how many there are.
+          now: number of samplers that serve.
           loads: the steps since the last change.
         """
         kept = min(max(now, self.least), self.most)
@@ -101,12 +102,12 @@ class Autoscale:
 
 @dataclass(eq=False, kw_only=True)
 class Scaler:
-    """Carries out what a rule wants.
+    """Runs the launcher's command where the rule's number of samplers differs from those that serve.
 
     Attributes:
-      rule: how many samplers are wanted, and by which command.
-      counters: of the fleet: changes that were asked for, and commands that failed.
-      wanted: how many were asked for last; 0 before the first change.
+      rule: the rule of the number of samplers, and the command.
+      counters: the fleet's counters, with the numbers of changes and of commands that failed.
+      wanted: number of samplers last requested; 0 before the first change.
     """
 
     rule: Autoscale
@@ -117,9 +118,9 @@ class Scaler:
     _running: asyncio.Task[None] | None = field(default=None, init=False)
 
     def step(self, serving_now: int, load: Load, clock_s: float) -> None:
-        """Notes a step with so many samplers that served, and asks for another number of them where the rule wants one.
+        """Records a step with the number of samplers that served, and requests another number where the rule gives one.
 
-        Samplers that were asked for are waited for, as steps before they serve say nothing of them; `clock_s` is time.monotonic.
+        It first waits for requested samplers, since steps before they serve do not reflect them; `clock_s` is time.monotonic.
         """
         if self._running is not None and not self._running.done():
             return
@@ -144,7 +145,7 @@ class Scaler:
         self._running = asyncio.get_running_loop().create_task(self._run(wanted))
 
     async def _run(self, wanted: int) -> None:
-        """Runs the command; where it fails, that is told and counted, and the rule may ask again."""
+        """Runs the command; a failure is logged and counted, and the rule may request again."""
         words = [word.replace("{samplers}", str(wanted)) for word in shlex.split(self.rule.command)]
         problem = ""
         try:
@@ -170,14 +171,14 @@ class Scaler:
             _log.warning("%s failed (%s): the samplers stay as they are", shlex.join(words), problem)
 
     async def close(self) -> None:
-        """Ends a command that runs."""
+        """Ends a running command."""
         if self._running is not None:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
 
 
 def load_of(step: Mapping[str, float]) -> Load | None:
-    """Reads a step's metrics; None where they do not tell, as of a step without sampling."""
+    """Reads a step's metrics; returns None where they lack the times, as for a step without sampling."""
     whole = step.get("time/step_s", 0.0) - step.get("time/evaluate_s", 0.0)
     if whole <= 0 or "time/sample_s" not in step:
         return None

@@ -1,7 +1,7 @@
-"""The running sampler over a fleet of vLLM servers: completions of token prefixes, finished in spite of failing servers.
+"""The running sampler over a fleet of vLLM servers: completions of token prefixes, which are finished although servers fail.
 
-A sequence is a draft of tokens so far. A request draws what is missing; where it is cut short (a server failed, or was told to
-abort for an update), the next one, to any server, has the tokens so far as a part of its prefix.
+A sequence is a draft that holds the tokens so far. A request draws the missing ones; where it is cut short (a server failed, or aborted
+for an update), the next one, to any server, includes the tokens so far in its prefix.
 """
 
 import asyncio
@@ -27,33 +27,33 @@ from jaxrl_llm.samplers.vllm.server_update import Published
 _log = logging.getLogger(__name__)
 
 Group = tuple[int, list[Completion]]
-# Of a fleet: requests asked again, cut short, held by a pause, late; servers that stalled, looks at those
-# that do not count their tokens; servers and updates, and versions
-# that no server took and that were published again; and changes of the number of servers, asked for and failed.
+# Counters of a fleet: requests that were retried, cut short, held by a pause or late; servers that stalled, and checks of those that do
+# not count their tokens; servers and updates; versions that no server took and that were published again; and changes of the number of
+# servers, requested and failed.
 COUNTED = (
     "retries", "aborted", "held", "slow", "stalled", "uncounted", "set_aside", "rejoined", "joined", "left", "updates", "late_updates", "lagging",
     "published_again", "scaled", "scale_failed",
 )  # fmt: skip
-_MOST_EMPTY = 20  # requests in a row that may end without a token
+_MOST_EMPTY = 20  # most requests in a row that may end without a token
 
 
 @dataclass(eq=False, kw_only=True)
 class VllmClient:
-    """A running sampler; see VllmSampler for what configures it.
+    """A running sampler; see VllmSampler for its settings.
 
     Attributes:
       publisher: writes versions of the weights.
-      connect: the fleet, opened; called once, at the first publication.
-      disconnect: stops what `connect` started besides the fleet.
-      tokenizer: decodes token ids to the text that stop strings are looked for in; None where there are none.
+      connect: opens the fleet; called once, at the first publication.
+      disconnect: stops what `connect` started beside the fleet.
+      tokenizer: decodes token ids to the text that is searched for stop strings; None where there are none.
       max_length: most tokens of a prefix and its completion together.
       seeded: whether requests carry seeds.
       remove: whether `close` removes the published versions.
-      record: whether completions have the experts of each token.
-      adapted: whether it is given adapters beside their base, and not their sum.
-      other: makes a publisher of the other transfer; OSError where it cannot be had here, None where there is none to try.
-      autoscale: how many servers are wanted, and by which command they come.
-      version: the policy version that the next request is answered by; -1 before the first publication.
+      record: whether completions record the experts of each token.
+      adapted: whether it gets adapters beside their base instead of their sum.
+      other: makes a publisher of the other transfer; it raises OSError where that is not available here. None where there is no other transfer.
+      autoscale: the rule of the number of servers, and the command that changes it.
+      version: the policy version that answers the next request; -1 before the first publication.
       counters: tokens and clipped requests since the last call of `metrics`.
     """
 
@@ -79,7 +79,7 @@ class VllmClient:
         self._generated = self._clipped = self._open = 0
         self._busy_s, self._since = 0.0, 0.0
 
-    # Sampling goes on while the learner updates: nothing here runs on the learner's devices.
+    # Sampling goes on while the learner updates, since nothing here runs on the learner's devices.
     overlaps = True
     converses = True
 
@@ -90,19 +90,19 @@ class VllmClient:
         """Yields (index of the prefix, its n completions) as groups finish.
 
         Log-probs are those of the distribution that the token was drawn from; greedy tokens report the untempered softmax.
-        Equal seeds give equal draws as far as the server's arithmetic repeats itself and no request was cut short.
+        Equal seeds give equal draws where the server's arithmetic is deterministic and no request was cut short.
 
         Args:
           prefixes: int [T] token ids each, 1 to max_length - 1 of them.
           n: completions of each prefix.
           settings: how tokens are drawn.
           seeds: one for each prefix, 0 <= seed < 2^64.
-          conversation: what the prefixes are turns of; they go to the server of the turn before while its load allows it.
+          conversation: the conversation of which the prefixes are turns; they go to the server of the turn before while its load allows it.
 
         Raises:
-          ValueError: where an argument is not as described, or a server calls a request wrong.
+          ValueError: where an argument is not as described, or a server refuses a request.
           RuntimeError: before the first `publish`, and after `close`.
-          SamplerDown: no server could answer; names each and its cause. Before any has served a version, OSError.
+          SamplerDown: no server could answer; the message names each and its cause. Before any server has served a version, OSError.
         """
         if self._publication is None or self._closed:
             raise RuntimeError(
@@ -118,16 +118,16 @@ class VllmClient:
         return self._stream(request)
 
     async def publish(self, params: Params, version: int) -> None:
-        """Serves `params` as `version`: returns when the learner may change them; later requests wait for the servers.
+        """Publishes `params` as `version`; returns when the learner may change them, and later requests wait for the servers.
 
         Raises:
-          SamplerDown: this version could not be written, or the one before it was taken by no server, by neither transfer. Before any
-            server has served a version there is nothing to save: OSError, or ValueError where a server is not set up for updates.
+          SamplerDown: this version could not be written, or no server took the one before it, by either transfer. Before any server has
+            served a version: OSError, or ValueError where a server is not set up for updates.
         """
         if self._publication is not None:
             await self._publication
         if self.publisher.driver is not None and self._fleet is not None:
-            # A server that holds the version before the last, or a later one, copies nothing that is overwritten now.
+            # A server that holds the version before the last, or a later one, copies nothing that is now overwritten.
             await self._fleet.settled(version - 2)
         try:
             published = self._write(params, version)
@@ -141,7 +141,7 @@ class VllmClient:
         self._publication = asyncio.create_task(self._delivery(published, params))
 
     def _write(self, params: Params, version: int) -> Published:
-        """Begins to write a version, by the transfer that is in use."""
+        """Begins to write a version, by the current transfer."""
         _, manifest = self.publisher.start(params, version)
         place, memory = self.publisher.place(version), self.publisher.described()
         return Published(
@@ -150,12 +150,12 @@ class VllmClient:
         )  # fmt: skip
 
     async def _finished(self, published: Published) -> Published:
-        """Returns a version once it is whole, with what relays are to know of it."""
+        """Returns a version once it is completely written, with what relays need to know of it."""
         await self.publisher.finish(published.version)
         return replace(published, source=self.publisher.source(published.version), blocks=self.publisher.blocks())
 
     def _down(self, error: Exception) -> Exception:
-        """Returns the exception by which a failure of all servers, or of publishing, is told to the run."""
+        """Returns the exception with which the run learns that all servers, or publishing, failed."""
         if not self._served_once or isinstance(error, SamplerDown):
             return error
         return SamplerDown(
@@ -163,7 +163,7 @@ class VllmClient:
         )
 
     async def _delivery(self, published: Published, params: Params) -> None:
-        """Brings the servers to a version: by what was written, written anew, then by the other transfer."""
+        """Updates the servers to a version: by what was written, then written anew, then by the other transfer."""
         try:
             try:
                 await self._deliver(published)
@@ -182,7 +182,7 @@ class VllmClient:
             raise down from error
 
     async def _deliver_again(self, published: Published, params: Params, refusal: Exception) -> None:
-        """Tries what is left where every server refused a version; raises the last refusal."""
+        """Tries the remaining ways where every server refused a version; raises the last refusal."""
         assert self._fleet is not None
         version, first = published.version, self.publisher
         for way, make in (("whole once more", lambda: first), ("by the other transfer", self.other)):
@@ -211,7 +211,7 @@ class VllmClient:
             published = await self._finished(published)
             update = asyncio.ensure_future(self._fleet.publish(published))
             try:
-                await asyncio.sleep(0)  # it has told the fleet which version requests are asked of
+                await asyncio.sleep(0)  # the update has told the fleet which version requests ask for
             except asyncio.CancelledError:  # at `close`, which would leave it behind
                 update.cancel()
                 await asyncio.gather(update, return_exceptions=True)
@@ -221,7 +221,7 @@ class VllmClient:
         await update
 
     async def close(self) -> None:
-        """Ends what is running and stops the servers that were started; each also where another fails."""
+        """Ends what is running and stops the servers that it started; a failure of one part does not keep the others from ending."""
         self._closed = True
         if self._publication is not None:
             self._publication.cancel()
@@ -235,7 +235,7 @@ class VllmClient:
                 closing.push_async_callback(self._scaler.close)
 
     def steer(self, step: Mapping[str, float]) -> None:
-        """Asks for more servers or fewer by what a step took, where `autoscale` says how."""
+        """Requests more servers or fewer by a step's times, where `autoscale` has a command."""
         if not self.autoscale or self._fleet is None or (load := load_of(step)) is None:
             return
         self._scaler = self._scaler or Scaler(rule=self.autoscale, counters=self._fleet.counters)
@@ -282,7 +282,7 @@ class VllmClient:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _clock(self, change: int) -> None:
-        """Counts the seconds in which anything is being sampled."""
+        """Adds up the seconds in which anything is being sampled."""
         now = time.perf_counter()
         if self._open:
             self._busy_s += now - self._since
@@ -290,7 +290,7 @@ class VllmClient:
         self._open += change
 
     async def _group(self, request: Request, index: int) -> None:
-        """Draws all completions of one prefix, or hands on the error."""
+        """Draws all completions of one prefix, or delivers the error."""
         try:
             drafts = request.drafts(index)
             alone = request.settings.temperature == 0  # vLLM draws one greedy completion a request
@@ -322,7 +322,7 @@ class VllmClient:
         await self._draw_all(parts, empty)
 
     async def _draw_all(self, parts: Sequence[list[Draft]], empty: int = 0) -> None:
-        """Calls `_draw` for each part at the same time; where one fails, the others end."""
+        """Calls `_draw` for all parts concurrently; where one fails, the others end."""
         try:
             async with asyncio.TaskGroup() as group:
                 for part in parts:
@@ -331,7 +331,7 @@ class VllmClient:
             raise failed.exceptions[0] from None
 
     async def _served(self) -> Fleet:
-        """Returns the fleet, once it knows of the version that requests are to be answered by."""
+        """Returns the fleet, once it knows the version that requests ask for."""
         await self._begun.wait()
         if self._closed:
             raise RuntimeError("the sampler is closed")
@@ -342,10 +342,10 @@ class VllmClient:
         return self._fleet
 
     def _ask(self, drafts: Sequence[Draft]) -> Ask:
-        """Returns the request for what is missing of drafts with equally many tokens.
+        """Returns the request for the missing tokens of drafts with equally many tokens.
 
-        The tokens before `min_tokens` are asked for alone: there, no stop counts, and vLLM's own `min_tokens` would take the
-        stop ids out of the distribution.
+        The tokens before `min_tokens` are requested alone: no stop counts there, and vLLM's own `min_tokens` would remove the stop ids
+        from the distribution.
         """
         draft = drafts[0]
         settings, limit = draft.request.settings, draft.request.limit(draft.index)
@@ -360,7 +360,7 @@ class VllmClient:
         if settings.stop_strings and not early:
             sampling["stop"] = list(settings.stop_strings)
         if self.seeded and settings.temperature > 0:
-            # vLLM draws sample i of a request by its seed + i: where some of the samples are asked again, it is another seed.
+            # vLLM draws sample i of a request by its seed + i, so that a request for some of the samples again needs another seed.
             again = draft.count or len(drafts) < draft.request.n
             numbers = (draft.count, *(one.sample for one in drafts)) if again else ()
             sampling["seed"] = seed_of(draft.request.seeds[draft.index], *numbers)
@@ -368,7 +368,7 @@ class VllmClient:
         return Ask(tokens=tokens, sampling=sampling, routed=draft.routed)
 
     def _take(self, draft: Draft, piece: Piece, asked: int) -> bool:
-        """Adds what was drawn; returns True where the draft is finished."""
+        """Adds drawn tokens to a draft; returns whether the draft is finished."""
         count = len(piece.tokens)
         self._generated += count
         if piece.routes is not None:

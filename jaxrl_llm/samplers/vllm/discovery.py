@@ -1,4 +1,4 @@
-"""Where a fleet's servers are, looked up again and again: a file of addresses, or a DNS name that stands for several.
+"""Finds a fleet's servers repeatedly: in a file of addresses, or by a DNS name that stands for several.
 
 A headless Service of Kubernetes is such a name: it resolves to the addresses of the pods that are ready.
 """
@@ -22,13 +22,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Discovery:
-    """Where servers are found while a run goes on.
+    """Where servers are looked up during a run.
 
     Attributes:
       file: text file of addresses such as http://10.0.0.7:9000, one a line; "#" begins a comment. None for no file.
       dns: address whose name stands for several hosts, such as http://samplers.default.svc:9000. None for no name.
-      every_s: seconds between looks.
-      leave_s: seconds that requests in flight have at a server which is no longer listed, before others are asked.
+      every_s: seconds between look-ups.
+      leave_s: seconds that requests in flight have to end at a server that is no longer listed, before other servers are asked.
     """
 
     file: str | None = None
@@ -52,11 +52,11 @@ class Discovery:
         return bool(self.file or self.dns)
 
     async def look(self) -> list[str]:
-        """Returns the addresses of all servers that there are now, at least one.
+        """Returns the addresses of all servers at present, at least one.
 
         Raises:
           OSError: the file or the name cannot be read, or holds no address.
-          ValueError: a line of the file is no address.
+          ValueError: a line of the file is not an address.
         """
         found = await (self._resolved() if self.dns else asyncio.to_thread(self._read))
         if not found:
@@ -80,13 +80,13 @@ class Discovery:
 
 @dataclass(eq=False, kw_only=True)
 class Membership:
-    """Keeps a fleet's servers as they are listed.
+    """Keeps a fleet's servers equal to those that are listed.
 
     Attributes:
-      fleet: whose servers come and go.
-      discovery: where they are found; where that fails, the servers stay those that were found last.
-      make: a server that is not connected yet, of an address.
-      fixed: servers that are listed always.
+      fleet: the fleet.
+      discovery: looks servers up; where that fails, the servers last found stay.
+      make: makes a server, not connected yet, of an address.
+      fixed: addresses of servers that always belong to the fleet.
     """
 
     fleet: Fleet
@@ -96,10 +96,10 @@ class Membership:
     _problem: str = field(default="", init=False)
 
     async def open(self, wait_s: float) -> None:
-        """Opens the fleet once a server is found and answers; from then on servers come and go.
+        """Opens the fleet once a server is found and answers; then starts the repeated look-ups.
 
         Raises:
-          ServerFault: none did within `wait_s`.
+          ServerFault: no server answered within `wait_s`.
           Refused: a server is not set up for updates.
         """
         limit = time.monotonic() + wait_s
@@ -115,7 +115,7 @@ class Membership:
         self.fleet.tasks.append(asyncio.create_task(self._keep()))
 
     async def look(self) -> None:
-        """Takes in servers that are new in the list and lets go of those that are no longer in it."""
+        """Adds servers that are new in the list, and lets go of those that are no longer in it."""
         try:
             urls = await self.discovery.look()
         except (OSError, ValueError) as error:

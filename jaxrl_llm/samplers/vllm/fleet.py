@@ -1,7 +1,7 @@
-"""Several vLLM servers as one: requests spread over them, the failed set aside and taken back.
+"""Several vLLM servers as one: requests are spread over them, failed servers are set aside and later rejoin.
 
-A request is asked of one server at a time. Where a server draws no token for too long, what it has in flight is cut and goes on elsewhere
-from the tokens that it has, so neither slow servers nor hung ones change how long responses are.
+A request goes to one server at a time. Where a server draws no token for too long, its requests in flight are cut and continue
+elsewhere from the tokens so far, so that slow or hung servers do not change the lengths of responses.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, s
 _log = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 0.5
-_STRIKES = 3  # requests in a row that took too long before a server is set aside
-_CUT_S = 5.0  # seconds for a server to end what it is told to end
+_STRIKES = 3  # requests in a row that took too long, at which a server is set aside
+_CUT_S = 5.0  # seconds that a server has to end what it is told to end
 
 
 class Unserved(TimeoutError):
-    """No server took requests for too long; the message names each and its cause."""
+    """Raised where no server took requests for too long; the message names each and its cause."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -35,10 +35,10 @@ class Fleet:
 
     Attributes:
       servers: all of them, ready or not; `join` and `leave` change the list.
-      limits: how long and how often.
-      inflight: what becomes of requests in flight while weights change.
-      relays: of the servers' hosts; None for none.
-      counters: what happened, by name: retries, aborted and slow requests, servers set aside and taken back, updates ...
+      limits: limits of times and tries.
+      inflight: treatment of requests in flight while weights change.
+      relays: the relays of the servers' hosts; None for none.
+      counters: numbers of events by name: retries, aborted and slow requests, servers set aside and rejoined, updates ...
     """
 
     servers: list[Server]
@@ -55,15 +55,15 @@ class Fleet:
             set_aside=self._set_aside, relays=self.relays,
         )  # fmt: skip
         self._leaving: dict[Server, asyncio.Task[None]] = {}
-        self.tasks: list[asyncio.Task[None]] = []  # that end with the fleet
+        self.tasks: list[asyncio.Task[None]] = []  # tasks that end with the fleet
         self._down_since: float | None = None
 
     async def open(self) -> None:
-        """Meets every server; those that do not answer yet may join later.
+        """Connects to every server; those that do not answer yet may join later.
 
         Raises:
           Refused: a server is not set up for updates.
-          ServerFault: none answers.
+          ServerFault: no server answers.
         """
         met = await asyncio.gather(*(s.http.open() for s in self.servers), return_exceptions=True)
         for server, error in zip(list(self.servers), met, strict=True):
@@ -78,7 +78,7 @@ class Fleet:
             self.tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._watch_progress())]
 
     async def settled(self, oldest: int) -> None:
-        """Returns when no server that holds a version before `oldest` is late with an update; each has its limit."""
+        """Returns when no server with a version before `oldest` is still late with an update; each update has its limit."""
         under_way = self.updates.under_way.items()
         if late := [task for server, task in under_way if server.http.version < oldest and not task.done()]:
             await asyncio.wait(late)
@@ -96,25 +96,25 @@ class Fleet:
     # -- servers that come and go --------------------------------------------------------------------------------------
 
     def join(self, server: Server) -> None:
-        """Takes a server in: it gets the newest weights, and then requests."""
+        """Adds a server, which gets the newest weights, and then requests."""
         server.cause = "joins"
         self.servers.append(server)
 
     def leave(self, server: Server, within_s: float) -> None:
-        """Gives a server no more requests; what is in flight there has `within_s` to end, then it is asked elsewhere."""
+        """Removes a server: it gets no more requests, and those in flight have `within_s` to end before they are asked elsewhere."""
         self.servers.remove(server)
         self.counters["left"] += 1
         self._leaving[server] = asyncio.create_task(self._let_go(server, within_s))
 
     def leaves(self, url: str) -> bool:
-        """Returns whether a server of that address is on its way out."""
+        """Returns whether a server of that address is being removed."""
         return any(server.http.url == url for server in self._leaving)
 
     async def _let_go(self, server: Server, within_s: float) -> None:
         version, limit = self.balancer.newest, time.monotonic() + within_s
         while server.flights and time.monotonic() < limit and self.balancer.newest == version:
             await asyncio.sleep(_HEARTBEAT_S / 10)
-        if server.flights and not server.lock.locked():  # it answers with the tokens so far, where it still answers
+        if server.flights and not server.lock.locked():  # it answers with the tokens so far, if it still answers
             try:
                 await server.http.pause("abort", clear_cache=True, limit_s=_CUT_S)
                 if server.flights:
@@ -133,18 +133,18 @@ class Fleet:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def ask(self, ask: Ask, home: bytes, oldest: int, conversation: bytes = b"") -> list[Piece]:
-        """Returns what one server drew for the n samples; after a failure, at least what arrived of some, marked "abort".
+        """Returns one server's tokens for the n samples; after a failure, those that arrived of at least one sample, marked "abort".
 
         Args:
           ask: the request.
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
           oldest: the oldest version that may answer, where servers are updated a few at a time.
-          conversation: goes before `home` where it is known; empty for none.
+          conversation: as `home`, and preferred to it where its server is known; empty for none.
 
         Raises:
           Unserved: no server took requests for `wait_s`.
           ServerFault: `tries` servers failed on it.
-          Refused: a server calls it wrong.
+          Refused: a server refuses the request.
         """
         fault: ServerFault | None = None
         for _ in range(self.limits.tries):
@@ -158,7 +158,7 @@ class Fleet:
         raise ServerFault(f"a request failed {self.limits.tries} times; the last time: {fault}") from fault
 
     async def _answered(self, server: Server, ask: Ask) -> list[Piece]:
-        """Returns what a server drew, "abort" where it failed after some tokens; ServerFault where it failed before."""
+        """Returns a server's tokens, marked "abort" where it failed after some; raises ServerFault where it failed before any."""
         pieces = [Piece() for _ in range(ask.n)]
         epoch, earlier = server.epoch, max(0, len(server.committed) - 1)
         try:
@@ -184,7 +184,7 @@ class Fleet:
         return pieces
 
     async def _fly(self, server: Server, ask: Ask, pieces: list[Piece]) -> bool:
-        """Carries out the request, which ends too where the server is set aside; returns False where a pause held it and it was cut off."""
+        """Carries out the request, and ends it where the server is set aside; returns False where a pause held the request and it was cut off."""
         flight = asyncio.ensure_future(_confirmed(server, ask, pieces))
         server.flights.add(flight)
         try:
@@ -201,7 +201,7 @@ class Fleet:
         return True
 
     async def _approved(self, server: Server) -> None:
-        """Waits for the verdict where an answer came in the middle of an update."""
+        """Waits for the canary's result where an answer came in the middle of an update."""
         if server.shut:
             async with server.lock:
                 pass
@@ -209,7 +209,7 @@ class Fleet:
                 raise ServerFault(server.cause)
 
     def _blame(self, server: Server, error: ServerFault) -> None:
-        """Sets a failed server aside, a slow one after some requests in a row, and one that leaves when it has given back what it had."""
+        """Sets a failed server aside, a slow one after several requests in a row, and one that leaves once it has returned its requests."""
         if isinstance(error, Leaving):
             if server.ready:
                 self.counters["left"] += 1
@@ -225,22 +225,22 @@ class Fleet:
         self._set_aside(server, error)
 
     async def _emptied(self, server: Server, error: Leaving) -> None:
-        """Waits for what a server that leaves gives back; what comes to its place later is a server like any that failed."""
+        """Waits for the requests that a leaving server returns; a server that later takes its place is treated as one that failed."""
         if server.flights:
             await asyncio.wait(set(server.flights), timeout=_CUT_S)
         self._set_aside(server, error)
 
     async def _watch_progress(self) -> None:
-        """Ends what is in flight at servers that draw no token for too long; it goes on elsewhere with the tokens that it has."""
+        """Ends requests in flight at servers that draw no token for too long; they continue elsewhere from the tokens so far."""
         while self.limits.straggler:
             await asyncio.sleep(max(self.limits.straggler_s / 5, 0.01))
             await asyncio.gather(*(self._look_at(server) for server in list(self.servers)))
 
     async def _look_at(self, server: Server) -> None:
-        """Sees whether a server goes on; one that does not is told to cut what it has, and set aside.
+        """Checks whether a server makes progress; one that does not is told to cut its requests, and set aside.
 
-        A server is late by its own tokens alone, never by those of others or by how long an answer takes: long answers would be asked
-        again more often than short ones, and the answers that are learned from would be too short.
+        A server is judged by its own tokens alone, never by those of others or by an answer's duration: long answers would otherwise be
+        retried more often than short ones, and the answers that are learned from would be biased to short ones.
         """
         if not server.flights or server.shut or not server.ready:
             server.progress.rest()
@@ -271,18 +271,18 @@ class Fleet:
     # -- updates -------------------------------------------------------------------------------------------------------
 
     async def publish(self, published: Published) -> None:
-        """Brings every server that answers to the version; those that are late against the others go on by themselves.
+        """Updates every server that answers to the version; late ones continue without being waited for.
 
         Raises:
-          ServerFault, Refused: every server answered and none took it; says what each said.
+          ServerFault, Refused: every server answered and none took it; the message holds each one's answer.
         """
         await self.updates.publish(published)
 
     async def publish_again(self, published: Published) -> None:
-        """Brings servers that all failed to a version that was published once more.
+        """Updates servers that all failed to a version that was published once more.
 
         Raises:
-          ServerFault: none took it; says what each said.
+          ServerFault: no server took it; the message holds each one's answer.
         """
         self.updates.published = published
         self.counters["published_again"] += 1
@@ -290,24 +290,24 @@ class Fleet:
             server.http.version = -1
         await asyncio.gather(*(self._rejoin(server) for server in list(self.servers)))
         if not any(server.ready for server in self.servers):
-            # A cause is a stage's name where another attempt to bring the server back is under way.
+            # A cause names a stage of the update where another attempt to bring the server back is under way.
             causes = "; ".join(f"{s.http.url}: {s.cause}" for s in self.servers) or "no server is known"
             raise ServerFault(f"no server took version {published.version} of the weights: {causes}")
 
     def reading(self) -> set[int]:
-        """Versions that must stay where they are: servers read them, or may read them again for requests that ask for their adapters."""
+        """Returns the versions that must be kept: servers read them, or may read them again for requests that name their adapters."""
         asked = {name for s in self.servers for name, flights in s.http.flying.items() if flights and name}
         return {*self.updates.staging.values(), *map(version_named, asked)}
 
     @property
     def update(self) -> dict[str, float]:
-        """Seconds and canary of the last update, by name."""
+        """The seconds and the canary's results of the last update, by name."""
         return self.updates.seconds
 
     # -- servers that failed -------------------------------------------------------------------------------------------
 
     def _set_aside(self, server: Server, error: Exception) -> Exception:
-        """Gives a server no requests until it holds the newest weights again; what is in flight there is asked elsewhere."""
+        """Gives a server no requests until it holds the newest weights again; its requests in flight are asked elsewhere."""
         server.cause = str(error)
         if server.ready:
             self.counters["set_aside"] += 1
@@ -318,7 +318,7 @@ class Fleet:
         return error
 
     async def _rejoin(self, server: Server) -> None:
-        """Brings a server back, or a new one in, if it answers."""
+        """Updates a failed or new server and gives it requests, if it answers."""
         try:
             if server.revive is not None:
                 await server.revive()
@@ -336,13 +336,13 @@ class Fleet:
         _log.warning("vLLM server %s serves, version %d", server.http.url, server.http.version)
 
     def _told(self, server: Server) -> None:
-        """Warns, once for each cause, of a server that cannot be taken in."""
+        """Warns, once for each cause, of a server that gets no requests."""
         if server.told != server.cause:
             server.told = server.cause
             _log.warning("vLLM server %s gets no requests yet: %s", server.http.url, server.cause)
 
     async def _watch(self) -> None:
-        """Tries to bring failed servers back, hurries late requests, and ends waits that have become hopeless."""
+        """Tries to bring failed servers back, dispatches waiting requests, and fails them where no server serves for too long."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             if self.balancer.newest is None:
@@ -363,10 +363,10 @@ class Fleet:
 
 
 async def _confirmed(server: Server, ask: Ask, pieces: list[Piece]) -> None:
-    """Asks for tokens, and then whether the server holds the weights that they are labelled with.
+    """Asks for tokens, and then confirms that the server holds the weights of their label.
 
     Raises:
-      ServerFault: it failed, or holds others; tokens stay in `pieces` only where the server confirmed them.
+      ServerFault: the server failed, or holds other weights; tokens stay in `pieces` only where the server confirmed them.
     """
     try:
         await server.http.generate(ask, pieces)
@@ -389,7 +389,7 @@ def _drop(pieces: list[Piece]) -> None:
 
 
 def _check_versions(server: Server, pieces: list[Piece], served: set[int]) -> None:
-    """Raises ServerFault, and drops all tokens, where one is labelled with a version that the server was not brought to meanwhile."""
+    """Raises ServerFault, and drops all tokens, where one is labelled with a version that the server did not hold meanwhile."""
     labels = {version for piece in pieces for version in piece.versions}
     if not labels <= served:
         _drop(pieces)

@@ -1,4 +1,4 @@
-"""Updates of a fleet's servers to published weights: all at once or a few at a time, without waiting long for the slow."""
+"""Updates a fleet's servers to published weights, all at once or a few at a time, without waiting long for slow ones."""
 
 import asyncio
 import time
@@ -14,25 +14,25 @@ from jaxrl_llm.samplers.vllm.answers import Refused, ServerFault, TooSlow, Unrea
 from jaxrl_llm.samplers.vllm.load_balancer import LoadBalancer
 from jaxrl_llm.samplers.vllm.server_update import Inflight, Published, Server, stage, swap
 
-# Of a version's update, what is reported of the server that did worst.
+# Values of an update that are reported of the worst server.
 _WORST = frozenset({"canary_ratio", "canary_mean", "canary_max", "tensors_unchecked", "rounding"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """How long a fleet waits, and how often it tries.
+    """Limits of a fleet's waiting times and tries.
 
     Attributes:
       sequences: most sequences in flight on a server.
       update_s: most seconds of a server's whole update.
       wait_s: most seconds that requests wait while no server takes any.
-      tries: most servers that one request is asked of.
-      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, what was asked before
-        a publication goes on meanwhile, with the servers that still hold the version that it was asked of.
-      straggler: an update is no longer waited for after so many times what half of the others took; 0 waits, and also for servers
-        that draw nothing.
-      straggler_s: fewest seconds before that; and the seconds in which a server draws no token before its requests go on elsewhere,
-        from the tokens that they have.
+      tries: most servers that are asked one request.
+      at_once: most servers that are paused for an update at a time; 0 for all. With fewer than all, requests from before a publication
+        go on meanwhile, at servers that still hold their version.
+      straggler: multiple of the time that half of the servers took, after which an update is no longer waited for; 0 waits without
+        limit, also for servers that draw nothing.
+      straggler_s: fewest seconds before that, and seconds without a token after which a server's requests continue elsewhere from the
+        tokens so far.
     """
 
     sequences: int = 1024
@@ -46,20 +46,20 @@ class Limits:
 
 @dataclass(eq=False, kw_only=True)
 class Updates:
-    """Brings servers to the newest version.
+    """Updates servers to the newest version.
 
     Attributes:
-      servers: all of the fleet's.
-      limits: how long and how often.
-      inflight: what becomes of requests in flight while weights change.
-      balancer: told of the newest version, and when a server takes requests again.
-      counters: of the fleet.
-      set_aside: takes a server that failed out of service.
-      relays: of the servers' hosts, from which they stage; None where they stage from where the learner writes.
+      servers: all servers of the fleet.
+      limits: limits of times and tries.
+      inflight: treatment of requests in flight while weights change.
+      balancer: the load balancer, which learns the newest version, and when a server takes requests again.
+      counters: the fleet's counters.
+      set_aside: takes a failed server out of service.
+      relays: the relays of the servers' hosts, from which servers stage; None where they stage from the learner's publication.
       published: the newest version; None before the first.
       seconds: seconds and canary of the last update, by name.
-      under_way: updates that nobody waits for: of servers that are late, come back or are new.
-      staging: versions that servers read, which must stay where they are.
+      under_way: updates that nobody waits for, of servers that are late, rejoin or are new.
+      staging: versions that servers read, which must be kept.
     """
 
     servers: list[Server]
@@ -76,13 +76,13 @@ class Updates:
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.limits.at_once) if self.limits.at_once else None
-        self._noted: int | None = None  # the version that `seconds` is of
+        self._noted: int | None = None  # the version of `seconds`
 
     async def publish(self, published: Published) -> None:
-        """Brings every server that answers to the version; those that are late against the others go on by themselves.
+        """Updates every server that answers to the version; late ones continue without being waited for.
 
         Raises:
-          ServerFault, Refused: every server answered and none took it; says what each said.
+          ServerFault, Refused: every server answered and none took it; the message holds each one's answer.
         """
         self.published, self.balancer.newest, self.balancer.shared_until = published, published.version, float("inf")
         begin = time.monotonic()
@@ -107,7 +107,7 @@ class Updates:
             raise type(failed[0])(f"no server took version {published.version} of the weights: {causes}")
 
     async def _most(self, pending: set[asyncio.Task[Exception | None]], begin: float) -> None:
-        """Returns when all updates have ended, or when the last of them are late against more than half."""
+        """Returns when all updates have ended, or when the rest are late compared with more than half."""
         count, limits, limit = len(pending), self.limits, float("inf")
         while pending:
             left = None if limit == float("inf") else max(0.0, limit - time.monotonic())
@@ -121,7 +121,7 @@ class Updates:
                 limit = now + max((limits.straggler - 1) * (now - begin), limits.straggler_s)
 
     async def bring(self, server: Server) -> Exception | None:
-        """Brings one server to the newest version, or sets it aside and says why."""
+        """Updates one server to the newest version; where that fails, sets it aside and returns the error."""
         async with server.lock:
             try:
                 while (wanted := self.published) is not None and server.http.version != wanted.version:
@@ -137,7 +137,7 @@ class Updates:
         return None
 
     async def _bring_to(self, server: Server, wanted: Published) -> None:
-        """Stages one version and swaps it in, also where a newer one came meanwhile: a slow server would never get to its end else."""
+        """Stages one version and swaps it in, even where a newer one has come meanwhile, since a slow server would otherwise never finish."""
         limit, begin = self.limits.update_s, time.perf_counter()
         self.staging[server] = wanted.version
         try:
@@ -147,14 +147,14 @@ class Updates:
             server.cause = "waiting for the updates of others"
             async with self._slot():
                 if wanted is not self.published and not slow:
-                    return  # it has the time to stage the newer one
+                    return  # there is time to stage the newer version
                 found = await asyncio.wait_for(swap(server, wanted, self.inflight, limit), limit)
                 self._note(found, wanted)
         finally:
             self.staging.pop(server, None)
 
     async def _stage(self, server: Server, wanted: Published) -> None:
-        """Has a server stage a version from its host's relay, or from the source where the relay is of no use."""
+        """Has a server stage a version from its host's relay, or from the source where the relay fails."""
         if self.relays is None or not wanted.blocks:
             return await stage(server, wanted)
         server.cause = "waiting for its host's relay"
@@ -169,7 +169,7 @@ class Updates:
             await stage(server, wanted)
 
     def _lags(self, server: Server) -> None:
-        """Notes that a server is on an older version than the newest; it takes requests only where servers of older versions do."""
+        """Notes that a server lags behind the newest version; it takes requests only where servers of older versions do."""
         newest = self.published.version if self.published is not None else server.http.version
         self.counters["lagging"] += 1
         server.cause = f"it lags: it holds version {server.http.version}, the newest is {newest}"
@@ -177,7 +177,7 @@ class Updates:
         self.balancer.dispatch()
 
     def _note(self, found: dict[str, float], published: Published) -> None:
-        """Keeps what a swap gave: the worst of all servers where it is of the weights, else the last."""
+        """Records the results of a swap: of `_WORST` values the worst of all servers, of others the last."""
         if published is not self.published:
             return
         same = self._noted == published.version
@@ -189,7 +189,7 @@ class Updates:
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
-        """A place among the servers that may be paused; whoever keeps it for too long keeps nobody else from it."""
+        """Holds one of the places of servers that may be paused, for at most `straggler_s`, after which another server may take it."""
         if self._slots is None:
             yield
             return
@@ -204,7 +204,7 @@ class Updates:
                 held.pop().release()
 
     def busy(self, server: Server) -> bool:
-        """Returns whether an update of the server goes on."""
+        """Returns whether the server is being updated."""
         job = self.under_way.get(server)
         return server.lock.locked() or (job is not None and not job.done())
 

@@ -1,7 +1,6 @@
-"""Which server a request goes to: one queue for all servers, equal prefixes together, the least loaded first.
+"""Chooses the server of a request: one queue for all servers, equal prefixes together, the least loaded first.
 
-Nothing waits at a server that is full: a request is handed out when a server has room for it, so the servers that are fast take what
-the slow ones leave.
+No request waits at a full server: it is assigned when a server has room for it, so that fast servers take more requests than slow ones.
 """
 
 import asyncio
@@ -12,9 +11,9 @@ from dataclasses import dataclass, field
 
 from jaxrl_llm.samplers.vllm.server_update import Server
 
-_REMEMBERED = 100_000  # prefixes whose server is known
+_REMEMBERED = 100_000  # prefixes whose server is remembered
 
-Homes = tuple[bytes, ...]  # of a conversation and of a prefix: the first that is known counts
+Homes = tuple[bytes, ...]  # keys of a conversation and of a prefix: the first known one counts
 Waiting = deque[tuple[int, Homes, asyncio.Future[Server]]]
 
 
@@ -23,12 +22,12 @@ class LoadBalancer:
     """Requests that wait for a server.
 
     Attributes:
-      servers: all servers, ready or not; who owns the list adds and removes.
+      servers: all servers, ready or not; the owner of the list adds and removes.
       sequences: most sequences in flight on a server.
-      newest: the version that requests are asked of; None before the first.
-      mixed: servers of older versions take requests that were asked of those.
-      shared_until: until then (time.monotonic) servers in their update are left their share of what waits.
-      ended: what everyone who asks for a turn gets, once there are none any more.
+      newest: the version that requests ask for; None before the first.
+      mixed: whether servers of older versions take requests for those versions.
+      shared_until: time (time.monotonic) until which servers in an update keep their share of the waiting requests.
+      ended: the error that every later call of `turn` raises, once the fleet has ended.
     """
 
     servers: Sequence[Server]
@@ -42,16 +41,16 @@ class LoadBalancer:
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait."""
+        """The number of sequences that wait."""
         return sum(n for queue in self._waiting.values() for n, _, turn in queue if not turn.done())
 
     async def turn(self, n: int, home: bytes, oldest: int, conversation: bytes = b"") -> Server:
-        """Returns a server with room for n sequences, in the order of asking; `release` gives the room back.
+        """Returns a server with room for n sequences, in the order of the calls; `release` frees the room.
 
         Args:
           home: requests with equal bytes go to one server while its load allows it, for its prefix cache.
           oldest: the oldest version that may answer.
-          conversation: as `home`, for prefixes that continue one another; it goes before `home` from the second turn on.
+          conversation: as `home`, for prefixes that continue one another; it is preferred to `home` from the second turn on.
         """
         if self.ended is not None:
             raise self.ended
@@ -66,12 +65,12 @@ class LoadBalancer:
             raise
 
     def release(self, server: Server, n: int) -> None:
-        """Gives back the room of a request that has ended."""
+        """Frees the room of a request that has ended."""
         server.load -= n
         self.dispatch()
 
     def dispatch(self) -> None:
-        """Gives waiting requests their servers."""
+        """Assigns waiting requests to servers."""
         for oldest in sorted(self._waiting):
             queue = self._waiting[oldest]
             while queue:
@@ -94,10 +93,10 @@ class LoadBalancer:
         return [] if self.newest is None else [s for s in open_ones if s.http.version == self.newest]
 
     def _choose(self, n: int, homes: Homes, oldest: int) -> Server | None:
-        """Returns the prefix's own server, unless it is much busier than the least loaded; None where all are full.
+        """Returns the prefix's own server, or the least loaded one where that is much busier; None where all are full.
 
-        Servers that are still in their update will take their share, so those that are through with it leave them theirs for as
-        long as an update takes.
+        Servers that are still in their update will take their share, so updated servers leave it to them for as long as an update
+        takes.
         """
         most, serving, able = self.sequences, self.serving(oldest), [s for s in self.servers if s.ready]
         if len(serving) < len(able) and time.monotonic() < self.shared_until:
@@ -116,7 +115,7 @@ class LoadBalancer:
         return chosen
 
     def fail(self, error: Exception) -> None:
-        """Gives everyone who waits the error."""
+        """Raises the error in all waiting calls of `turn`."""
         while self._waiting:
             for _, _, turn in self._waiting.popitem()[1]:
                 if not turn.done():

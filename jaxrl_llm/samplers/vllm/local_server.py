@@ -1,7 +1,7 @@
-"""Local vLLM servers as child processes: started on free ports of loopback, waited for, stopped.
+"""Local vLLM servers as child processes, which are started on free ports of loopback, waited for and stopped.
 
-A server needs the model's config.json and tokenizer alone: its first weights come from the learner. It ends with the process that
-started it, however that ends (Linux).
+A server needs only the model's config.json and tokenizer, since its first weights come from the learner. On Linux it ends with the
+process that started it, however that ends.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ EXTENSION = "jaxrl_llm.publication.vllm_plugin.OrbaxWorkerExtension"
 MIDDLEWARE = "jaxrl_llm.publication.vllm_route.TokenRoute"
 HOST = "127.0.0.1"
 _ROOT = Path(__file__).resolve().parents[3]
-# From a source tree the servers read the plugin too; where the package is installed, their Python has its own.
+# From a source tree the servers need the plugin on their path; where the package is installed, their Python has it.
 _SOURCE = [str(_ROOT)] if (_ROOT / "pyproject.toml").is_file() else []
 _STOP_S = 15.0
 _LAST_LINES = 12
-_STARTS = 3  # where another process takes a port that vLLM had chosen for its own parts
+_STARTS = 3  # most starts where another process takes a port that vLLM had chosen for its own parts
 _PORT_TAKEN = ("eaddrinuse", "address already in use")
-# A process between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and ends its group by force
-# where that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
+# A process in between: at the end of the parent (PR_SET_PDEATHSIG) or at SIGTERM it asks the server to end, and kills its group where
+# that takes too long, so that servers of a killed run free their memory even if their own shutdown hangs.
 _BOUND = f"""
 import ctypes, os, signal, subprocess, sys, time
 bind = lambda: ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -69,14 +69,14 @@ class LocalServers:
     """vLLM servers that this process starts and stops.
 
     Attributes:
-      count: how many.
+      count: number of servers.
       python: the Python that has vLLM; None is this process's own.
-      python_path: folders before all others on the servers' PYTHONPATH, such as one that holds vLLM and PyTorch.
-      devices: CUDA_VISIBLE_DEVICES of each server, such as ("0", "1"); empty leaves them as they are.
+      python_path: folders at the beginning of the servers' PYTHONPATH, such as one that holds vLLM and PyTorch.
+      devices: CUDA_VISIBLE_DEVICES of each server, such as ("0", "1"); empty leaves it unchanged.
       tensor_parallel: devices of one server.
       memory_share: share of a GPU's memory that a server takes, weights and cache together; None on a CPU.
       arguments: further arguments of the command line.
-      environment: further environment variables. Of this process's own, those that hold secrets are left out.
+      environment: further environment variables. The servers inherit this process's own except those that hold secrets.
       ready_s: most seconds until a server answers.
     """
 
@@ -120,7 +120,7 @@ class LocalServers:
         return self.python or sys.executable
 
     def environment_of(self, number: int) -> dict[str, str]:
-        """Returns the environment of server `number`, but for its key."""
+        """Returns the environment variables of server `number`, except its key."""
         given = [str(Path(folder).expanduser().absolute()) for folder in self.python_path]
         path = [*given, *_SOURCE, *filter(None, [os.environ.get("PYTHONPATH", "")])]
         found = {
@@ -134,10 +134,10 @@ class LocalServers:
         return found | {name: str(value) for name, value in self.environment.items()}
 
     def release(self) -> tuple[int, int]:
-        """Returns vLLM's version there, (major, minor).
+        """Returns the version of vLLM that the servers' Python has, (major, minor).
 
         Raises:
-          FileNotFoundError: that Python is not there, or has no vLLM.
+          FileNotFoundError: that Python does not exist, or has no vLLM.
         """
         try:
             asked = subprocess.run(
@@ -160,12 +160,12 @@ class LocalServer:
     """One child process that serves a model on loopback.
 
     Attributes:
-      config: how it is started.
-      number: its place among the servers.
+      config: settings by which it is started.
+      number: its number among the servers.
       model: folder with config.json and tokenizer.
-      log: file that it writes to.
-      arguments: what its command line says of the model.
-      port: where it listens, at each start; 0 chooses one, and another one until the server has answered once.
+      log: file of its output.
+      arguments: arguments of its command line for the model.
+      port: port to listen on at each start; 0 chooses a free one, anew at each start until the server has answered once.
       key: its API key.
     """
 
@@ -181,7 +181,7 @@ class LocalServer:
         self._choosing = not self.port
         self.port = self.port or free_port()
         self._process: subprocess.Popen[bytes] | None = None
-        self._begins = 0  # where the log of this start begins, bytes
+        self._begins = 0  # bytes of the log before this start
 
     @property
     def url(self) -> str:
@@ -201,7 +201,7 @@ class LocalServer:
 
     def start(self) -> None:
         """Starts the process; `ready` waits for it."""
-        if self._process is not None:  # what an earlier start left behind holds memory, and `stop` would not find it
+        if self._process is not None:  # processes of an earlier start hold memory, and `stop` would not find them
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -218,10 +218,10 @@ class LocalServer:
         )  # fmt: skip
 
     async def ready(self) -> None:
-        """Returns when the server answers; one that met a port in use is started anew.
+        """Returns when the server answers; starts it anew where its port was in use.
 
         Raises:
-          ServerFault: it ended, or did not answer within the limit; the message holds the end of its log.
+          ServerFault: the server ended, or did not answer within the limit; the message holds the end of its log.
         """
         limit, starts = time.monotonic() + self.config.ready_s, 1
         timeout, key = aiohttp.ClientTimeout(total=2.0), {"Authorization": f"Bearer {self.key}"}
@@ -235,7 +235,7 @@ class LocalServer:
                 if self.ended:
                     raise ServerFault(f"the vLLM server {self.url} ended before it was ready: {self._last_lines()}")
                 with contextlib.suppress(aiohttp.ClientError, asyncio.TimeoutError, OSError):
-                    # Not /health, which another process that has the port would answer too.
+                    # Not /health, which another process on that port would answer too.
                     async with session.get(f"{self.url}/v1/models") as answer:
                         if answer.status == 200:
                             self._choosing = False
@@ -252,7 +252,7 @@ class LocalServer:
         return self._process is None or self._process.poll() is not None
 
     async def revive(self) -> None:
-        """Starts the process anew where it ended, on the same port; raises as `ready`."""
+        """Restarts the process where it ended, on the same port; raises Unreached where that fails."""
         if self.ended:
             self.start()
             try:
@@ -261,11 +261,11 @@ class LocalServer:
                 raise Unreached(str(fault)) from fault
 
     async def stop(self) -> None:
-        """Ends the process and its children: a request, and force where that does not help."""
+        """Ends the process and its children, by a request, and by force where that takes too long."""
         process = self._process
         if process is None:
             return
-        process.terminate()  # not the whole group: vLLM ends its own parts, and waits for ever for one that is gone
+        process.terminate()  # not the whole group: vLLM ends its own parts, and waits forever for one that is gone
         limit = time.monotonic() + _STOP_S
         while process.poll() is None and time.monotonic() < limit:
             await asyncio.sleep(0.05)
@@ -283,7 +283,7 @@ class LocalServer:
 
 
 async def all_ready(servers: Sequence[LocalServer]) -> None:
-    """Waits until all of them are ready, all at once; raises what the first that failed raises."""
+    """Waits until all servers are ready, concurrently; raises the error of the first that failed."""
     try:
         async with asyncio.TaskGroup() as group:
             for server in servers:
@@ -292,11 +292,11 @@ async def all_ready(servers: Sequence[LocalServer]) -> None:
         raise failed.exceptions[0] from None
 
 
-_chosen: set[int] = set()  # ports that `free_port` has given
+_chosen: set[int] = set()  # ports that `free_port` has returned
 
 
 def free_port() -> int:
-    """Returns a port of loopback that nothing listens on, another one at each call: vLLM would share one with the server beside it."""
+    """Returns a port of loopback on which nothing listens, a different one at each call, since vLLM would share it with another server."""
     while True:
         with socket.socket() as probe:
             probe.bind((HOST, 0))

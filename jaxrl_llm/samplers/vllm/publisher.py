@@ -1,8 +1,8 @@
-"""The learner's side of an update: weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
+"""The learner's side of an update: writes weights under their Hugging Face names and layout as an orbax checkpoint that samplers read.
 
-FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears whole or not at all: orbax
-renames it when everything is written. `store_publisher` writes to object storage (gs://, s3://).
-Export, cast, checksums and canary are computed on the devices; each host writes the shards that it holds, nothing is gathered.
+FOLDER/v00000012/ holds manifest.json (names, shapes, checksums, canary) and weights/, which appears complete or not at all, since orbax
+renames it when everything is written. `store_publisher` writes to object storage (gs://, s3://). Export, cast, checksums and canary are
+computed on the devices; each host writes the shards that it holds, nothing is gathered.
 """
 
 import asyncio
@@ -37,23 +37,23 @@ from jaxrl_llm.publication.manifest import FILE, WEIGHTS, Canary, Manifest, Tens
 from jaxrl_llm.publication.object_store import is_stored
 
 DTYPES = ("bfloat16", "float32", "float16")
-_NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax warns so of each version that is to have no database
-_CANARY_ROW = 128  # positions; the sequence is padded to a multiple of it
+_NO_DATABASE = "Skipping merge of OCDBT checkpoints"  # orbax's warning for each version without a database
+_CANARY_ROW = 128  # positions; the sequence is padded to a multiple of this
 
 
 @dataclass(eq=False, kw_only=True)
 class Publisher:
-    """Writes versions of a policy's weights.
+    """Publishes versions of a policy's weights.
 
     Attributes:
       policy: the policy, without adapters.
-      folder: where versions lie; whatever versions an earlier run left there are removed at the first one.
+      folder: folder of the versions; those that an earlier run left there are removed at the first one.
       dtype: element type that the samplers serve.
-      keep: newest versions kept.
+      keep: number of newest versions that are kept.
       canary: token ids of the fixed sequence, at least two; empty for none.
-      quantization: how the samplers quantize what they load; empty where they hold it as it is published.
-      driver: by which samplers on this host copy the weights out of GPU memory; None writes checkpoints.
-      seconds: of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
+      quantization: how samplers quantize the weights that they load; empty where they keep them as published.
+      driver: the driver of GPU memory, out of which samplers on this host copy the weights; None writes checkpoints.
+      seconds: times of the last version: "blocked_s" until the learner may change its weights, "save_s" until it was written.
     """
 
     policy: Policy
@@ -73,7 +73,7 @@ class Publisher:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Makes the folder; an error now is sooner than one when data and servers are there."""
+        """Makes the folder early, since an error now is better than one after data and servers have been prepared."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -81,21 +81,21 @@ class Publisher:
 
     @property
     def where(self) -> str:
-        """The place of versions, for errors."""
+        """The place of versions, as errors name it."""
         return str(self.folder)
 
     def start(self, params: Params, version: int) -> tuple[Path, Manifest]:
-        """Copies the weights off the devices and begins to write them; the learner may change its own when this returns.
+        """Copies the weights off the devices and begins to write them; the learner may change its weights when this returns.
 
         Raises:
-          OSError: the folder cannot be written, or is full; earlier versions are whole.
+          OSError: the folder cannot be written, or is full; earlier versions stay complete.
         """
         self._begin = time.perf_counter()
         path = self._path(version)
         stored, sums = exported(params, policy=self.policy, dtype=self.dtype)
         tensors = whole(stored, policy=self.policy)
         if self.driver is not None:
-            # The version before stays too: a server that is late may be copying it, and its canary will tell.
+            # The version before stays too, since a late server may still be copying it; its canary detects a mixture.
             manifest = self._manifest(version, params, tensors, sums)
             self._described = share(jax.block_until_ready(tensors), manifest, self.driver, version % 2)
             self.seconds["blocked_s"] = time.perf_counter() - self._begin
@@ -112,7 +112,7 @@ class Publisher:
         return path, manifest
 
     async def finish(self, version: int) -> None:
-        """Returns when the version is whole on disk; raises as `start` does."""
+        """Returns when the version is complete on disk; raises as `start` does."""
         if self.driver is not None:
             return
         try:
@@ -122,22 +122,22 @@ class Publisher:
         self.seconds["save_s"] = time.perf_counter() - self._begin
 
     def place(self, version: int) -> str:
-        """Returns where samplers find a version."""
+        """Returns the path or address at which samplers find a version."""
         return str(self._path(version))
 
     def _path(self, version: int) -> Path:
         return self.folder / f"v{version:08d}"
 
     def described(self) -> str:
-        """Returns where the newest version lies in GPU memory, for samplers on this host; empty where it is a checkpoint."""
+        """Returns the description of the newest version's place in GPU memory, for samplers on this host; empty where it is a checkpoint."""
         return self._described
 
     def source(self, version: int) -> str:
-        """Returns where relays find a version."""
+        """Returns the path or address at which relays find a version."""
         return self.place(version)
 
     def blocks(self) -> str:
-        """Returns the digest of the list of blocks of the version that was finished last, for relays; empty where none are listed."""
+        """Returns the digest of the last finished version's list of blocks, for relays; empty where none are listed."""
         return ""
 
     def adapter(self, version: int) -> str:
@@ -145,7 +145,7 @@ class Publisher:
         return ""
 
     async def prune(self, spared: Collection[int] = ()) -> None:
-        """Removes all but the newest versions, and those that servers still read: seconds for large ones, in which requests go on."""
+        """Removes all but the newest versions and `spared` ones, which servers still read; large ones take seconds, in which requests go on."""
         await asyncio.to_thread(self._remove_old, {self._path(version).name for version in spared})
 
     def _remove_old(self, spared: set[str]) -> None:
@@ -154,7 +154,7 @@ class Publisher:
                 shutil.rmtree(path, ignore_errors=True)
 
     def close(self, *, remove: bool) -> None:
-        """Ends what is being written; with `remove`, no version stays."""
+        """Ends what is being written; with `remove`, removes all versions."""
         if self._checkpointer is not None:
             self._checkpointer.close()
             self._checkpointer = None
@@ -168,7 +168,7 @@ class Publisher:
         if self._checkpointer is None:
             for path in self._versions() if jax.process_index() == 0 else ():
                 shutil.rmtree(path)
-            # A file a shard is written by many threads, and a database by one.
+            # Many threads write a file for each shard, where one thread would write a database.
             handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=True, use_compression=False)
             self._checkpointer = ocp.AsyncCheckpointer(handler)
             logging.getLogger("absl").addFilter(_worth_saying)
@@ -176,7 +176,7 @@ class Publisher:
 
     def _make_room(self, path: Path, size: int) -> None:
         self._writer().wait_until_finished()
-        if jax.process_index() == 0:  # another process may come after the manifest is written
+        if jax.process_index() == 0:  # another process may get here after the manifest is written
             shutil.rmtree(path, ignore_errors=True)  # of a version that is published once more
         path.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(self.folder).free
@@ -228,14 +228,14 @@ def _worth_saying(record: logging.LogRecord) -> bool:
 
 
 def default_folder(publication: str | None, run_dir: Path) -> Path:
-    """Returns where a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
+    """Returns the folder to which a run writes versions: RUN/publication, or a folder of the run's own under `publication`."""
     if publication is None or is_stored(publication):
         return run_dir.absolute() / "publication"
     return Path(publication).expanduser().absolute() / f"{run_dir.name}-{os.stat(run_dir).st_ino}"
 
 
 def default_address(publication: str | None, run_dir: Path) -> str:
-    """Returns where a run's versions lie for samplers: a folder of the run's own in object storage; empty where `publication` is none."""
+    """Returns the address at which samplers find a run's versions in object storage; empty where `publication` is not in object storage."""
     if publication is None or not is_stored(publication):
         return ""
     mark = hashlib.blake2b(f"{socket.gethostname()}:{run_dir.absolute()}".encode(), digest_size=4).hexdigest()
@@ -243,7 +243,7 @@ def default_address(publication: str | None, run_dir: Path) -> str:
 
 
 def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Turns {"a.b": x} into {"a": {"b": x}}: orbax names the arrays of a nested dict by its keys joined with dots."""
+    """Turns {"a.b": x} into {"a": {"b": x}}: since orbax names the arrays of a nested dict by its keys joined with dots."""
     tree: dict[str, Any] = {}
     for name, x in tensors.items():
         *folders, last = name.split(".")
@@ -255,7 +255,7 @@ def nested(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def named(params: Params) -> dict[str, Array]:
-    """Returns every tensor in Hugging Face's layout; the experts of a layer fused: gate and up [E, 2, M, D], down [E, D, M]."""
+    """Returns every tensor in Hugging Face's layout; a layer's experts are fused: gate and up [E, 2, M, D], down [E, D, M]."""
     found: dict[str, Array] = {}
     for tensor in hf_format.tensors(params):
         leaf = hf_format.leaf_of(params, tensor.path)
@@ -270,8 +270,8 @@ def named(params: Params) -> dict[str, Array]:
 def exported(params: Params, *, policy: Policy, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
     """Returns every tensor under its Hugging Face name, in that layout and in `dtype`, and its checksum (publication.manifest).
 
-    The experts of a layer are two tensors, in the layout of `publication.vllm_experts`. Tensors are filled up with zeros where the mesh stores
-    them so; their checksums are of what `whole` leaves of them.
+    The experts of a layer are two tensors, in the layout of `publication.vllm_experts`. Tensors are padded with zeros where the mesh
+    stores them so; their checksums are those of the tensors after `whole` has cut them.
     """
     tensors, own = {name: x.astype(dtype) for name, x in named(params).items()}, shapes(policy)
     return tensors, {name: word_sum(x, own[name]) for name, x in tensors.items()}
@@ -283,7 +283,7 @@ def shapes(policy: Policy) -> dict[str, tuple[int, ...]]:
 
 
 def whole(tensors: dict[str, Array], *, policy: Policy) -> dict[str, Array]:
-    """Returns exported tensors in their own shapes; each that is filled up lies whole on every device from then on."""
+    """Cuts exported tensors to their own shapes; those that are padded are then replicated on every device."""
     own = shapes(policy)
     filled = {name: x for name, x in tensors.items() if x.shape != own[name]}
     return {**tensors, **_cut(filled, policy=policy)} if filled else tensors
@@ -301,15 +301,15 @@ def _cut(tensors: dict[str, Array], *, policy: Policy) -> dict[str, Array]:
 def scored(
     params: Params, row: Int[Array, " T"], *, policy: Policy
 ) -> tuple[Float[Array, " T"], Int[Array, " T"], Float[Array, " T"], Float[Array, " T"]]:
-    """Returns what the policy says after each token of one sequence, at temperature 1.
+    """Scores each position of one sequence by the policy, at temperature 1.
 
     Args:
-      params: of the policy.
+      params: the policy's parameters.
       row: token ids, padded with -1.
-      policy: whose they are.
+      policy: the policy.
 
     Returns:
-      The log-prob of the token that follows, 0 where none does; the most likely token; its log-prob; and the standard deviation of the
+      The log-prob of the next token, 0 where there is none; the most likely token; its log-prob; and the standard deviation of the
       logits over the vocabulary.
     """
     targets = jnp.append(row[1:], -1)
@@ -332,6 +332,6 @@ def scored(
 
 
 def still_there(params: Params) -> bool:
-    """Returns whether parameters can be written once more: this process has them alone, and the learner has not gone on to newer ones in their place."""
+    """Returns whether parameters can be written once more: this process alone holds them, and the learner has not donated them."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if isinstance(leaf, jax.Array)]
     return jax.process_count() == 1 and not any(leaf.is_deleted() for leaf in leaves)

@@ -1,6 +1,6 @@
-"""Rollouts from unmodified vLLM servers: local ones that are started here, a list of addresses, or those that are found.
+"""Rollouts from unmodified vLLM servers: local ones that are started here, a list of addresses, or servers that are looked up.
 
-On several hosts process 0 alone asks them; every process writes its own shards of what is published.
+On several hosts process 0 alone sends requests; every process writes its own shards of the published weights.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ from jaxrl_llm.serving import TOKEN_VARIABLE, check_token
 
 @dataclass(eq=False, kw_only=True)
 class FollowingSampler:
-    """Publishes together with process 0.
+    """The sampler of processes other than 0, which publishes its shards together with process 0.
 
     Attributes:
       publisher: writes versions of the weights; all processes have one.
-      adapted: whether it is given adapters beside their base, and not their sum.
+      adapted: whether it gets adapters beside their base instead of their sum.
       version: the policy version that was published last; -1 before the first.
     """
 
@@ -61,7 +61,7 @@ class FollowingSampler:
     def sample(
         self, prefixes: Sequence[np.ndarray], n: int, settings: SamplingParams, seeds: Sequence[int]
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        """Raises RuntimeError: process 0 samples."""
+        """Raises RuntimeError, since process 0 samples."""
         raise RuntimeError("process 0 alone asks the servers")
 
     async def publish(self, params: Params, version: int) -> None:
@@ -73,7 +73,7 @@ class FollowingSampler:
         self._written = asyncio.create_task(self.publisher.finish(version))
 
     async def close(self) -> None:
-        """Ends what is being written."""
+        """Waits for what is being written, and closes the publisher."""
         if self._written is not None:
             await asyncio.gather(self._written, return_exceptions=True)
         self.publisher.close(remove=False)
@@ -82,7 +82,7 @@ class FollowingSampler:
         return {}
 
 
-MODEL = "policy"  # the name that servers know the policy by
+MODEL = "policy"  # the policy's name at servers
 CANARY = (
     "Natalia sold 48 clips in April, and half as many in May. In May she sold 48 / 2 = 24 clips. Altogether she sold "
     "48 + 24 = 72 clips in April and May. The answer is 72. 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16."
@@ -91,40 +91,40 @@ CANARY = (
 
 @dataclass(frozen=True, kw_only=True)
 class VllmSampler(Limits):
-    """Asks vLLM servers, and brings the learner's weights to them through published checkpoints.
+    """Samples from vLLM servers, which get the learner's weights through published checkpoints.
 
     Attributes:
-      spawn: start local servers as `local` says; False asks those of `urls`.
-      local: how local servers are started.
-      urls: servers, or proxies before them, that run already.
-      discovery: where further ones are found, which come and go during the run.
-      autoscale: how many of those there should be, by how long the learner waits, and what starts and stops them.
-      proxied: `urls` are proxies of ours.
+      spawn: start local servers as `local` says; False uses those of `urls` and `discovery`.
+      local: settings of local servers.
+      urls: addresses of running servers, or of proxies before them.
+      discovery: where further servers are looked up, which come and go during the run.
+      autoscale: rule of the number of those servers, by how long the learner waits, and the command that starts and stops them.
+      proxied: whether `urls` are proxies of this package.
       api_key_variable: environment variable that holds the servers' key or the proxies' token; empty for none.
       model: the name under which the servers of `urls` serve the policy.
       dtype: element type that is served, "bfloat16", "float32" or "float16".
-      quantization: how servers quantize the layers' matrices by themselves while they load them: "" (not at all), "fp8_per_channel",
-        "fp8_per_tensor" or "fp8_per_block", as vLLM's --quantization says it; local servers are started so. What is drawn then differs
-        from the learner's policy by more than rounding to 16 bits: `gap/...` measures it, and importance weights correct it.
+      quantization: how servers quantize the layers' matrices while they load them: "" (not at all), "fp8_per_channel",
+        "fp8_per_tensor" or "fp8_per_block", as vLLM's --quantization names it; local servers are started so. The sampling policy then
+        differs from the learner's by more than rounding to 16 bits: `gap/...` measures it, and importance weights correct it.
       transfer: "orbax" (published checkpoints) or "cuda_ipc" (straight from the learner's GPU memory, on its host alone).
-      publication: folder for published weights that learner and servers see, or one of object storage ("gs://BUCKET/PATH",
+      publication: folder for published weights that learner and servers see, or an address of object storage ("gs://BUCKET/PATH",
         "s3://BUCKET/PATH"); None is a folder of the run.
-      relay_port: port of the relay on each sampler host, of whom each fetches a version once and passes it on to the next; the variable
-        JAXRL_LLM_TOKEN holds their token. 0 has every server read where the learner writes.
+      relay_port: port of the relay on each sampler host; each relay fetches a version once and passes it on to others, and the variable
+        JAXRL_LLM_TOKEN holds their token. 0 has every server read the learner's publication.
       relay_first: address of a relay on the learner's host, where the samplers' hosts do not see the folder of `publication`; empty for none.
-      keep: published versions kept.
-      inflight: what becomes of requests in flight while weights change: "recompute" (frozen, then continued exactly),
+      keep: number of newest published versions that are kept.
+      inflight: treatment of requests in flight while weights change: "recompute" (frozen, then continued exactly),
         "stale_kv" (frozen, continued on old keys and values), "wait" (finished first), "abort_resume" (cut, asked again).
-      seeded: requests carry seeds; False where a server's sampler cannot have them (vLLM 0.32 on a CPU fails now and then).
+      seeded: whether requests carry seeds; False where a server's sampler does not support them (vLLM 0.32 on a CPU fails now and then).
       request_s: most seconds of one request.
       control_s: most seconds of one step of an update.
-      adapters: True publishes LoRA adapters alone, which servers load beside the base that they hold from their start: no pause, and a
-        request ends with the adapters that it began with, whatever `inflight` says. Local servers get the base from the learner once;
-        those of `urls` serve it already, with --enable-lora, --max-lora-rank of the rank or more, --max-loras 2, and
+      adapters: True publishes LoRA adapters alone, which servers load beside the base that they hold from their start: there is no
+        pause, and a request keeps its adapters to its end, whatever `inflight` says. Local servers get the base from the learner once;
+        those of `urls` already serve it, with --enable-lora, --max-lora-rank of the rank or more, --max-loras 2, and
         VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and read the folder of `publication`. False publishes the sum of base and adapters.
-      record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers that run
-        already need --enable-return-routed-experts.
-      canary: text that servers and learner are compared on after each update, as publication/canary.py derives; empty for none.
+      record_routes: record the experts that each token goes to, for train.Router.replay = "R3" and for `router/differs`: servers of
+        `urls` need --enable-return-routed-experts.
+      canary: text on which servers and learner are compared after each update (publication/canary.py); empty for none.
     """
 
     spawn: bool = True
@@ -211,12 +211,12 @@ class VllmSampler(Limits):
             )
 
     def start(self, policy: Policy, tokenizer: Any, *, max_length: int, run_dir: Path) -> VllmClient | FollowingSampler:
-        """Returns the running sampler; local servers are started now and waited for by the first request. Process 0 asks them.
+        """Returns the running sampler; local servers are started now, and the first request waits for them. Process 0 sends the requests.
 
         Raises:
-          FileNotFoundError: no vLLM where local servers are to be started.
-          ValueError: a model that is not published to vLLM, lengths that it does not have, a policy of the bitwise mode, experts that vLLM would
-            choose otherwise, or an API key's variable that is not set.
+          FileNotFoundError: local servers are to be started by a Python without vLLM.
+          ValueError: the model is not published to vLLM, a length is beyond the model's, the policy is in the bitwise mode, vLLM would
+            choose other experts, or an API key's variable is not set.
         """
         if policy.architecture.delta is not None:
             raise ValueError(
@@ -255,7 +255,7 @@ class VllmSampler(Limits):
             server.revive = child.revive
 
         async def connect() -> Fleet:
-            for child in children if alone else ():  # the base is written
+            for child in children if alone else ():  # the base is now written
                 child.start()
             await all_ready(children)
             for one, child in zip(http, children):
@@ -276,7 +276,7 @@ class VllmSampler(Limits):
                     raise error
 
         publisher = self._publisher(policy, tokenizer, max_length, run_dir)
-        # JAX takes its share of a GPU now, not while vLLM measures what is free.
+        # JAX reserves its share of a GPU now, and not while vLLM measures what is free.
         jax.block_until_ready(jax.numpy.zeros(1))
         for child in children if not alone else ():
             child.start()
@@ -286,7 +286,7 @@ class VllmSampler(Limits):
         )  # fmt: skip
 
     def _other(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> Callable[[], Publisher] | None:
-        """Returns what publishes by the other transfer: both are there for local servers of one learner's process on a GPU."""
+        """Returns the maker of a publisher by the other transfer, which local servers of one learner process on a GPU support; else None."""
         if self.transfer == "orbax" and not (self.spawn and jax.default_backend() == "gpu"):
             return None
         if jax.process_count() > 1 or self._alone(policy) is not None:
@@ -326,7 +326,7 @@ class VllmSampler(Limits):
         )  # fmt: skip
 
     def _alone(self, policy: Policy) -> AdaptedPolicy | None:
-        """Returns the policy where its adapters alone are published."""
+        """Returns the policy where only its adapters are published, else None."""
         return policy if self.adapters and isinstance(policy, AdaptedPolicy) else None
 
     def _recording(self, policy: Policy) -> Recording | None:
@@ -350,7 +350,7 @@ class VllmSampler(Limits):
         return os.environ[self.api_key_variable]
 
     def _children(self, policy: Policy, tokenizer: Any, max_length: int, run_dir: Path) -> list[LocalServer]:
-        """Returns the local servers, not started yet, with the folder of their model written, but for a base that adapters are served beside."""
+        """Returns the local servers, not started yet; writes the folder of their model, except where adapters are published beside a base."""
         model, config = _model_folder(run_dir), self.local
         more: tuple[str, ...] = ()
         if (adapted := self._alone(policy)) is not None:
@@ -360,7 +360,7 @@ class VllmSampler(Limits):
             model.mkdir(parents=True, exist_ok=True)
             hf_weights.describe(policy.plain, model, tokenizer, dtype=self.dtype)
         scale_out = ("--enable-scale-out",) if self.local.release() >= (0, 30) else ()
-        # Logits in float32, as the learner has them: in 16 bits those near 16 are 1/16 or 1/8 apart.
+        # Logits are float32, as the learner's are: in 16 bits those near 16 are 1/16 or 1/8 apart.
         head = () if self.dtype == "float32" else ("--hf-overrides", '{"head_dtype": "float32"}')
         record = () if self._recording(policy) is None else (FLAG,)
         narrow = ("--quantization", self.quantization) if self.quantization else ()
@@ -375,12 +375,12 @@ class VllmSampler(Limits):
 
 
 def _model_folder(run_dir: Path) -> Path:
-    """The folder that the local servers of a run serve."""
+    """Returns the folder of the model that a run's local servers serve."""
     return (run_dir / "vllm" / "model").absolute()
 
 
 def canary_tokens(text: str, tokenizer: Any, vocabulary: int) -> np.ndarray:
-    """Returns the ids of the canary's text, int32 [T]; of a tokenizer without its characters, fixed random ids; empty for no text."""
+    """Returns the ids of the canary's text, int32 [T]: fixed random ids where the tokenizer lacks its characters, none for no text."""
     if not text:
         return np.zeros(0, np.int32)
     try:

@@ -1,8 +1,8 @@
 """One vLLM server over HTTP: token ids in, token ids with log-probs out, and the steps of a weight update (aiohttp).
 
-Requests go to our own route (`vllm_route`) where the server has it, else to `/inference/v1/generate`, else to `/v1/completions`; streams and
-scores do not go to the first. Versions of tokens are the server's own spans where it gives them (vLLM 0.32), else `version` of this object
-when the tokens arrive. Neither is believed: `marks` asks the server whether it still holds what was committed.
+Requests go to our own route (`vllm_route`) where the server has it, else to `/inference/v1/generate`, else to `/v1/completions`;
+streams and scores do not use the first. Versions of tokens are the server's own spans where it gives them (vLLM 0.32), else `version`
+of this object when the tokens arrive. Neither is trusted: `marks` checks that the server still holds the committed weights.
 """
 
 import contextlib
@@ -27,34 +27,34 @@ _log = logging.getLogger(__name__)
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 LOAD = "/v1/load_lora_adapter"
 _CONNECT_S = 5.0
-_KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, which would close a connection that is about to be used
+_KEEP_ALIVE_S = 3.0  # shorter than the server's own 5 s, so that no connection is used while the server closes it
 _FINAL_ONLY = 2  # vLLM's RequestOutputKind.FINAL_ONLY
 _TOKENS = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
-_TEXT = 400  # characters of a server's answer that an error repeats
+_TEXT = 400  # characters of a server's answer that an error quotes
 
 
 @dataclass(eq=False, kw_only=True)
 class VllmHttp:
-    """A server, or a proxy before it.
+    """A client of a server, or of a proxy before it.
 
     Attributes:
       url: "http://host:port".
-      api_key: sent as a bearer token; empty sends none.
-      model: the name that the server serves the policy under.
-      proxied: `url` is a proxy of ours, which offers what is needed here and nothing else.
+      api_key: key that is sent as a bearer token; empty sends none.
+      model: the policy's name at the server.
+      proxied: whether `url` is a proxy of this package, which offers only what is needed here.
       vocabulary: token ids are below it.
       request_s: most seconds of one generation.
       control_s: most seconds of one step of an update.
       version: the policy version that the server serves; -1 before the first.
       release: vLLM's version as (major, minor); (0, 0) before `open`.
-      route: where generations are asked, of vLLM's own routes; found by `open`.
-      tokens: our own route.
-      lists: whether the server has it; found by `open`.
-      arrivals: answers and events of streams so far.
-      recording: the records of experts that samples come with; None asks for none.
-      unrecorded: samples without a record that could be believed, since they were last taken.
+      route: vLLM's own route for generations; found by `open`.
+      tokens: this package's own route.
+      lists: whether the server has that route; found by `open`.
+      arrivals: number of answers and events of streams so far.
+      recording: the shape of the samples' records of experts; None asks for none.
+      unrecorded: number of samples without a valid record since the last call of `take_unrecorded`.
       adapters: whether versions are adapters beside the base that the server serves.
-      adapter: the name of those that requests ask for; empty before the first version.
+      adapter: the name of the adapters that requests ask for; empty before the first version.
       flying: {name of adapters: requests in flight that asked for them}.
     """
 
@@ -80,7 +80,7 @@ class VllmHttp:
     def __post_init__(self) -> None:
         self.url = self.url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
-        self._doubted = False  # whether it was said that a record was not believed
+        self._doubted = False  # whether an invalid record was logged
 
     # -- connection ----------------------------------------------------------------------------------------------------
 
@@ -93,16 +93,16 @@ class VllmHttp:
         return self._session
 
     async def close(self) -> None:
-        """Closes the connections, which ends what is being generated over them."""
+        """Closes the connections, which ends the generations over them."""
         if self._session is not None:
             await self._session.close()
 
     async def open(self) -> None:
-        """Finds out what the server offers.
+        """Detects the server's version and routes.
 
         Raises:
-          ServerFault: it does not answer.
-          Refused: it lacks what an update needs.
+          ServerFault: the server does not answer.
+          Refused: the server lacks what an update needs.
         """
         try:
             health = await self._call("GET", "/health", limit_s=_CONNECT_S)
@@ -136,11 +136,11 @@ class VllmHttp:
         self.route = COMPLETIONS if await self._refusal(GENERATE) in (403, 404, 405) else GENERATE
         self.lists = await self._refusal(self.tokens) == 400
         if self.recording is not None:
-            self.route, self.lists = COMPLETIONS, False  # the one route that has told of experts since vLLM 0.21
+            self.route, self.lists = COMPLETIONS, False  # the one route that has returned experts since vLLM 0.21
             await self._check_record(self.recording)
 
     async def _check_record(self, recording: Recording) -> None:
-        """Raises Refused where the server does not tell of experts as it should: a sample of two tokens shows."""
+        """Raises Refused where the server does not record experts as it should, which a sample of two tokens shows."""
         sampling = {
             "n": 1, "max_tokens": 2, "temperature": 0.0, "logprobs": 0, "ignore_eos": True, "stop_token_ids": [],
         }  # fmt: skip
@@ -155,7 +155,7 @@ class VllmHttp:
             ) from wrong
 
     async def _refusal(self, route: str) -> int:
-        """Returns the status with which an empty request is refused: 404 where there is no such route, 400 or 422 where there is."""
+        """Returns the status with which an empty request is refused: 404 where the route does not exist, 400 or 422 where it does."""
         try:
             await self._call("POST", route, {}, limit_s=_CONNECT_S)
         except Refused as refused:
@@ -164,17 +164,17 @@ class VllmHttp:
 
     @property
     def spans(self) -> bool:
-        """Whether the server says which version drew each token."""
+        """Whether the server reports the version that drew each token."""
         return self.release >= (0, 32)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
     async def generate(self, ask: Ask, pieces: list[Piece]) -> None:
-        """Fills `pieces`, one for each of the n samples; what arrived before an error stays in them.
+        """Fills `pieces`, one for each of the n samples; tokens that arrived before an error stay in them.
 
         Raises:
-          ServerFault: the server failed, or its answer is not what was asked for.
-          Refused: the server calls the request wrong.
+          ServerFault: the server failed, or its answer does not fit the request.
+          Refused: the server refuses the request.
         """
         body, route = self._body(ask), self.tokens if self._by_lists(ask) else self.route
         name, version = self.adapter, self.version
@@ -183,7 +183,7 @@ class VllmHttp:
             if ask.stream:
                 async for choice in self._events(body):
                     self._take(choice, pieces, ask, version)
-                for piece in pieces:  # before 0.32 the end of an aborted stream says nothing
+                for piece in pieces:  # before 0.32 an aborted stream ends without a reason
                     piece.finish = piece.finish or "abort"
             else:
                 answer = json.loads(await self._call("POST", route, body, limit_s=self.request_s))
@@ -203,16 +203,16 @@ class VllmHttp:
     async def score(
         self, tokens: Sequence[int], likely: Sequence[int], listed: int, adapter: str = ""
     ) -> tuple[Float[np.ndarray, " T-1"], Float[np.ndarray, " T-1"]]:
-        """Returns what the server says of a text of T tokens at temperature 1; raises as `generate` does.
+        """Returns the server's log-probs of a text of T tokens at temperature 1; raises as `generate` does.
 
         Args:
           tokens: the text's T token ids.
-          likely: a token id to be looked for after each of the first T - 1 tokens.
-          listed: how many of its most likely tokens the server tells of after each token.
-          adapter: the name of adapters to score by; empty for those that requests ask for.
+          likely: a token id to be scored after each of the first T - 1 tokens.
+          listed: number of most likely tokens that the server lists after each token.
+          adapter: the name of adapters to score by; empty for `adapter`.
 
         Returns:
-          The log-prob of each token but the first, and of each of `likely`: -inf where it is not among those that the server tells of.
+          The log-prob of each token but the first, and of each of `likely`: -inf where the server does not list it.
         """
         sampling = {"n": 1, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": listed, "detokenize": False}
         body = self._body(Ask(tokens=tokens, sampling=sampling))
@@ -229,11 +229,11 @@ class VllmHttp:
             raise ServerFault(f"{self.url} gave no log-probs of a prompt: {wrong!r}") from wrong
 
     def _by_lists(self, ask: Ask) -> bool:
-        """Returns whether our own route answers it."""
+        """Returns whether this package's own route answers the request."""
         return self.lists and not ask.stream and "prompt_logprobs" not in ask.sampling
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        """Returns the request in the words of the endpoint."""
+        """Returns the request's body in the form of its route."""
         common: dict[str, Any] = {
             "model": self.adapter or self.model,
             "stream": ask.stream,
@@ -241,7 +241,7 @@ class VllmHttp:
         }
         tokens = [int(token) for token in ask.tokens]
         if self.route != COMPLETIONS or self._by_lists(ask):
-            # Unless told, vLLM before 0.32 answers with what the last step of the n samples changed.
+            # Unless told otherwise, vLLM before 0.32 answers with what the last step of the n samples changed.
             sampling = dict(ask.sampling) if ask.stream else {**ask.sampling, "output_kind": _FINAL_ONLY}
             return {**common, "request_id": uuid.uuid4().hex, "token_ids": tokens, "sampling_params": sampling}
         sampling = {name: value for name, value in ask.sampling.items() if name != "detokenize"}
@@ -250,21 +250,21 @@ class VllmHttp:
         return {**common, "prompt": tokens, "return_token_ids": True, **sampling}
 
     def _take(self, choice: Mapping[str, Any], pieces: list[Piece], ask: Ask, asked: int) -> None:
-        """Adds what one answer, or one event of a stream, says of one sample; adapters are those of the version that was asked."""
+        """Adds the tokens of one answer, or one event of a stream, to a sample; with adapters their version is `asked`."""
         self.arrivals += 1
         piece = pieces[choice["index"]]
-        said = {**choice, "weight_versions": None} if self.adapters else choice  # the server's are those of its base
+        said = {**choice, "weight_versions": None} if self.adapters else choice  # the server's are its base's
         piece.take(said, ask, self.vocabulary, asked if self.adapters else self.version)
         if self.recording is not None and piece.finish is not None and piece.tokens:
             self._record(self.recording, choice, piece, ask)
 
     def take_unrecorded(self) -> int:
-        """Returns the number of samples without a record that could be believed, since the last call."""
+        """Returns the number of samples without a valid record since the last call."""
         count, self.unrecorded = self.unrecorded, 0
         return count
 
     def _record(self, recording: Recording, choice: Mapping[str, Any], piece: Piece, ask: Ask) -> None:
-        """Takes the record of a sample; one that cannot be believed is left out, counted, and told of the first time."""
+        """Reads the record of a sample; an invalid one is left out, counted, and logged the first time."""
         try:
             piece.routes = recording.read(choice, ask.routed, len(ask.tokens) + len(piece.tokens) - 1)
         except ValueError as wrong:
@@ -277,7 +277,7 @@ class VllmHttp:
                 )  # fmt: skip
 
     async def _events(self, body: Mapping[str, Any]) -> AsyncIterator[Mapping[str, Any]]:
-        """The choices of a stream of server-sent events."""
+        """Yields the choices of a stream of server-sent events."""
         with self._faults(self.route, self.request_s):
             async with self.session.post(self.url + self.route, json=body, timeout=_timeout(self.request_s)) as answer:
                 await self._good(answer, "POST", self.route)
@@ -301,19 +301,19 @@ class VllmHttp:
         await self._step("stage", "/stage", path=path, version=version)
 
     async def stage_status(self) -> list[dict[str, Any]]:
-        """Returns how far each rank is, as version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
+        """Returns each rank's progress: version, state ("idle", "staging", "staged", "failed"), error, seconds, bytes; and its mark."""
         return await self._step("stage_status", "/stage_status")
 
     async def commit(self, version: int, mark: str) -> list[dict[str, Any]]:
-        """Loads the staged version on every rank; the server is paused. Each rank says the version it holds, and the mark it had before."""
+        """Loads the staged version on every rank of the paused server. Each rank returns the version it holds, and the mark it had before."""
         return await self._step("commit", "/commit", version=version, mark=mark)
 
     async def commit_memory(self, version: int, mark: str, memory: str) -> list[dict[str, Any]]:
-        """Commits weights that nothing staged, as `commit` does: they lie in GPU memory of a process on the server's host."""
+        """Commits weights without staging, as `commit` does: they lie in the GPU memory of a process on the server's host."""
         return await self._step("commit_ipc", "/commit_ipc", version=version, mark=mark, memory=memory)
 
     async def pause(self, mode: str, *, clear_cache: bool, limit_s: float | None = None) -> None:
-        """Stops generation: "keep" freezes what is in flight, "wait" finishes it, "abort" ends it."""
+        """Stops generation: "keep" freezes requests in flight, "wait" finishes them, "abort" ends them."""
         query = f"mode={mode}&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", f"/pause?{query}", limit_s=limit_s or self.control_s)
 
@@ -333,7 +333,7 @@ class VllmHttp:
         await self._call("POST", "/resume", limit_s=self.control_s)
 
     async def label(self, version: int) -> None:
-        """Tells the server the number of the weights it holds, where it keeps one (vLLM 0.30 and later)."""
+        """Tells the server the number of the weights it holds, where it stores one (vLLM 0.30 and later)."""
         if not self.proxied and self.release >= (0, 30):
             await self._call("POST", "/update_weight_version", {"new_version": str(version)}, limit_s=self.control_s)
 
@@ -343,7 +343,7 @@ class VllmHttp:
             if self.proxied:
                 text = await self._call("POST", route, arguments, limit_s=self.control_s)
             else:
-                # Without vLLM's own "timeout": the ranks would read a late answer as that of the next call.
+                # Without vLLM's own "timeout", since the ranks would read a late answer as that of the next call.
                 body = {"method": method, "kwargs": {n: str(x) for n, x in arguments.items()}}
                 text = await self._call("POST", "/collective_rpc", body, limit_s=self.control_s)
         except ServerFault as fault:
@@ -360,13 +360,13 @@ class VllmHttp:
             raise ServerFault(f"{self.url} answered {method} with {text[:_TEXT]!r}") from wrong
 
     async def ask(self, verb: str, route: str, body: Any = None) -> str:
-        """Returns the text of an answer to a step of an update; raises as `stage` does."""
+        """Sends a request of an update's step and returns the answer's text; raises as `stage` does."""
         return await self._call(verb, route, body, limit_s=self.control_s)
 
     # -- HTTP ----------------------------------------------------------------------------------------------------------
 
     async def _call(self, verb: str, route: str, body: Any = None, *, limit_s: float) -> str:
-        """Returns the text of an answer with status 200."""
+        """Sends a request and returns the text of an answer with status 200."""
         with self._faults(route, limit_s):
             async with self.session.request(verb, self.url + route, json=body, timeout=_timeout(limit_s)) as answer:
                 await self._good(answer, verb, route)

@@ -1,9 +1,9 @@
-"""The update of one vLLM server to a published version of the weights.
+"""Updates one vLLM server to a published version of the weights.
 
-Stage while it generates -> every rank has staged -> pause -> commit -> label the version -> resume -> canary -> take requests
-again. vLLM scores nothing while it is paused, so the canary comes after `resume`, with the door still shut to new requests; where
-it fails, the server is paused again and what it drew from the new weights is thrown away. A server whose commit failed is never
-resumed: it stays paused until a later update of it is whole.
+Stage while it generates -> every rank has staged -> pause -> commit -> label the version -> resume -> canary -> take requests again.
+vLLM scores nothing while it is paused, so the canary comes after `resume`, while the server still gets no new requests; where it fails,
+the server is paused again and its tokens from the new weights are discarded. A server whose commit failed is never resumed: it stays
+paused until a later update of it succeeds.
 
 A version of adapters is loaded beside the one before, without a pause: `adapters`.
 """
@@ -24,32 +24,32 @@ from jaxrl_llm.samplers.vllm.server_api import VllmHttp
 
 _log = logging.getLogger(__name__)
 Inflight = Literal["recompute", "stale_kv", "wait", "abort_resume"]
-# What becomes of requests in flight while weights change: vLLM's pause mode, and whether it forgets keys and values.
+# Treatment of requests in flight while weights change: vLLM's pause mode, and whether its keys and values are dropped.
 PAUSES: dict[str, tuple[str, bool]] = {
     "recompute": ("keep", True),
     "stale_kv": ("keep", False),
     "wait": ("wait", True),
     "abort_resume": ("abort", True),
 }
-_POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # between looks at how far a server is: each is 1.5 times the last
-_SILENCE_S = 0.04  # in which nothing arrives, before nothing is on its way
-_LOOKS = 4  # that find a server unchanged before it counts as hung
-_HELD_S = 5.0  # after a pause, in which what a server has drained arrives
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.5  # seconds between requests for a server's progress, each 1.5 times the last
+_SILENCE_S = 0.04  # seconds without an arrival after which nothing is on its way
+_LOOKS = 4  # checks that find a server unchanged before it counts as hung
+_HELD_S = 5.0  # seconds after a pause in which the answers of a drained server arrive
 
 
 @dataclass(eq=False, kw_only=True)
 class Marks:
-    """The marks of one server: whether it still holds the weights that this learner committed last, asked of it, never believed.
+    """The marks of one server, by which it is checked that it still holds the weights that this learner committed last.
 
-    A version's number does not tell. A server that was ended and started anew, one that carries out a commit which its client had given up
-    waiting for, and one that another learner updates all answer requests as before, from other weights. So each commit carries a random mark,
-    which the server's plugin keeps beside the weights; an answer counts once the server has named the mark of the last commit, when asked
-    after the answer's last token had arrived; and a commit says which mark was there before it, for the requests that go on across it.
+    A version's number does not suffice. A restarted server, one that carries out a commit late, after its client had given up, and one
+    that another learner updates all answer requests as before, from other weights. So each commit carries a random mark, which the
+    server's plugin keeps beside the weights. An answer counts once the server, asked after the answer's last token has arrived, has
+    named the mark of the last commit; and a commit returns the mark before it, for the requests that go on across it.
 
     Attributes:
       http: the server.
-      held: the mark of the last commit that went well; empty where nothing is known of the server's weights.
-      coming: the mark of a commit that is under way; empty for none.
+      held: the mark of the last successful commit; empty where the server's weights are unknown.
+      coming: the mark of a commit in progress; empty for none.
     """
 
     http: VllmHttp
@@ -59,25 +59,25 @@ class Marks:
     _next: asyncio.Future[set[str]] | None = field(default=None, init=False)
 
     def new(self) -> str:
-        """Returns a mark for a commit that begins now."""
+        """Returns a new mark for a commit that begins now."""
         self.coming = uuid.uuid4().hex
         return self.coming
 
     def settle(self) -> None:
-        """Notes that the commit went well."""
+        """Records that the commit succeeded."""
         self.held, self.coming = self.coming, ""
 
     def forget(self) -> None:
-        """Notes that nothing is known of the server's weights any more."""
+        """Records that the server's weights are unknown."""
         self.held = self.coming = ""
 
     async def confirm(self) -> None:
-        """Returns where the server, asked after this call, holds what was committed last, or is being brought to.
+        """Returns if the server, asked after this call, holds the last committed weights, or those of the commit in progress.
 
-        Of adapters, whose names are the requests' own, nothing is asked.
+        With adapters it asks nothing, since each request names its adapters.
 
         Raises:
-          ServerFault: it holds something else, or does not say.
+          ServerFault: the server holds other weights, or does not answer.
         """
         if self.http.adapters:
             return
@@ -89,7 +89,7 @@ class Marks:
             )
 
     async def _found(self) -> set[str]:
-        """Returns the marks of the server's ranks; those who wait share the next question, which begins when the present one is answered."""
+        """Returns the marks of the server's ranks; waiting callers share the next request, which begins when the present one is answered."""
         if self._next is None:
             self._next = asyncio.ensure_future(self._ask(self._asking))
         return await asyncio.shield(self._next)
@@ -106,13 +106,13 @@ class Published:
     """A version of the weights that servers can stage.
 
     Attributes:
-      path: where it lies, as the servers see it.
+      path: its path or address, as the servers see it.
       version: its number.
-      canary: what the learner says of a fixed sequence, or None.
-      memory: where it lies in the learner's GPU memory, as `cuda_ipc.share` says it; empty where it is read from `path`.
+      canary: the learner's log-probs of a fixed sequence, or None.
+      memory: its place in the learner's GPU memory, as `cuda_ipc.share` returns it; empty where it is read from `path`.
       adapter: the name of the version's adapters, which alone lie at `path`; empty where all weights do.
-      quantization: how servers quantize what they load; empty where they hold it as it is published.
-      source: where relays find it.
+      quantization: how servers quantize the weights that they load; empty where they keep them as published.
+      source: the address at which relays find it.
       blocks: digest of the list of its blocks, for relays; empty where none are listed.
     """
 
@@ -127,18 +127,18 @@ class Published:
 
 
 class Apart(ServerFault):
-    """A server scores the canary apart from the learner."""
+    """Raised where a server's scores of the canary differ from the learner's."""
 
 
 @dataclass(eq=False, kw_only=True)
 class Progress:
-    """Whether a server draws tokens.
+    """The progress of a server in drawing tokens.
 
     Attributes:
-      tokens: that it had read and drawn when it was last seen; None before it was seen with requests in flight.
+      tokens: number of tokens that it had read and drawn at the last check; None before a check with requests in flight.
       since: when that number changed, time.monotonic.
-      moved: whether it has ever changed, or a request was answered: the first ones may have to wait for programs to compile.
-      looks: how often it was seen unchanged: a client that is busy itself looks seldom.
+      moved: whether the number has ever changed, or a request was answered, since the first requests may wait for programs to compile.
+      looks: number of checks that found it unchanged, since a busy client checks seldom.
     """
 
     tokens: float | None = None
@@ -147,11 +147,11 @@ class Progress:
     looks: int = 0
 
     def rest(self) -> None:
-        """Notes that nothing is in flight, or that nothing is to be drawn."""
+        """Records that nothing is in flight, or that nothing is to be drawn."""
         self.tokens = None
 
     def stalled(self, tokens: float, limit_s: float) -> bool:
-        """Notes the number of tokens; returns True where it was the same for so long."""
+        """Records the number of tokens; returns whether it has not changed for `limit_s`."""
         now = time.monotonic()
         self.looks += 1
         if tokens != self.tokens:
@@ -162,26 +162,26 @@ class Progress:
 
 @dataclass(eq=False, kw_only=True)
 class Server:
-    """A server and what is known of it.
+    """A server and its state.
 
     Attributes:
       http: its connection.
-      revive: starts it anew where it ended, if it is a child of this process.
-      ready: it answers, and its last update was whole.
-      shut: it is in an update; no new requests.
-      load: sequences in flight.
-      served: it has taken requests before.
-      strikes: requests in a row that took too long.
-      cause: why it is not ready, or where its update is.
-      told: the cause that was last warned of, of a server that is to be taken in.
-      suspect: a version whose tokens are thrown away, or None.
-      flights: requests in flight; each ends with the confirmation that its tokens are of the weights that are believed.
-      held: those of them that reached it when it was paused already, cut off to be asked again.
-      lock: held by whoever updates it.
-      marks: what it says of the weights that it holds.
-      progress: what it draws.
-      committed: the versions that it was brought to, one after the other.
-      epoch: changes when what is in flight must not count any more.
+      revive: restarts it where it ended, if it is a child of this process.
+      ready: whether it answers and its last update succeeded.
+      shut: whether it gets no new requests, because it is in an update.
+      load: number of sequences in flight.
+      served: whether it has taken requests before.
+      strikes: number of requests in a row that took too long.
+      cause: why it is not ready, or the stage of its update.
+      told: the cause that was last logged while the server gets no requests.
+      suspect: a version whose tokens are discarded, or None.
+      flights: requests in flight; each ends with the confirmation that its tokens are of the weights of their label.
+      held: those of them that reached it when it was already paused, and were cut off to be asked again.
+      lock: lock of its updates.
+      marks: checks of the weights that it holds.
+      progress: its progress in drawing tokens.
+      committed: the versions that it has held, in order.
+      epoch: number that changes when requests in flight no longer count.
     """
 
     http: VllmHttp
@@ -205,7 +205,7 @@ class Server:
         self.marks = Marks(http=self.http)
 
     def disown(self) -> None:
-        """Ends what is in flight; no token of it counts."""
+        """Ends the requests in flight, none of whose tokens count."""
         self.epoch += 1
         for flight in list(self.flights):
             flight.cancel()
@@ -215,7 +215,7 @@ async def stage(server: Server, published: Published) -> None:
     """Has every rank read a version, while the server generates.
 
     Raises:
-      ServerFault, Refused: a rank cannot; the server goes on with what it has.
+      ServerFault, Refused: a rank cannot; the server keeps its weights.
     """
     if published.adapter:
         server.cause = "loading adapters"
@@ -227,18 +227,18 @@ async def stage(server: Server, published: Published) -> None:
 
 
 async def swap(server: Server, published: Published, inflight: Inflight, limit_s: float) -> dict[str, float]:
-    """Brings a server to the version that it has staged; it is left shut to new requests, for the caller to open.
+    """Swaps in the version that a server has staged; the server stays shut to new requests until the caller opens it.
 
     Args:
-      inflight: what becomes of requests in flight.
-      limit_s: most seconds until what is in flight has ended, where it has to.
+      inflight: treatment of requests in flight.
+      limit_s: most seconds until requests in flight have ended, where they have to.
 
     Returns:
-      Seconds between pause and resume, and from the pause's end to resume; tensors whose checksums the server compared, and those it
-      could not; and the canary's gap.
+      Seconds between pause and resume, and from the pause's end to resume; numbers of tensors whose checksums the server compared and
+      could not compare; and the canary's gap.
 
     Raises:
-      ServerFault, Refused: a step failed; the server is as the step left it.
+      ServerFault, Refused: a step failed; the server stays as that step left it.
     """
     if published.adapter:
         return await _exchanged(server, published)
@@ -261,7 +261,7 @@ async def swap(server: Server, published: Published, inflight: Inflight, limit_s
 
 
 async def _exchanged(server: Server, published: Published) -> dict[str, float]:
-    """Has later requests ask for the adapters that a server has loaded; those in flight end with the ones that they were asked of."""
+    """Has later requests ask for the adapters that a server has loaded; those in flight keep their own to the end."""
     http, begin = server.http, time.perf_counter()
     server.cause = "canary"
     found = await _gap(server, published)
@@ -272,19 +272,19 @@ async def _exchanged(server: Server, published: Published) -> dict[str, float]:
 
 
 def streamed(server: Server, inflight: Inflight) -> bool:
-    """Returns whether a server's tokens are taken as they are drawn, because nothing else tells their versions."""
+    """Returns whether a server's tokens are streamed, because nothing else gives their versions."""
     return inflight in ("recompute", "stale_kv") and not (server.http.spans or server.http.adapters)
 
 
 async def _commit(server: Server, published: Published) -> dict[str, float]:
-    """Loads the version on every rank, which compares what its model holds then with the published checksums.
+    """Loads the version on every rank, which compares its model's weights with the published checksums.
 
     Returns:
-      How many tensors were compared, of the rank with the fewest, and how many were not.
+      The number of tensors that were compared, of the rank with the fewest, and of those that were not, of the rank with the most.
 
     Raises:
-      ServerFault: a rank holds another version, or other weights; with the ranks' reasons.
-      Refused: the server's plugin is of another version of this package, or it quantizes otherwise than is expected.
+      ServerFault: a rank holds another version, or other weights; the message holds the ranks' reasons.
+      Refused: the server's plugin is of another version of this package, or it quantizes otherwise than expected.
     """
     http, version, memory, mark = server.http, published.version, published.memory, server.marks.new()
     held = await (http.commit_memory(version, mark, memory) if memory else http.commit(version, mark))
@@ -318,7 +318,7 @@ async def _commit(server: Server, published: Published) -> dict[str, float]:
 
 
 async def _staged(http: VllmHttp, version: int) -> None:
-    """Returns when every rank has staged the version; ServerFault where one failed."""
+    """Returns when every rank has staged the version; raises ServerFault where one failed."""
     wait_s = _POLL_S
     while True:
         if not (ranks := await http.stage_status()):
@@ -339,9 +339,9 @@ async def _staged(http: VllmHttp, version: int) -> None:
 
 
 async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
-    """Returns when nothing that the old weights drew is on its way: no request at all, or no token for a while.
+    """Returns when no tokens of the old weights are on their way: there is no request in flight, or no token has arrived for a while.
 
-    A request that reached the server after its pause waits there for the resume, which waits for it: it is cut off.
+    A request that reached the server after its pause would wait for the resume, which waits for it, so it is cut off.
     """
     until = time.monotonic() + _HELD_S
     while drained and server.flights:
@@ -351,7 +351,7 @@ async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
         await asyncio.wait(
             set(server.flights), timeout=left if left > 0 else _POLL_S, return_when=asyncio.FIRST_COMPLETED
         )
-        await asyncio.sleep(0)  # whoever asked takes the answer
+        await asyncio.sleep(0)  # the caller takes the answer
     seen = -1
     while streams and seen != (now := server.http.arrivals):
         seen = now
@@ -359,7 +359,7 @@ async def _quiet(server: Server, *, drained: bool, streams: bool) -> None:
 
 
 async def _canary(server: Server, published: Published) -> dict[str, float]:
-    """Compares server and learner as `_gap` does; where they are apart, the server is paused and its tokens are suspect."""
+    """Compares server and learner as `_gap` does; where they differ, the server is paused and its tokens are suspect."""
     try:
         return await _gap(server, published)
     except Apart:
@@ -369,7 +369,7 @@ async def _canary(server: Server, published: Published) -> dict[str, float]:
 
 
 async def _gap(server: Server, published: Published) -> dict[str, float]:
-    """Compares what the server says of the fixed text with what the learner says.
+    """Compares the server's log-probs of the fixed text with the learner's.
 
     Raises:
       Apart: they differ by more than rounding explains.
@@ -379,7 +379,7 @@ async def _gap(server: Server, published: Published) -> dict[str, float]:
         return {}
     scored = await server.http.score(canary.tokens, canary.likely, LISTED, published.adapter)
     found = gap(canary, *scored)
-    if found.ratio <= canary.limit:  # not so for NaN
+    if found.ratio <= canary.limit:  # false for NaN
         return {
             "canary_ratio": found.ratio, "canary_limit": canary.limit, "canary_likely": found.likely,
             "canary_mean": found.mean, "canary_max": found.max,

@@ -1,8 +1,8 @@
 """The learner's side of an update through object storage: every process writes the shards that it holds, straight from its memory.
 
-ADDRESS/v00000012/ holds manifest.json and weights/, whose tensors are zarr arrays (publication/zarr_shards.py). Nothing is gathered, no process
-reads what another wrote, and no folder has to be shared. A process whose shards are written says so in an object of its own; when all have,
-process 0 writes the marker, with which the version is whole.
+ADDRESS/v00000012/ holds manifest.json and weights/, whose tensors are zarr arrays (publication/zarr_shards.py). Nothing is gathered, no
+process reads what another wrote, and no folder has to be shared. A process writes an object of its own when its shards are written;
+when all have, process 0 writes the marker that completes the version.
 """
 
 import asyncio
@@ -27,15 +27,15 @@ from jaxrl_llm.samplers.vllm.publisher import Publisher, exported, shapes
 
 @dataclass(eq=False, kw_only=True)
 class StorePublisher(Publisher):
-    """Writes versions to object storage.
+    """Publishes versions through object storage.
 
     Attributes:
-      address: the folder of versions there, which a "file://" address names on this host; whatever versions an earlier run left in it are
+      address: the folder of versions there, which a "file://" address names on this host; versions that an earlier run left in it are
         removed at the first one.
-      relayed: list the digests of all blocks, for relays.
+      relayed: whether the digests of all blocks are listed, for relays.
       wait_s: most seconds that process 0, once its own shards are written, waits for those of the others.
-      process: the number of this process.
-      processes: of so many.
+      process: number of this process.
+      processes: number of processes.
     """
 
     address: str
@@ -51,7 +51,7 @@ class StorePublisher(Publisher):
         self._blocks = ""
         self._objects: dict[str, Callable[[], bytes]] = {}
         self._cleared = False
-        self._storing = threading.Lock()  # a thread goes on where nobody waits for it any more
+        self._storing = threading.Lock()  # a thread goes on even where nobody waits for it any more
 
     @property
     def where(self) -> str:
@@ -85,11 +85,11 @@ class StorePublisher(Publisher):
         return path, manifest
 
     def held(self, x: jax.Array) -> Iterable[jax.Shard]:
-        """The shards of an array that this process writes: of copies on several devices, the first."""
+        """Returns the shards of an array that this process writes: of copies on several devices, the first."""
         return [shard for shard in x.addressable_shards if shard.replica_id == 0]
 
     async def finish(self, version: int) -> None:
-        """Returns when this process's shards are written, and on process 0 when the version is whole; raises as `start` does."""
+        """Returns when this process's shards are written, and on process 0 when the version is complete; raises as `start` does."""
         try:
             await asyncio.to_thread(self._write, self._path(version).name)
         except OSError as error:
@@ -97,20 +97,20 @@ class StorePublisher(Publisher):
         self.seconds["save_s"] = time.perf_counter() - self._begin
 
     def place(self, version: int) -> str:
-        """Returns where samplers find a version."""
+        """Returns the path or address at which samplers find a version."""
         source = self.source(version)
         return unquote(urlsplit(source).path) if source.startswith("file://") else source
 
     def source(self, version: int) -> str:
-        """Returns where relays find a version."""
+        """Returns the address at which relays find a version."""
         return f"{self.address}/{self._path(version).name}"
 
     def blocks(self) -> str:
-        """Returns the digest of the list of blocks of the version that was finished last, on process 0; empty where none are listed."""
+        """Returns the digest of the last finished version's list of blocks, on process 0; empty where none are listed."""
         return self._blocks
 
     def close(self, *, remove: bool) -> None:
-        """Ends what is being written; with `remove`, no version stays."""
+        """Ends what is being written; with `remove`, removes all versions."""
         super().close(remove=remove)
         if remove and self.process == 0:
             with self._storing:
@@ -118,10 +118,10 @@ class StorePublisher(Publisher):
                     self._store.remove(name)
 
     def _prepare(self) -> None:
-        """Nothing is written to disk."""
+        """Does nothing, since no version is written to a folder."""
 
     def _clear(self) -> None:
-        """Removes what an earlier run left, before any process writes."""
+        """Removes versions of an earlier run, before any process writes."""
         if self._cleared:
             return
         try:
@@ -129,17 +129,17 @@ class StorePublisher(Publisher):
                 self._store.remove(old)
         except OSError as error:
             raise self._unwritten("the first version", error) from error
-        finally:  # the others wait for no process that fails
+        finally:  # other processes do not wait for one that fails
             if jax.process_count() > 1:
                 multihost_utils.sync_global_devices(f"cleared {self.address}")
         self._cleared = True
 
     def _write(self, name: str) -> None:
         with self._storing:
-            if name in self._names:  # it is published once more, which one process alone does
+            if name in self._names:  # the version is published once more, which a single process does
                 self._store.remove(name)
             else:
-                self._names.append(name)  # first, for what is there of a version that breaks off
+                self._names.append(name)  # before it is written, so that parts of an incomplete version are removed too
             objects, self._objects = self._objects, {}
             self._store.write(name, objects, self.process, listed=self.relayed)
             if self.process == 0:

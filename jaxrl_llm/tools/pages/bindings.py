@@ -24,7 +24,7 @@ COMPOSED_FROM = (
     *(face.removeprefix("jaxrl_llm.") for face in FACES),
     *("algorithms", "models", "rewards", "data", "eval", "samplers.sampled_classmate", "environments"),
 )
-# Modules of frozen dataclasses that only code builds.
+# Modules of frozen dataclasses that only code creates.
 INTERNAL = (
     "data.pipeline",
     "data.prepare",
@@ -36,7 +36,7 @@ INTERNAL = (
     "eval.viewer.query",
     "eval.reports.jobs",
 )
-# An import of a gin file, and a reference `name.Component` to what it imported.
+# An import of a gin file, and a reference `name.Component` to an imported module.
 IMPORT = re.compile(
     r"^(?:from\s+(?P<package>[\w.]+)\s+)?import\s+(?P<name>[\w.]+)(?:\s+as\s+(?P<alias>\w+))?", re.MULTILINE
 )
@@ -51,9 +51,9 @@ class Binding:
 
     Attributes:
       name: gin's name, `module.Component.parameter`.
-      type: its annotation, without module names.
+      type: the parameter's annotation, without module names.
       default: the default in Python's spelling, or "required".
-      meaning: the docstring's text for it; empty where it has none.
+      meaning: the docstring's text for the parameter; empty where there is none.
     """
 
     name: str
@@ -89,7 +89,7 @@ def referred_to(folder: Path) -> Iterator[Component]:
 
 
 def modules(name: str) -> Iterator[ModuleType]:
-    """Yields a module or a re-exporting package, or every module of another package except those that hold no component."""
+    """Yields a module or a re-exporting package, or every module of another package except those without components."""
     module = importlib.import_module(name)
     yield module
     if name in FACES:
@@ -110,12 +110,12 @@ def defined_in(module: ModuleType) -> Iterator[Any]:
 
 
 def is_settings(owner: Any) -> bool:
-    """Whether a dataclass is frozen and takes its fields by name."""
+    """Returns whether a dataclass is frozen and takes its fields by name."""
     return owner.__dataclass_params__.frozen and all(field.kw_only for field in dataclasses.fields(owner))
 
 
 def bindings(component: Component) -> list[Binding]:
-    """The bindings that gin may set: all fields of a class, or the parameters of a function that have defaults."""
+    """Returns the bindings that gin may set: all fields of a class, or the parameters of a function that have defaults."""
     said = meanings(component)
     found = []
     for name, parameter in inspect.signature(component).parameters.items():
@@ -128,7 +128,7 @@ def bindings(component: Component) -> list[Binding]:
 
 
 def default_of(component: Component, parameter: inspect.Parameter) -> str:
-    """A parameter's default in Python's spelling, or "required"."""
+    """Returns a parameter's default in Python's spelling, or "required"."""
     if dataclasses.is_dataclass(component):
         (field,) = (f for f in dataclasses.fields(component) if f.name == parameter.name)
         if field.default_factory is not dataclasses.MISSING:
@@ -137,7 +137,7 @@ def default_of(component: Component, parameter: inspect.Parameter) -> str:
 
 
 def spelled(value: Any) -> str:
-    """A default as a reader would write it, the same in every run."""
+    """Spells a default as a reader would write it, the same in every run."""
     if isinstance(value, set | frozenset):
         return f"{{{', '.join(sorted(map(repr, value)))}}}"
     if inspect.isclass(value) or inspect.isfunction(value):
@@ -149,13 +149,13 @@ def spelled(value: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """An annotation without the names of modules: `int | None`, `Sequence[Prompt]`."""
+    """Returns an annotation without the names of modules: `int | None`, `Sequence[Prompt]`."""
     name = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     return re.sub(r"\b(?:[A-Za-z_]\w*\.)+([A-Za-z_]\w*)", r"\1", name)
 
 
 def meanings(component: Component) -> dict[str, str]:
-    """{parameter: meaning} from the `Attributes:` or `Args:` blocks of a docstring, including those of base classes."""
+    """Returns {parameter: meaning} from the `Attributes:` or `Args:` blocks of a docstring, including those of base classes."""
     said: dict[str, str] = {}
     for owner in reversed(getattr(component, "__mro__", (component,))):
         said |= block(inspect.cleandoc(owner.__doc__ or ""))
@@ -163,7 +163,7 @@ def meanings(component: Component) -> dict[str, str]:
 
 
 def block(docstring: str) -> dict[str, str]:
-    """The entries `  name: meaning` of a cleaned docstring's block; deeper lines continue an entry."""
+    """Returns the entries `  name: meaning` of a cleaned docstring's block; deeper lines continue an entry."""
     said: dict[str, str] = {}
     inside, name = False, ""
     for line in docstring.splitlines():
@@ -178,14 +178,14 @@ def block(docstring: str) -> dict[str, str]:
 
 
 def shared(listed: Sequence[Component]) -> list[Component]:
-    """The base classes from which two or more of the components inherit fields, ordered by module and name."""
+    """Returns the base classes from which two or more of the components inherit fields, ordered by module and name."""
     counts = Counter(base for component in listed for base in _bases(component))
     several = [base for base, count in counts.items() if count > 1 and base not in listed]
     return sorted((c for c in several if given(c, several)), key=lambda c: (home(c), c.__qualname__))
 
 
 def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]:
-    """The component's bindings, without those that it inherits unchanged from its bases among `elsewhere`."""
+    """Returns the component's bindings, without those that it inherits unchanged from its bases among `elsewhere`."""
     field = lambda b: dataclasses.replace(b, name=b.name.rpartition(".")[2])  # noqa: E731
     bases = [base for base in _bases(component) if base in elsewhere]
     known = {field(b).name: field(b) for base in reversed(bases) for b in bindings(base)}
@@ -193,12 +193,12 @@ def given(component: Component, elsewhere: Sequence[Component]) -> list[Binding]
 
 
 def _bases(component: Component) -> list[Component]:
-    """The component's base classes that have fields, the nearest first."""
+    """Returns the component's base classes that have fields, the nearest first."""
     return [base for base in getattr(component, "__mro__", ())[1:] if hasattr(base, "__dataclass_fields__")]
 
 
 def section(component: Component, elsewhere: Sequence[Component] = ()) -> str:
-    """The section of one component: its module, its description, and its bindings without those of bases that have own sections."""
+    """Writes the section of one component: its module, its description, and its bindings without those of bases that have own sections."""
     package, _, module = home(component).rpartition(".")
     first = inspect.cleandoc(component.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
     names = [base.__name__ for base in _bases(component) if base in elsewhere]

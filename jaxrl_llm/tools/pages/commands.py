@@ -1,7 +1,7 @@
 """Prints the Markdown page of all commands: `python -m jaxrl_llm.tools.pages.commands > docs/reference/commands.md`.
 
-The verbs of `jaxrl` come first, with the help that they print. A command is a module that may be started by `python -m`: what it does is
-its docstring; nothing is imported.
+The verbs of `jaxrl` come first, with the help that they print. A command is a module that may be started by `python -m`, and its
+docstring says what it does; nothing is imported.
 """
 
 import ast
@@ -14,7 +14,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2]
 OUTER = ("kernels", "data", "eval")
-# Started by other commands, not by a user.
+# Started by other commands instead of a user.
 INTERNAL = (
     "environments.verifiers_worker",
     "rewards.services.worker",
@@ -34,7 +34,7 @@ GROUPS = {
 
 
 def commands() -> dict[str, str]:
-    """{module without "jaxrl_llm.": its docstring} of every module that may be started."""
+    """Returns {module without "jaxrl_llm.": its docstring} of every module that may be started."""
     found = {}
     for module, file in files():
         tree = ast.parse(file.read_text())
@@ -45,7 +45,7 @@ def commands() -> dict[str, str]:
 
 
 def files() -> Iterator[tuple[str, Path]]:
-    """Yields (module without "jaxrl_llm.", file) of the package, the linked folders included."""
+    """Yields (module without "jaxrl_llm.", file) of the package, including the linked folders."""
     for folder in (PACKAGE, *((PACKAGE / name).resolve() for name in OUTER)):
         prefix = "" if folder == PACKAGE else f"{folder.name}."
         for file in sorted(folder.rglob("*.py")):
@@ -53,7 +53,7 @@ def files() -> Iterator[tuple[str, Path]]:
 
 
 def section(name: str, docstring: str) -> str:
-    """A command's heading and its docstring: commands in a sentence become code, indented examples are code already."""
+    """Writes a command's heading and its docstring; commands within sentences become code, as indented examples already are."""
     text = re.sub(
         r"(?<!`)\bpython -m jaxrl_llm[^`\n]*?(?=(?<!\.)\.$|$|, where)", r"`\g<0>`", docstring, flags=re.MULTILINE
     )
@@ -93,7 +93,7 @@ def verbs() -> Iterator[str]:
 
 
 def _help(*verb: str) -> str:
-    """What `jaxrl VERB --help` prints, in 80 columns."""
+    """Returns the output of `jaxrl VERB --help`, in 80 columns."""
     command = [sys.executable, "-m", "jaxrl_llm.interface.commands", *verb, "--help"]
     done = subprocess.run(command, env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True)
     return re.sub(r"\n {20,}", " ", done.stdout.replace("python -m jaxrl_llm.interface.commands", "jaxrl"))

@@ -1,7 +1,7 @@
-"""The macros of the gin files, the usual knobs of a run, as the first section of the page of bindings.
+"""Lists the macros of the gin files, the usual settings of a run, as the first section of the page of bindings.
 
-A macro is an upper-case name of a gin file that runs include. Its meaning is the comment beside it, or that of the binding
-that takes it.
+A macro is an upper-case name of a gin file that runs include. Its meaning is the comment beside it, or the meaning of the binding that
+takes it.
 """
 
 import re
@@ -23,7 +23,7 @@ class Macro:
     Attributes:
       name: its upper-case name.
       values: {file below gin/: value in gin's spelling}, one entry for each file that defines it.
-      comment: what the files say beside it; empty where they say nothing.
+      comment: the files' comment on it; empty where there is none.
       sets: the bindings that take it, with their scopes.
     """
 
@@ -34,13 +34,13 @@ class Macro:
 
 
 def part_files(folder: Path) -> list[Path]:
-    """The gin files that runs include: the two bases, then the components."""
+    """Returns the gin files that runs include: the two bases, then the components."""
     bases = [folder / "base.gin", folder / "eval" / "base.gin"]
     return [f for f in bases if f.exists()] + [f for part in PARTS for f in sorted((folder / part).glob("*.gin"))]
 
 
 def macros(folder: Path) -> list[Macro]:
-    """Every macro that the parts below `folder` define, in the order of the files."""
+    """Returns every macro that the parts below `folder` define, in the order of the files."""
     found: dict[str, Macro] = {}
     for file in part_files(folder):
         text = file.read_text()
@@ -70,7 +70,7 @@ def takers(text: str) -> Iterator[tuple[str, str]]:
 
 
 def section(folder: Path, meanings: Mapping[str, str]) -> str:
-    """The section of all macros; `meanings` is {binding without scope: meaning}."""
+    """Writes the section of all macros; `meanings` is {binding without scope: meaning}."""
     lines = ["| macro | value | sets | meaning |", "| --- | --- | --- | --- |"]
     for macro in macros(folder):
         bare = [binding.rpartition("/")[2] for binding in macro.sets]  # train.Stage.steps of rl/train.Stage.steps

@@ -1,1 +1,1 @@
-"""Parts of plans: the chips by name, what a run would do, and tables of fleets."""
+"""Parts of plans: the chips by name, the plan of a run, and tables of fleets."""

@@ -1,4 +1,4 @@
-"""The chips and devices that plans are made for, by name: figures of their data sheets, and their memory."""
+"""The chips and devices of plans, by name: figures of their data sheets, and their memory."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ class Chip:
 
     Attributes:
       peak: dense bfloat16 FLOP/s.
-      memory: bytes.
+      memory: bytes of memory.
       bandwidth: bytes/s of the memory.
-      link: bytes/s that a chip gathers within a group.
-      group: number of chips that fast links join.
-      network: bytes/s a chip between groups.
-      dollars: assumed price of an hour in dollars.
+      link: bytes/s that a chip receives in a gather within a group.
+      group: number of chips that fast links connect.
+      network: bytes/s per chip between groups.
+      dollars: assumed price per hour in dollars.
     """
 
     peak: float
@@ -30,7 +30,7 @@ class Chip:
 
 
 CHIPS: Mapping[str, Chip] = {
-    # link: all-gathers of 0.5 GB by JAX on one host; network: 400 Gb/s a GPU.
+    # link: all-gathers of 0.5 GB by JAX on one host; network: 400 Gb/s per GPU.
     "h200": Chip(peak=989e12, memory=139.8 * GIB, bandwidth=4.8e12, link=138e9, group=8, network=50e9, dollars=10.0),
     # Half of the interconnect's two directions; 200 Gb/s and 4 x 200 Gb/s of a host's chips.
     "v5p": Chip(peak=459e12, memory=95e9, bandwidth=2.765e12, link=300e9, group=8960, network=6e9, dollars=4.2),
@@ -40,11 +40,11 @@ CHIPS: Mapping[str, Chip] = {
 
 @dataclass(frozen=True)
 class Device:
-    """A device to fit.
+    """A device to which settings are fitted.
 
     Attributes:
-      name: how it is called in messages.
-      bytes: its memory.
+      name: its name in messages.
+      bytes: bytes of its memory.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """Cost model of an RL step on a fleet of chips: seconds, memory and dollars, from rates measured on one H200.
 
-The time of an update of T tokens on a device is a sum of parts; each is work over a rate, a share of the chip's peak (RATES):
+The time of an update of T tokens on a device is a sum of parts; each is work divided by a rate, which is a share of the chip's peak (RATES):
 
     products    (3 + r) 2 W L T          W weights of a layer, r the share of a forward pass that rematerialisation repeats
     log-probs   8 T D V                  as kernels/token_stats computes them; scoring takes 2 T D V
@@ -35,12 +35,12 @@ class Setting:
 
     Attributes:
       sizes: the model.
-      remat: what the backward pass computes again, a name of models/layers.py.
+      remat: what the backward pass recomputes, a name of models/layers.py.
       unrolled: whether all layers are one step of the scan.
-      moments: bytes a parameter of both moments together.
+      moments: bytes per parameter of both moments together.
       fsdp: number of shards of parameters and state.
       data: number of replicas.
-      expert: number of shards of the experts; parameters and state of all else are divided by it too, as by `fsdp`.
+      expert: number of shards of the experts; all other parameters and state are divided by it too, as by `fsdp`.
     """
 
     sizes: Architecture
@@ -58,40 +58,40 @@ class Setting:
 
     @property
     def experts(self) -> int:
-        """Number of weights of all experts of a layer, 0 without any."""
+        """The number of weights of all experts of a layer, 0 without experts."""
         size = self.sizes.experts
         return 0 if size is None else 3 * size.count * size.width * self.sizes.width
 
     @property
     def crowd(self) -> int:
-        """Tokens of other devices for each own that a device's experts may have to take: their buffers hold the worst case."""
+        """The factor of a device's own tokens for which its experts' buffers have room, in the worst case."""
         return self.expert if self.experts else 1
 
     @property
     def layer(self) -> float:
-        """Number of weights of a layer that a token goes through, as the mean over layers."""
+        """The number of weights of a layer that a token uses, as the mean over layers."""
         return flops.product_weights(self.sizes) / self.sizes.layers
 
     @property
     def mlp_width(self) -> float:
-        """Width of the MLP that a token goes through, as the mean over layers."""
+        """The width of the MLP that a token uses, as the mean over layers."""
         return flops.mlp_width(self.sizes)
 
     @property
     def weights(self) -> int:
-        """Number of parameters: layers with all their experts, embedding, and a head where it is untied."""
+        """The number of parameters: layers with all their experts, embedding, and a head where it is untied."""
         return flops.parameters(self.sizes, resident=True)
 
     @property
     def repeated(self) -> float:
-        """The share of a forward pass's products that the backward pass computes again."""
+        """The share of a forward pass's products that the backward pass recomputes."""
         mlp = self.sizes.width * self.mlp_width / self.layer
-        whole = 1 - mlp  # the share of all products except the last
+        whole = 1 - mlp  # the share of all products except the last one's
         return {"none": 0.0, "dots": 0.0, "gate": mlp, "projections": 2 * mlp}.get(self.remat, whole)
 
     @property
     def kept(self) -> float:
-        """Bytes that the forward pass keeps on the device for a token and layer."""
+        """The bytes that the forward pass keeps on the device per token and layer."""
         size = self.sizes
         heads, keys = size.heads * size.head_width, size.kv_heads * size.head_width
         attention = 2 * size.width + 2 * heads + 4 * size.heads
@@ -107,13 +107,13 @@ class Setting:
 
 
 def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times: int = 1) -> dict[str, float]:
-    """Seconds by part of one update of `times` micro-batches, each of `tokens` a device in sequences of `length` tokens."""
+    """Returns the seconds by part of one update of `times` micro-batches, each of `tokens` tokens per device in sequences of `length` tokens."""
     size, n = setting.sizes, times * tokens
     causal = 2 * len(flops.attending(size)) * n * length * size.heads * size.head_width  # 4 FLOPs of half of the square
     again = 1.0 if setting.remat in ("full", "offload") else 0.0
     moved = 1.0 * n * size.layers * (18 * setting.mlp_width + 90 * size.width)
     if not setting.unrolled:
-        moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # they are written and read once more
+        moved += n * size.layers * (4 * setting.kept + 25 * size.width)  # kept values are written and read once more
     casts = 12 if setting.repeated == 0 else 18
     moved += setting.weights / setting.shards * (2 * (4 + setting.moments) + 12) + times * setting.weights * casts
     launches = times * (size.layers * (70 if setting.unrolled else 125) + 200)
@@ -129,8 +129,8 @@ def update_seconds(chip: Chip, setting: Setting, tokens: int, length: int, times
 
 
 def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
-    """Seconds of an update's exchanges if none overlapped with computation: weights in bfloat16, gradients in float32."""
-    kept = sum(setting.sizes.sparse) * setting.experts * (setting.expert > 1)  # are gathered over fsdp alone
+    """Returns the seconds of an update's exchanges if none overlapped with computation: weights in bfloat16, gradients in float32."""
+    kept = sum(setting.sizes.sparse) * setting.experts * (setting.expert > 1)  # gathered over fsdp alone
     gathers = 2 if setting.repeated == 0 else 3
     link = chip.link if setting.shards <= chip.group else chip.network
     sent = (setting.weights - kept) * _others(setting.shards) + kept / setting.expert * _others(setting.fsdp)
@@ -142,10 +142,11 @@ def exchange_seconds(chip: Chip, setting: Setting, times: int = 1) -> float:
 
 
 def token_seconds(chip: Chip, setting: Setting, tokens: int) -> float:
-    """Seconds of an update's exchanges of `tokens` tokens a device over the shards of the experts, which nothing overlaps with.
+    """Returns the seconds of an update's exchanges of `tokens` tokens per device over the shards of the experts, which do not overlap.
 
-    Forward, a device takes each token of the others in bfloat16 and gives back a float32 sum; backward the same, with the forward's
-    tokens once more where they are computed again. Of more devices than a token has experts, those with its experts take it alone.
+    Forward, a device receives each token of the others in bfloat16 and returns a float32 sum; backward does the same, and receives the
+    forward's tokens again where they are recomputed. Where there are more devices than experts of a token, only devices with its
+    experts receive it.
     """
     if setting.sizes.experts is None or not setting.experts or setting.expert == 1:
         return 0.0
@@ -157,12 +158,12 @@ def token_seconds(chip: Chip, setting: Setting, tokens: int) -> float:
 
 
 def _others(ways: int) -> float:
-    """The share of the other devices, of `ways` that hold equal shares."""
+    """Returns the share of the other devices, among `ways` devices with equal shares."""
     return (ways - 1) / ways
 
 
 def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> float:
-    """Seconds to compute log-probs and entropies of `tokens` tokens a device, without gradient."""
+    """Returns the seconds to compute log-probs and entropies of `tokens` tokens per device, without gradient."""
     size = setting.sizes
     causal = 2 * len(flops.attending(size)) * tokens * length * size.heads * size.head_width
     moved = tokens * size.layers * (6 * setting.mlp_width + 36 * size.width) + 6 * setting.weights
@@ -176,7 +177,7 @@ def score_seconds(chip: Chip, setting: Setting, tokens: int, length: int) -> flo
 
 
 def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, response: int, slots: int) -> float:
-    """Seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache, and
+    """Returns the seconds to sample `sequences` sequences on a device with full slots; each step reads bfloat16 weights and the filled cache, and
     reads and writes the states of layers that hold one."""
     size = setting.sizes
     slots = max(min(slots, sequences), 1)
@@ -187,7 +188,7 @@ def sample_seconds(chip: Chip, setting: Setting, sequences: int, prompt: int, re
 
 
 def memory_bytes(setting: Setting, tokens: int) -> float:
-    """The peak bytes of a device in an update of micro-batches of `tokens` tokens."""
+    """Returns the peak bytes of a device in an update of micro-batches of `tokens` tokens."""
     size = setting.sizes
     state = setting.weights / setting.shards * (4 + setting.moments + 4)  # parameters, moments, gradients
     working = tokens * (12 * setting.mlp_width * setting.crowd + 8 * size.width) + 2 * size.vocabulary_size * size.width
@@ -201,7 +202,7 @@ def memory_bytes(setting: Setting, tokens: int) -> float:
 
 
 def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, int]:
-    """(setting, tokens a device, length) of a result row of `bench --work=update` or `score`."""
+    """Returns (setting, tokens per device, length) of a result row of `bench --work=update` or `score`."""
     width = {"float32": 4, "bfloat16": 2}
     moments = width[row["moments_dtype"]] + width[row.get("second_moment_dtype", "float32")]
     devices = row["devices"]
@@ -216,15 +217,15 @@ def of_row(row: Mapping[str, Any], sizes: Architecture) -> tuple[Setting, int, i
 def fleet(
     chip: Chip, base: Setting, chips: int, step: Mapping[str, int], most: float = 0.92
 ) -> dict[str, float] | None:
-    """An RL step on `chips` chips that sample and learn in turn; None where no layout fits the memory.
+    """Simulates an RL step on `chips` chips that sample and learn in turn; returns None where no layout fits the memory.
 
     Args:
       chip: the kind of chip.
       base: the setting without its mesh.
       chips: number of chips.
-      step: "sequences", mean "prompt" and "response" tokens, "row_tokens", "updates" a step, scoring "forwards" a step, and
+      step: "sequences", mean "prompt" and "response" tokens, "row_tokens", "updates" per step, scoring "forwards" per step, and
         "slots".
-      most: share of the memory that a program may take.
+      most: largest share of the memory that a program may take.
     """
     tokens = step["sequences"] * (step["prompt"] + step["response"])
     rows = max(math.ceil(tokens / step["row_tokens"]), 1)

@@ -1,4 +1,4 @@
-"""Tables of the cost model: a run's step on fleets of chips, and the model beside what was measured."""
+"""Tables of the cost model: a run's step on fleets of chips, and simulated beside measured figures."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ HEAD = (
 
 
 def setting_of(run: Run, stage: Stage) -> cost_model.Setting:
-    """The cost model's settings of a run's model and optimizer."""
+    """Returns the cost model's settings of a run's model and optimizer."""
     policy = run.policy.policy(Partitioner.create(MeshConfig(fsdp=1), jax.devices()[:1]))
     width = {"float32": 4, "bfloat16": 2}
     optimizer = stage.optimizer

@@ -10,7 +10,7 @@ S bytes of a model, N sampler hosts with c servers of t GPUs each, L learner hos
     adapters  A / write, then max(N c A / (L link), c A / link)      A bytes of LoRA; nothing is paused
     commit    S / (t load)                   every GPU copies its part, all at once
 
-and `steps` seconds of calls and checks. The longest of what goes on at the same time counts (max); the rest follows one upon the other.
+and `steps` seconds of calls and checks. Of concurrent parts the longest counts (max); the others follow one another.
 Rates are measured (docs/measured/publication.md says where) or assumed; `--rates=FILE.json` replaces any of them.
 """
 
@@ -24,27 +24,27 @@ from jaxrl_llm.models.architecture import Architecture
 from jaxrl_llm.models.sizes import SHAPES
 
 ROUTES = ("store", "learner", "relays, store", "relays, learner", "adapters")
-MODELS = {"qwen3-8b": 1, "qwen3-32b": 2, "llama3-70b": 8, "qwen3-30b-a3b": 2}  # with GPUs of a server
+MODELS = {"qwen3-8b": 1, "qwen3-32b": 2, "llama3-70b": 8, "qwen3-30b-a3b": 2}  # {model: GPUs of a server}
 HOSTS = (1, 8, 32)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What a publication's seconds follow from.
+    """The rates and sizes from which a publication's seconds follow.
 
     Attributes:
-      write: bytes/s of a learner's GPU, from its memory to where it writes.
-      store: bytes/s that a store gives all of its readers together.
+      write: bytes/s that a learner's GPU writes from its memory.
+      store: bytes/s of a store to all of its readers together.
       link: bytes/s of a host's network, each way.
-      relay: bytes/s that the process of a relay takes in and passes on.
+      relay: bytes/s that a relay's process receives and passes on.
       read: bytes/s that a rank of a server stages from its host's memory.
-      load: bytes/s that a GPU takes in a commit.
+      load: bytes/s that a GPU loads in a commit.
       steps: seconds of the calls of an update, and of its canary.
       window: bytes that a relay fetches at a time.
-      learners: hosts of the learner.
-      learner_gpus: of each of them.
-      gpus: of a sampler host.
-      rank: of LoRA adapters on all matrices.
+      learners: number of the learner's hosts.
+      learner_gpus: number of GPUs of a learner host.
+      gpus: number of GPUs of a sampler host.
+      rank: rank of LoRA adapters on all matrices.
     """
 
     write: float = 6.5e9
@@ -68,10 +68,10 @@ class Rates:
 
     @staticmethod
     def read_from(file: str) -> "Rates":
-        """Reads some of the rates from a JSON file, the others as they are here.
+        """Reads some of the rates from a JSON file; the others keep their defaults.
 
         Raises:
-          ValueError: it holds other names, or no numbers.
+          ValueError: the file holds other names, or values that are not numbers.
         """
         given = json.loads(Path(file).read_text(encoding="utf-8"))
         known = {one.name for one in fields(Rates)}
@@ -85,14 +85,14 @@ class Rates:
 def seconds(
     nbytes: float, hosts: int, servers: int, route: str, rates: Rates, adapter: float = 0.0
 ) -> dict[str, float]:
-    """Seconds by part of one publication.
+    """Returns the seconds by part of one publication.
 
     Args:
-      nbytes: of the weights.
-      hosts: of the samplers.
-      servers: of a host.
+      nbytes: bytes of the weights.
+      hosts: number of sampler hosts.
+      servers: number of servers of a host.
       route: one of ROUTES.
-      rates: what is measured or assumed.
+      rates: measured or assumed rates.
       adapter: bytes of the adapters, for their route.
     """
     if route not in ROUTES:
@@ -112,7 +112,7 @@ def seconds(
 
 
 def lora_bytes(sizes: Architecture, rank: int) -> float:
-    """Bytes of adapters on the matrices of attention and MLP of every layer, in bfloat16; of experts, on those of all."""
+    """Returns the bytes of adapters on the matrices of attention and MLP of every layer, of all experts, in bfloat16."""
     width, heads = sizes.width, sizes.heads * sizes.head_width
     keys = sizes.kv_heads * sizes.head_width
     layer = 2 * (width + heads) + 2 * (width + keys)
@@ -127,7 +127,7 @@ def table(models: Mapping[str, int], hosts: Sequence[int], rates: Rates) -> Iter
     Args:
       models: {name of models.sizes.SHAPES: GPUs of a server}.
       hosts: numbers of sampler hosts.
-      rates: what is measured or assumed.
+      rates: measured or assumed rates.
     """
     yield "rates          " + ", ".join(f"{name} {value:g}" for name, value in asdict(rates).items())
     yield f"{'model':<15}{'GB':>7} {'hosts':>5} {'servers':>7}" + "".join(f"{route:>17}" for route in ROUTES)

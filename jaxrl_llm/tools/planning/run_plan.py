@@ -1,4 +1,4 @@
-"""What a run would do and take, as text: mesh, parameters, batch arithmetic, memory by device, compiled shapes."""
+"""The plan of a run as text: mesh, parameters, batch arithmetic, memory by device, compiled shapes."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +25,7 @@ from jaxrl_llm.train.stage import Stage
 
 
 def plan(run: Run | Harness | EntropyFlow, devices: Sequence[Any] | None = None) -> str:
-    """Returns the resolved plan of a run, or of an evaluation or an analysis alone, as text; on `devices`, by default all that the process has.
+    """Returns the resolved plan of a run, or of an evaluation or analysis alone, as text; on `devices`, by default all of the process's.
 
     Raises:
       ValueError: a setting cannot work; the message names the binding to change.
@@ -136,7 +136,7 @@ def _stage(stage: Stage, start: int) -> Iterable[str]:
 
 
 def _memory(stage: Stage, policy: Policy, shards: int) -> str:
-    """A line with the state's bytes, and a bound on the activations from the residual streams that are saved."""
+    """Returns a line with the state's bytes, and a bound on the activations from the residual streams that are saved."""
     size, packing = policy.architecture, stage.packing
     kept = size.layers if policy.remat == "full" else int(size.layers * (8 + 4 * flops.mlp_width(size) // size.width))
     width = 4 if policy.compute_dtype == "float32" else 2
@@ -147,7 +147,7 @@ def _memory(stage: Stage, policy: Policy, shards: int) -> str:
 
 
 def on_target(run: Run | Harness | EntropyFlow, name: str | None) -> Iterator[str]:
-    """Yields the plan of a run and what its programs need, on a target or, where its name is None, on the process's devices."""
+    """Yields the plan of a run and its programs' memory, for a target or, where its name is None, for the process's devices."""
     with programs.on(name) as target:
         yield plan(run, target.devices if target else None)
         yield from programs.peaks(run, target)
