@@ -13,7 +13,6 @@ import jax
 from jaxrl_llm import components
 from jaxrl_llm.distributed.mesh import Partitioner
 from jaxrl_llm.distributed.preemption import STOPPED, Preemption, Stopping
-from jaxrl_llm.learner import score
 from jaxrl_llm.learner.state import TrainState
 from jaxrl_llm.metrics import diagnostics, profiling
 from jaxrl_llm.metrics.profiling import Compilations
@@ -22,7 +21,7 @@ from jaxrl_llm.metrics.writers import WriterComponent, Writers
 from jaxrl_llm.protocols import Down, Retiring, Sampler, Steered
 from jaxrl_llm.rollouts.player import Player
 from jaxrl_llm.train import settings
-from jaxrl_llm.train.build import new_key, open_stage, sampled_policy
+from jaxrl_llm.train.build import check_tokens, new_key, open_stage, sampled_policy
 from jaxrl_llm.train.checkpoint import Checkpoints
 from jaxrl_llm.train.describe import announce, describe
 from jaxrl_llm.train.frozen_models import REFERENCE, AuxiliaryModel, own_sizes
@@ -51,8 +50,7 @@ class Trainer:
         self.preemption, self.processes, self.beside = preemption, preemption.processes, beside
         self.policy = run.policy.policy(partitioner)  # first: a model that is not supported is refused at once
         self.tokenizer = run.tokenizer.load()
-        self._check_vocabulary()
-        self._check_teachers()
+        check_tokens(run, self.policy, self.tokenizer, partitioner)
         for stage in run.stages:
             stage.check_depth(self.policy.architecture.layers)
         described = describe(run, self.policy)
@@ -79,19 +77,6 @@ class Trainer:
         self.stopped = ""  # the reason why the run stops, or ""
         self.status = 0  # of the process at its end
         self.before: dict[str, Any] | None = None  # the host's state after the last step
-
-    def _check_vocabulary(self) -> None:
-        size = self.policy.architecture.vocabulary_size
-        if len(self.tokenizer) > size:
-            raise ValueError(
-                f"the tokenizer has {len(self.tokenizer)} tokens and the model's vocabulary {size}: set TOKENIZER and MODEL to a matching pair"
-            )
-
-    def _check_teachers(self) -> None:
-        """Refuses a teacher that does not exist or has other tokens than the policy, before the first stage."""
-        for stage in self.config.stages:
-            if stage.teacher is not None and stage.taught:
-                score.found(stage.teacher, self.tokenizer, self.partitioner)
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -273,24 +258,13 @@ class Trainer:
         self.pending, self.text = host.get("pending"), config
         self.watching.at("opening", step=restored or 0)
         if restored != self.config.starts[-1] or self.pending is not None:
-            self.compare(restored, host.get("stage", 0))
+            number = host.get("stage", 0)
+            self.changed = settings.compared(self.processes, self.run_dir, self.config, restored, number)
             base = self.config.policy.base(self.policy, jax.random.key(self.config.seed))
             self.bases = {} if base is None else {"policy": base}
         if restored is None:
             self.note(None, 0)
         return restored
-
-    def compare(self, restored: int | None, number: int) -> None:
-        """Compares the settings with those of the run folder; raises ValueError as `settings.compare` does, on every process."""
-        refusal = ""
-        if self.processes.main:
-            as_new = self.config.resume_as_new
-            try:
-                self.changed = settings.compare(self.run_dir, self.config, restored, number, as_new=as_new)
-            except ValueError as error:
-                refusal = str(error)
-        if refusal := self.processes.broadcast(refusal):
-            raise ValueError(refusal)
 
     def note(self, restored: int | None, number: int) -> None:
         """Writes what reproduces the run and which settings changed, and opens the writers; what is refused is refused before."""
