@@ -48,6 +48,11 @@ class StepResult:
     advantages: Advantages
     measured: Mapping[str, float]
 
+    @property
+    def sequences(self) -> int:
+        """The number of sequences that were learned from."""
+        return len(self.batch.rollouts)
+
 
 @dataclass(kw_only=True, eq=False)
 class StageTrainer:
